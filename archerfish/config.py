@@ -1,0 +1,257 @@
+"""Options, each declared once.
+
+A field of one of the frozen dataclasses below is at the same time a keyword of the Python API, a flag of the command line
+(`--max-batch-size`), an environment variable (`ARCHERFISH_EMBED_MAX_BATCH_SIZE`), a TOML key (`max_batch_size` under
+`[embed]`) and a row of `docs/options.md`. Precedence: given in code or on the command line, environment, TOML file, default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
+
+ENV_PREFIX = "ARCHERFISH_"
+CONFIG_ENV = "ARCHERFISH_CONFIG"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off")
+
+
+def option(
+    default: Any,
+    description: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """Declare one option: its default, what it does, and which values it takes."""
+    metadata = {"description": description, "choices": choices, "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of all groups of options: checks every value when an object is made."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = check_value(self.section, spec, getattr(self, spec.name))
+            object.__setattr__(self, spec.name, value)
+
+    @classmethod
+    def make(cls, **values: Any) -> Self:
+        """Build from keywords; an unknown one is refused with the nearest known one."""
+        refuse_unknown(values, cls.names(), f"option of [{cls.section}]")
+        return cls(**values)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [spec.name for spec in dataclasses.fields(cls)]
+
+    def replace(self, **changes: Any) -> Self:
+        """A new object with some values changed; this one stays as it is."""
+        refuse_unknown(changes, self.names(), f"option of [{self.section}]")
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig(Options):
+    """Where models come from and where they are kept."""
+
+    section: ClassVar[str] = "hub"
+
+    cache_dir: str = option(
+        "", "Directory for downloaded and converted models; empty: `$XDG_CACHE_HOME/archerfish` or `~/.cache/archerfish`."
+    )
+    offline: bool = option(False, "Never use the network; `HF_HUB_OFFLINE=1` has the same effect.")
+    revision: str = option("main", "Branch, tag or commit of a Hugging Face model.")
+
+    def cache_path(self) -> Path:
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(base).expanduser() / "archerfish"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionConfig(Options):
+    """How ModelConverter turns a model into a directory of the Arrow store."""
+
+    section: ClassVar[str] = "convert"
+
+    use_float16: bool = option(True, "Store weights as float16; false: as float32. `dtype` overrides this.")
+    dtype: str = option("auto", "Type of stored weights; auto: as `use_float16` says.", choices=DTYPES)
+    compression: str = option("lz4", "Compression of weights.parquet.", choices=COMPRESSIONS)
+    keep_quantized: bool = option(
+        False, "Keep GGUF tensors of types Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 quantised instead of widening them to `dtype`."
+    )
+    validate_output: bool = option(True, "Compare every written tensor with its source before the directory appears.")
+    write_parquet: bool = option(True, "Write weights.parquet (interchange) beside weights.arrow (mapping).")
+    overwrite: bool = option(False, "Replace an output directory that already holds a model.")
+
+    def stored_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "float16" if self.use_float16 else "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig(Options):
+    """ArrowEngine: embeddings and reranking."""
+
+    section: ClassVar[str] = "embed"
+
+    model: str = option("all-minilm-l6-v2", "Built-in name, directory, file, or Hugging Face id of the model.")
+    device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
+    dtype: str = option("auto", "Type to compute in; auto: what this machine does fast.", choices=DTYPES)
+    storage_dtype: str = option(
+        "auto", "Type in which a model that is not converted yet is stored; auto: float32 if `dtype` is float32, else 2 bytes.",
+        choices=DTYPES,
+    )
+    max_batch_size: int = option(
+        32, "Size of a batch, in units of 32 tokens: texts are packed by tokens, never padded.", minimum=1, maximum=65536
+    )
+    max_length: int = option(0, "Cut texts after this many tokens; 0: as the model's own files say.", minimum=0)
+    max_text_bytes: int = option(1_000_000, "Refuse a text of more than this many bytes.", minimum=1)
+    num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
+    use_fast_tokenizer: bool = option(True, "Use the Rust tokenizer; there is no other, so false is refused.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Options):
+    """The HTTP service."""
+
+    section: ClassVar[str] = "serve"
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    rerank_model: str = option("", "Cross-encoder for /v1/rerank; empty: rank by the cosine of the embedding model.")
+    max_wait_ms: float = option(2.0, "How long the first text of a batch waits for others.", minimum=0, maximum=10_000)
+    max_batch_texts: int = option(256, "Most texts in one batch.", minimum=1, maximum=65536)
+    max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 429.", minimum=1)
+    max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
+    max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
+    log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
+
+
+SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, ServeConfig)
+T = TypeVar("T", bound=Options)
+
+
+def check_value(section: str, spec: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of one option in its declared type, or an InvalidOptionError that names the option."""
+    where = f"[{section}] {spec.name}"
+    kind = type(spec.default)
+    if isinstance(value, str) and kind is not str:
+        value = parse_text(where, kind, value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if type(value) is not kind:
+        raise InvalidOptionError(f"{where} must be {kind.__name__}, not {type(value).__name__} ({value!r}).")
+    choices = spec.metadata["choices"]
+    if choices and value not in choices:
+        raise InvalidOptionError(f"{where} cannot be {value!r}.", hint=f"It takes one of: {', '.join(choices)}.")
+    low, high = spec.metadata["minimum"], spec.metadata["maximum"]
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidOptionError(f"{where} cannot be {value}.", hint=f"It must be {bounds}.")
+    return value
+
+
+def parse_text(where: str, kind: type, text: str) -> Any:
+    if kind is bool:
+        word = text.strip().lower()
+        if word in TRUE_WORDS or word in FALSE_WORDS:
+            return word in TRUE_WORDS
+        raise InvalidOptionError(f"{where} must be true or false, not {text!r}.")
+    try:
+        return kind(text.replace("_", ""))
+    except ValueError:
+        raise InvalidOptionError(f"{where} must be a number ({kind.__name__}), not {text!r}.") from None
+
+
+def refuse_unknown(given: Mapping[str, Any], known: list[str], what: str) -> None:
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(f"Unknown {what}: {name!r}.", hint=did_you_mean(name, known))
+
+
+def env_name(cls: type[Options], name: str) -> str:
+    return f"{ENV_PREFIX}{cls.section}_{name}".upper()
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Options set in the environment, by section; an unknown ARCHERFISH_ variable is refused."""
+    known = {env_name(cls, name): (cls.section, name) for cls in SECTIONS for name in cls.names()}
+    found: dict[str, dict[str, str]] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_ENV:
+            continue
+        if variable not in known:
+            hint = did_you_mean(variable, [*known, CONFIG_ENV])
+            raise UnknownOptionError(f"Unknown environment variable: {variable}.", hint=hint)
+        section, name = known[variable]
+        found.setdefault(section, {})[name] = text
+    return found
+
+
+def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Options of a TOML file, by section; unknown sections and keys are refused."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidOptionError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidOptionError(f"The configuration file {path} is not valid TOML: {error}.") from error
+    by_section = {cls.section: cls for cls in SECTIONS}
+    refuse_unknown(data, list(by_section), f"section of {path}")
+    for section, values in data.items():
+        if not isinstance(values, dict):
+            raise InvalidOptionError(f"In {path}, {section!r} must be a section: [{section}].")
+        refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}")
+    return data
+
+
+def resolve(cls: type[T], given: Mapping[str, Any] | None = None, *, config_file: str | Path = "") -> T:
+    """Options of one section: what is given, then the environment, then the TOML file, then the defaults."""
+    path = config_file or os.environ.get(CONFIG_ENV, "")
+    values: dict[str, Any] = dict(read_toml(path).get(cls.section, {})) if path else {}
+    values.update(read_environment(os.environ).get(cls.section, {}))
+    values.update(given or {})
+    return cls.make(**values)
+
+
+def reference_page() -> str:
+    """docs/options.md, generated from the declarations above."""
+    lines = [
+        "# Options",
+        "",
+        "Generated by `python -m archerfish.cli.reference` from `archerfish/config.py`; a test compares the two. Each option is a",
+        "keyword in Python, a flag (`--name-with-dashes`), an environment variable, and a key of the TOML file that `--config` or",
+        "`ARCHERFISH_CONFIG` names. The command line wins over the environment, the environment over the file.",
+    ]
+    for cls in SECTIONS:
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        lines += ["", f"## [{cls.section}] {cls.__name__}", "", summary, "", "| key | type | default | environment | meaning |"]
+        lines += ["|---|---|---|---|---|"]
+        for spec in dataclasses.fields(cls):
+            default = f"`{spec.default!r}`" if spec.default != "" else "(empty)"
+            meaning = spec.metadata["description"]
+            if spec.metadata["choices"]:
+                meaning += f" One of {', '.join(spec.metadata['choices'])}."
+            kind = type(spec.default).__name__
+            lines.append(f"| `{spec.name}` | {kind} | {default} | `{env_name(cls, spec.name)}` | {meaning} |")
+    return "\n".join(lines) + "\n"
