@@ -1,0 +1,340 @@
+"""ArrowEngine: embeddings and reranking from weights that are mapped, not read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from archerfish.config import EmbedConfig, HubConfig
+from archerfish.engine.inference_core import InferenceCore, Vectors
+from archerfish.engine.packing import TokenizedText, pack, plan_batches
+from archerfish.engine.progress import progress_bar
+from archerfish.engine.tokenizer import FastTokenizer, Text
+from archerfish.errors import (
+    InputTooLargeError,
+    InvalidInputError,
+    InvalidOptionError,
+    StoppedError,
+    UnsupportedModelError,
+    did_you_mean,
+)
+from archerfish.kernels.machine import fast_cpu_dtype
+from archerfish.kernels.select import compute_pool
+from archerfish.types import Progress, no_progress
+
+TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
+GPU_BATCH_FACTOR = 32  # a GPU wants this many times the tokens of a core in one pass
+FIRST_WINDOW, WINDOW = 256, 2048  # texts tokenised before the first pass starts, and while passes run
+EmbedInput = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """One document of a reranking: where it stood in the list, and how relevant it is."""
+
+    index: int
+    score: float
+    document: str
+
+
+class ArrowEngine:
+    """Embedding engine over the Arrow store.
+
+    `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the cache),
+    or an EmbedConfig. Other options of EmbedConfig are accepted as keywords. Safe to use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path | EmbedConfig,
+        device: str = "cpu",
+        max_batch_size: int = 32,
+        use_fast_tokenizer: bool = True,
+        *,
+        hub: HubConfig | None = None,
+        progress: Progress = no_progress,
+        **options: Any,
+    ) -> None:
+        started = time.perf_counter()
+        if isinstance(model_path, EmbedConfig):
+            self.config = model_path.replace(**options)
+        else:
+            self.config = EmbedConfig.make(
+                model=str(model_path), device=device, max_batch_size=max_batch_size, use_fast_tokenizer=use_fast_tokenizer,
+                **options,
+            )
+        if not self.config.use_fast_tokenizer:
+            raise InvalidOptionError(
+                "use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint="Leave it at True."
+            )
+        directory = locate(self.config, hub or HubConfig(), progress)
+        self._open(directory)
+        self.load_seconds = time.perf_counter() - started
+
+    def _open(self, directory: Path) -> None:
+        from archerfish.store.loader import WeightLoader
+
+        loader = WeightLoader(directory)
+        metadata = loader.get_metadata()
+        self.model_name: str = metadata.get("model_name") or directory.name
+        self.embedding: dict[str, Any] = metadata.get("embedding") or {}
+        weights = loader.load_weights()
+        self.core = InferenceCore(
+            weights, metadata["config"], self.config.device, dtype=self.config.dtype,
+            pooling=str(self.embedding.get("pooling", "mean")),
+        )
+        self._pool = compute_pool(self.core.device, self.config.num_threads)
+        self._max_length = self._choose_max_length()
+        self.tokenizer = FastTokenizer(directory / "tokenizer", self._max_length)
+        self._is_closed = False
+        self._loader = loader
+        del weights
+        loader.release()
+
+    def _choose_max_length(self) -> int:
+        limits = [self.core.max_positions]
+        stated = self.embedding.get("max_seq_length")
+        if isinstance(stated, int) and stated > 0:
+            limits.append(stated)
+        if self.config.max_length:
+            if self.config.max_length > self.core.max_positions:
+                raise InvalidOptionError(
+                    f"[embed] max_length is {self.config.max_length}, but {self.model_name} has {self.core.max_positions} positions."
+                )
+            return self.config.max_length
+        return min(limits)
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        return self.core.head is not None
+
+    def get_embedding_dimension(self) -> int:
+        """Length of a vector."""
+        return self.core.dimension
+
+    def get_max_seq_length(self) -> int:
+        """Tokens, special ones included, after which a text is cut."""
+        return self._max_length
+
+    def encode(
+        self,
+        texts: str | Sequence[EmbedInput],
+        batch_size: int = 32,
+        show_progress: bool = False,
+        *,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> Vectors:
+        """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
+
+        A text may also be given as token ids. batch_size bounds a forward pass, in units of 32 tokens. normalize=None does
+        as the model's own files say. prompt_name picks one of the model's prompts to put before every text.
+        """
+        if isinstance(texts, str):
+            one = self.encode([texts], batch_size, show_progress, normalize=normalize, prompt_name=prompt_name)
+            return one.reshape(-1)
+        self.check_texts(texts)
+        if self.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
+        prompt = self._prompt(prompt_name)
+        inputs = [self._prepare(text, prompt) for text in texts]
+        scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
+        with progress_bar("Encoding", show=show_progress, unit="texts") as progress:
+            return self._compute(inputs, batch_size, scaled, progress)
+
+    def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
+        """(n, dim) vectors of a list of texts, of length 1 unless normalize is false."""
+        if isinstance(texts, str):
+            raise InvalidInputError("encode_batch takes a list of texts, not one string.", hint="Use encode() for one.")
+        return self.encode(texts, self.config.max_batch_size, normalize=normalize)
+
+    def similarity(self, a: str | Sequence[EmbedInput], b: str | Sequence[EmbedInput]) -> Vectors:
+        """Cosine of each text of a with each of b, (len(a), len(b)); a single string counts as a list of one."""
+        left, right = ([x] if isinstance(x, str) else list(x) for x in (a, b))
+        vectors = self.encode([*left, *right], self.config.max_batch_size, normalize=True)
+        product: Vectors = vectors[: len(left)] @ vectors[len(left) :].T
+        return product
+
+    def rerank(self, query: str, documents: Sequence[str], top_k: int | None = None) -> list[RerankResult]:
+        """Documents by relevance to the query, best first: by a cross-encoder's score, or by cosine with an embedding model."""
+        self.check_texts([query])
+        self.check_texts(documents, "document")
+        if self.is_cross_encoder:
+            scores = self.score_pairs([(query, document) for document in documents])
+            if scores.ndim != 1:
+                raise UnsupportedModelError(f"{self.model_name} gives {scores.shape[1]} labels per pair; reranking needs one.")
+        else:
+            scores = self.similarity(query, documents)[0]
+        order = np.argsort(-scores, kind="stable")[:top_k]
+        return [RerankResult(int(i), float(scores[i]), documents[i]) for i in order]
+
+    def score_pairs(self, pairs: Sequence[tuple[str, str]], batch_size: int = 32, show_progress: bool = False) -> Vectors:
+        """A cross-encoder's score of every pair, (n,), or (n, labels) where the model has several labels."""
+        if not self.is_cross_encoder:
+            raise UnsupportedModelError(f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity().")
+        for side in (0, 1):
+            self.check_texts([pair[side] for pair in pairs], "pair")
+        with progress_bar("Scoring", show=show_progress, unit="pairs") as progress:
+            raw = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
+        if self._score_activation() == "sigmoid":
+            raw = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
+        return raw[:, 0] if raw.shape[1] == 1 else raw
+
+    def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
+        """Tokens that each text costs after truncation."""
+        return [len(t.token_ids) for t in self._tokenize(list(texts))]
+
+    def check_texts(self, texts: Sequence[Any], what: str = "text") -> None:
+        """Raise an InvalidInputError that names the first item that cannot be encoded."""
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+            raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.")
+        limit = self.config.max_text_bytes
+        for index, text in enumerate(texts):
+            if isinstance(text, str):
+                if len(text) * 4 > limit and (size := len(text.encode("utf-8", "surrogatepass"))) > limit:
+                    raise InputTooLargeError(
+                        f"{what.capitalize()} {index} has {size:,} bytes; the limit is {limit:,}.",
+                        hint="Split it, or raise max_text_bytes: only the first "
+                        f"{self._max_length} tokens of a text reach the model in any case.",
+                    )
+            elif not self._is_token_ids(text):
+                raise InvalidInputError(f"{what.capitalize()} {index} must be a string, not {type(text).__name__}.")
+
+    def close(self) -> None:
+        """Refuse further work. Mapped memory goes back when the last tensor does."""
+        self._is_closed = True
+
+    def __enter__(self) -> ArrowEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_token_ids(self, item: Any) -> bool:
+        if not isinstance(item, list | tuple) or not item or not all(type(i) is int for i in item):
+            return False
+        vocab_size = self.core.config.integer("vocab_size")
+        for token_id in item:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidInputError(f"Token id {token_id} is outside of the vocabulary of {vocab_size}.")
+        return True
+
+    def _prompt(self, name: str | None) -> str:
+        prompts = self.embedding.get("prompts") or {}
+        name = name or self.embedding.get("default_prompt_name")
+        if not name:
+            return ""
+        if name not in prompts:
+            raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, prompts))
+        return str(prompts[name])
+
+    def _prepare(self, text: EmbedInput, prompt: str) -> EmbedInput:
+        if not isinstance(text, str):
+            return tuple(text)
+        text = prompt + text
+        return text.lower() if self.embedding.get("do_lower_case") else text
+
+    def _score_activation(self) -> str:
+        """sentence-transformers' rule: what the files name, else a sigmoid when there is one label."""
+        stated = self.core.config.values.get("sentence_transformers") or {}
+        name = stated.get("activation_fn") or self.core.config.values.get("sbert_ce_default_activation_function")
+        if name:
+            return str(name).rsplit(".", 1)[-1].lower()
+        return "sigmoid" if self.core.config.num_labels == 1 else "identity"
+
+    def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
+        texts: list[Text] = [item for item in inputs if is_text(item)]
+        encodings = iter(self.tokenizer.tokenize(texts))
+        found: list[TokenizedText] = []
+        for item in inputs:
+            if is_text(item):
+                encoding = next(encodings)
+                found.append(TokenizedText(encoding.ids, None if isinstance(item, str) else encoding.type_ids))
+            else:
+                found.append(TokenizedText([int(i) for i in item[: self._max_length]]))
+        return found
+
+    def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
+        """Rows for all inputs: each distinct one is computed once, while the next window is being tokenised."""
+        if self._is_closed:
+            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        if batch_size < 1:
+            raise InvalidInputError(f"batch_size must be at least 1, not {batch_size}.")
+        rows: dict[Any, list[int]] = {}
+        for index, item in enumerate(inputs):
+            rows.setdefault(item, []).append(index)
+        distinct = sorted(rows, key=rough_length, reverse=True)
+        width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
+        out = np.empty((len(inputs), width), dtype=np.float32)
+        num_done = 0
+        progress(0, len(inputs), "")
+        for items, vectors in self._stream(distinct, self._batch_tokens(batch_size), normalize):
+            for item, vector in zip(items, vectors, strict=True):
+                out[rows[item]] = vector
+                num_done += len(rows[item])
+            progress(num_done, len(inputs), "")
+        return out
+
+    def _batch_tokens(self, batch_size: int) -> int:
+        factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
+        return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
+
+    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[Any], Vectors]]:
+        """Finished batches as (inputs, rows); at most two windows are in flight."""
+        running: list[Future[tuple[list[Any], Vectors]]] = []
+        try:
+            for window in windows(inputs):
+                tokenized = self._tokenize(window)
+                earlier, running = running, running + [
+                    self._pool.submit(self._run, [window[i] for i in batch], [tokenized[i] for i in batch], normalize)
+                    for batch in plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
+                ]
+                for future in earlier:
+                    yield future.result()
+                running = running[len(earlier) :]
+            for future in running:
+                yield future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _run(self, items: list[Any], texts: list[TokenizedText], normalize: bool) -> tuple[list[Any], Vectors]:
+        return items, self.core.run(pack(texts), normalize=normalize)
+
+
+def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
+    """Whether an input is a text or a pair of texts, and not token ids."""
+    return isinstance(item, str) or isinstance(item[0], str)
+
+
+def windows(inputs: list[Any]) -> Iterator[list[Any]]:
+    """A short first window, so that computing starts at once, then longer ones."""
+    if inputs:
+        yield inputs[:FIRST_WINDOW]
+    for start in range(FIRST_WINDOW, len(inputs), WINDOW):
+        yield inputs[start : start + WINDOW]
+
+
+def rough_length(item: Any) -> int:
+    """Length to sort by before tokenising: characters, or token ids at about four characters each."""
+    if isinstance(item, str):
+        return len(item)
+    return sum(len(part) if isinstance(part, str) else 4 for part in item)
+
+
+def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
+    """The converted directory of a model, which is pulled and converted on first use."""
+    from archerfish.store.converter import ensure_converted
+    from archerfish.store.names import resolve_model
+
+    dtype = config.storage_dtype
+    if dtype == "auto":
+        fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype
+        dtype = config.dtype if config.dtype != "auto" else "float16" if fast == "float32" else fast
+    return ensure_converted(resolve_model(config.model, hub, progress), dtype=dtype, hub=hub, progress=progress)

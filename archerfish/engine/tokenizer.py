@@ -1,0 +1,84 @@
+"""Text to token ids with the Rust tokenizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archerfish.errors import CorruptFileError, InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Encoding, Tokenizer
+
+Text = str | tuple[str, str]
+
+
+class FastTokenizer:
+    """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
+
+    def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
+        from tokenizers import Tokenizer
+
+        path = Path(tokenizer_path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.exists() and (path / "tokenizer" / "tokenizer.json").exists():
+            file = path / "tokenizer" / "tokenizer.json"
+        try:
+            self._base: Tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the tokenizers package raises plain Exception
+            raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
+        self._base.no_padding()
+        self.max_length = max_length
+        self._base.enable_truncation(max_length)
+        self._by_length: dict[int, Tokenizer] = {max_length: self._base}
+
+    def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[Encoding]:
+        """Encodings of texts or of pairs of texts, cut to max_length tokens, with the model's special tokens."""
+        tokenizer = self._cutting_at(self.max_length if max_length is None else max_length)
+        encodings: list[Encoding] = tokenizer.encode_batch_fast(list(texts))
+        return encodings
+
+    def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
+        """Padded `input_ids` and `attention_mask`, for callers that want rectangles; the engine itself never pads."""
+        import torch
+
+        encodings = self.tokenize([texts] if isinstance(texts, str) else texts, max_length)
+        longest = max((len(e.ids) for e in encodings), default=0)
+        ids = torch.full((len(encodings), longest), self.pad_id, dtype=torch.int64)
+        mask = torch.zeros((len(encodings), longest), dtype=torch.int64)
+        for row, encoding in enumerate(encodings):
+            ids[row, : len(encoding.ids)] = torch.tensor(encoding.ids)
+            mask[row, : len(encoding.ids)] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self._base.decode([int(i) for i in token_ids], skip_special_tokens=True)
+        return text
+
+    @property
+    def pad_id(self) -> int:
+        for token in ("[PAD]", "<pad>"):
+            found = self._base.token_to_id(token)
+            if found is not None:
+                return int(found)
+        return 0
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._base.get_vocab_size())
+
+    def _cutting_at(self, max_length: int) -> Any:
+        """Truncation is state inside a Rust tokenizer, so each length has its own copy: threads may differ in theirs."""
+        found = self._by_length.get(max_length)
+        if found is None:
+            num_special = self._base.num_special_tokens_to_add(False)
+            if max_length <= num_special:
+                raise InvalidInputError(f"max_length is {max_length}, but the special tokens alone are {num_special}.")
+            found = copy.deepcopy(self._base)
+            found.enable_truncation(max_length)
+            self._by_length[max_length] = found
+        return found

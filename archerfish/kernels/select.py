@@ -1,0 +1,109 @@
+"""Which backend computes: by device and type, with the reason, for the engines and for `archerfish doctor`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from archerfish.errors import DeviceError
+from archerfish.kernels.machine import cpu, fast_cpu_dtype
+
+if TYPE_CHECKING:
+    from archerfish.kernels.reference import TorchOps
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """One optional way to be faster, whether it is on, and why or why not."""
+
+    name: str
+    is_on: bool
+    reason: str
+
+
+def choose_device(wanted: str) -> str:
+    """The device that will be used; one that torch does not have is a DeviceError."""
+    import torch
+
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        return next(name for name in ("cuda", "mps", "cpu") if available[name])
+    if not available.get(wanted, False):
+        raise DeviceError(f"Device {wanted!r} was asked for, but this torch ({torch.__version__}) sees none.")
+    return wanted
+
+
+def choose_dtype(wanted: str, device: str) -> str:
+    """The type to compute in on a device."""
+    if wanted != "auto":
+        return wanted
+    if device == "cuda":
+        import torch
+
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return fast_cpu_dtype() if device == "cpu" else "float32"
+
+
+def choose_ops(device: str, dtype: str) -> TorchOps:
+    """The fastest backend for a device and a type."""
+    if device == "cpu":
+        from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+
+        if is_available(dtype) and (dtype != "bfloat16" or cpu().has_fast_bfloat16):
+            return TorchCpuOps(device, dtype)
+    from archerfish.kernels.reference import TorchOps
+
+    return TorchOps(device, dtype)
+
+
+def fast_paths() -> list[FastPath]:
+    """Every optional path with its state, for people to read."""
+    import torch
+
+    from archerfish.kernels.torch_cpu import is_available
+
+    found = cpu()
+    amx = "oneDNN runs bfloat16 products on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"
+    bf16 = "avx512_bf16" if "avx512_bf16" in found.flags else "AMX" if found.has_amx else "neither avx512_bf16 nor AMX"
+    cuda = torch.cuda.is_available()
+    cuda_reason = "the torch reference path, packed" if cuda else "this torch sees no CUDA device"
+    return [
+        FastPath("AMX bfloat16", found.has_amx, amx),
+        FastPath("bfloat16 by default", found.has_fast_bfloat16, f"CPU has {bf16}"),
+        FastPath("packed oneDNN products", is_available("float32"), "bias, activation and residual fused"),
+        FastPath("float16 products", found.has_fast_float16 and is_available("float16"), "on request: --dtype float16"),
+        FastPath("CUDA", cuda, cuda_reason),
+    ]
+
+
+@lru_cache(maxsize=8)
+def compute_pool(device: str, num_threads: int) -> ThreadPoolExecutor:
+    """Threads that run forward passes, shared by all engines of the process.
+
+    On a CPU one pass per core beats one pass over all cores by a third: a core keeps its batch in its own cache and waits
+    for nobody. So each thread computes alone. On a GPU one thread feeds the device.
+    """
+    import torch
+
+    num_workers = (num_threads or cpu().num_cores) if device == "cpu" else 1
+    before = torch.get_num_threads()
+    ready = threading.Barrier(num_workers + 1)
+
+    def start() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"archerfish-{device}", initializer=start)
+    for _ in range(num_workers):
+        pool.submit(int)
+    ready.wait()
+    torch.set_num_threads(before)  # set_num_threads also moves the default of threads that have not used torch yet
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=compute_pool.cache_clear)

@@ -1,0 +1,79 @@
+"""The transformer block that BERT, RoBERTa, DistilBERT and MPNet share, and the heads on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic
+
+from archerfish.kernels.ops import Activation, Ops, Segments, T
+from archerfish.layers.weights import Weights
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Sizes of a block and what it computes."""
+
+    width: int
+    num_heads: int
+    feed_forward: int
+    activation: Activation
+    eps: float
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """What an architecture calls the parts of a block."""
+
+    query: str
+    key: str
+    value: str
+    attention_out: str
+    attention_norm: str
+    up: str
+    down: str
+    output_norm: str
+
+
+class LayerNorm(Generic[T]):
+    def __init__(self, weights: Weights[T], name: str, width: int, eps: float) -> None:
+        scope = weights.scope(name)
+        self.ops = weights.ops
+        self.weight, self.bias, self.eps = scope.vector("weight", width), scope.vector("bias", width), eps
+
+    def __call__(self, x: T) -> T:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class EncoderBlock(Generic[T]):
+    """Self-attention and feed-forward, each followed by residual and normalisation (post-norm)."""
+
+    def __init__(self, weights: Weights[T], shape: BlockShape, names: BlockNames) -> None:
+        self.ops: Ops[T] = weights.ops
+        self.shape = shape
+        width, hidden = shape.width, shape.feed_forward
+        self.qkv = weights.linear((names.query, names.key, names.value), width, width)
+        self.attention_out = weights.linear(names.attention_out, width, width)
+        self.attention_norm = LayerNorm(weights, names.attention_norm, width, shape.eps)
+        self.up = weights.linear(names.up, hidden, width)
+        self.down = weights.linear(names.down, width, hidden)
+        self.output_norm = LayerNorm(weights, names.output_norm, width, shape.eps)
+
+    def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:
+        qkv = self.ops.linear(x, self.qkv)
+        mixed = self.ops.attention(qkv, segments, self.shape.num_heads, bias=bias)
+        x = self.attention_norm(self.ops.linear(mixed, self.attention_out, residual=x))
+        hidden = self.ops.linear(x, self.up, activation=self.shape.activation)
+        return self.output_norm(self.ops.linear(hidden, self.down, residual=x))
+
+
+class ClassifierHead(Generic[T]):
+    """Scores from the first token: one dense layer with an activation, then one per label."""
+
+    def __init__(self, weights: Weights[T], dense: str, out: str, width: int, num_labels: int, activation: Activation) -> None:
+        self.ops = weights.ops
+        self.dense = weights.linear(dense, width, width)
+        self.out = weights.linear(out, num_labels, width)
+        self.activation: Activation = activation
+
+    def __call__(self, first_tokens: T) -> T:
+        return self.ops.linear(self.ops.linear(first_tokens, self.dense, activation=self.activation), self.out)
