@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.select import compute_pool
+from archerfish.kernels.pool import compute_pool
 from archerfish.types import Progress, no_progress
 
 TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
@@ -87,28 +88,30 @@ class ArrowEngine:
         weights = loader.load_weights()
         self.core = InferenceCore(
             weights, metadata["config"], self.config.device, dtype=self.config.dtype,
-            pooling=str(self.embedding.get("pooling", "mean")),
+            pooling=str(self.embedding.get("pooling_mode", "mean")),
         )
         self._pool = compute_pool(self.core.device, self.config.num_threads)
-        self._max_length = self._choose_max_length()
-        self.tokenizer = FastTokenizer(directory / "tokenizer", self._max_length)
+        self.tokenizer = FastTokenizer(directory / "tokenizer", self._choose_max_length())
+        self._max_length = self.tokenizer.max_length
+        self._uses_types = self._takes_type_ids()
         self._is_closed = False
         self._loader = loader
         del weights
         loader.release()
 
     def _choose_max_length(self) -> int:
-        limits = [self.core.max_positions]
+        """sentence-transformers' rule: what the files state, never more than the position table has."""
+        most, wanted = self.core.max_positions, self.config.max_length
+        if wanted > most:
+            raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
         stated = self.embedding.get("max_seq_length")
-        if isinstance(stated, int) and stated > 0:
-            limits.append(stated)
-        if self.config.max_length:
-            if self.config.max_length > self.core.max_positions:
-                raise InvalidOptionError(
-                    f"[embed] max_length is {self.config.max_length}, but {self.model_name} has {self.core.max_positions} positions."
-                )
-            return self.config.max_length
-        return min(limits)
+        return wanted or min(most, stated if isinstance(stated, int) and stated > 0 else most)
+
+    def _takes_type_ids(self) -> bool:
+        """Whether the second text of a pair is marked: as the tokenizer's files say, if the model has such a table at all."""
+        names = self.tokenizer.settings.get("model_input_names")
+        has_table = self.core.config.integer("type_vocab_size", 1) > 1
+        return has_table and (names is None or "token_type_ids" in names)
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -194,17 +197,21 @@ class ArrowEngine:
         """Raise an InvalidInputError that names the first item that cannot be encoded."""
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.")
-        limit = self.config.max_text_bytes
         for index, text in enumerate(texts):
             if isinstance(text, str):
-                if len(text) * 4 > limit and (size := len(text.encode("utf-8", "surrogatepass"))) > limit:
-                    raise InputTooLargeError(
-                        f"{what.capitalize()} {index} has {size:,} bytes; the limit is {limit:,}.",
-                        hint="Split it, or raise max_text_bytes: only the first "
-                        f"{self._max_length} tokens of a text reach the model in any case.",
-                    )
+                self._check_text(text, f"{what.capitalize()} {index}")
             elif not self._is_token_ids(text):
                 raise InvalidInputError(f"{what.capitalize()} {index} must be a string, not {type(text).__name__}.")
+
+    def _check_text(self, text: str, name: str) -> None:
+        limit = self.config.max_text_bytes
+        try:
+            num_bytes = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"{name} holds half a character (a lone surrogate) at position {error.start}.") from None
+        if num_bytes > limit:
+            hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
+            raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
 
     def close(self) -> None:
         """Refuse further work. Mapped memory goes back when the last tensor does."""
@@ -255,7 +262,8 @@ class ArrowEngine:
         for item in inputs:
             if is_text(item):
                 encoding = next(encodings)
-                found.append(TokenizedText(encoding.ids, None if isinstance(item, str) else encoding.type_ids))
+                is_marked = self._uses_types and not isinstance(item, str)
+                found.append(TokenizedText(encoding.ids, encoding.type_ids if is_marked else None))
             else:
                 found.append(TokenizedText([int(i) for i in item[: self._max_length]]))
         return found
@@ -287,19 +295,22 @@ class ArrowEngine:
 
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[Any], Vectors]]:
         """Finished batches as (inputs, rows); at most two windows are in flight."""
-        running: list[Future[tuple[list[Any], Vectors]]] = []
+        running: deque[Future[tuple[list[Any], Vectors]]] = deque()
         try:
             for window in windows(inputs):
                 tokenized = self._tokenize(window)
-                earlier, running = running, running + [
-                    self._pool.submit(self._run, [window[i] for i in batch], [tokenized[i] for i in batch], normalize)
-                    for batch in plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
-                ]
-                for future in earlier:
-                    yield future.result()
-                running = running[len(earlier) :]
-            for future in running:
-                yield future.result()
+                batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
+                num_earlier = len(running)
+                if len(batches) == 1 and len(window) == len(inputs):
+                    yield self._pool.run(self._run, window, tokenized, normalize)
+                    return
+                for batch in batches:
+                    items, texts = [window[i] for i in batch], [tokenized[i] for i in batch]
+                    running.append(self._pool.submit(self._run, items, texts, normalize))
+                for _ in range(num_earlier):
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
         finally:
             for future in running:
                 future.cancel()
@@ -330,7 +341,7 @@ def rough_length(item: Any) -> int:
 
 def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     """The converted directory of a model, which is pulled and converted on first use."""
-    from archerfish.store.converter import ensure_converted
+    from archerfish.store.converted import ensure_converted
     from archerfish.store.names import resolve_model
 
     dtype = config.storage_dtype

@@ -53,9 +53,9 @@ class FakeEngine:
             return rows
         return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
 
-    def count_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Words and two special tokens; ids as they are."""
-        return [min(len(words(text)) + 2 * isinstance(text, str), self.max_length) for text in texts]
+    def count_tokens(self, texts: Sequence[Text | tuple[str, str]]) -> list[int]:
+        """Words and two special tokens, three for a pair; ids as they are."""
+        return [min(num_tokens(text), self.max_length) for text in texts]
 
     def check_texts(self, texts: Sequence[Text]) -> None:
         for index, text in enumerate(texts):
@@ -106,6 +106,12 @@ class FakeCrossEncoder(FakeEngine):
             raise RuntimeError("the fake engine was poisoned")
         scores = [len(set(words(query)) & set(words(document))) / max(1, len(set(words(query)))) for query, document in pairs]
         return np.asarray(scores, np.float32)
+
+
+def num_tokens(text: Text | tuple[str, str]) -> int:
+    if isinstance(text, tuple):
+        return len(words(text[0])) + len(words(text[1])) + 3
+    return len(words(text)) + 2 * isinstance(text, str)
 
 
 def words(text: Text) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,24 +17,28 @@ if TYPE_CHECKING:
 Text = str | tuple[str, str]
 
 
+NO_LIMIT = 10**9  # transformers writes a model_max_length of about 1e30 where there is none
+
+
 class FastTokenizer:
     """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
 
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
         from tokenizers import Tokenizer
 
-        path = Path(tokenizer_path)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.exists() and (path / "tokenizer" / "tokenizer.json").exists():
-            file = path / "tokenizer" / "tokenizer.json"
+        file = find_tokenizer(Path(tokenizer_path))
         try:
             self._base: Tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers package raises plain Exception
             raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
+        self.settings = read_settings(file.with_name("tokenizer_config.json"))
         self._base.no_padding()
-        self.max_length = max_length
-        self._base.enable_truncation(max_length)
-        self._by_length: dict[int, Tokenizer] = {max_length: self._base}
+        self._base.no_truncation()
+        limit = self.settings.get("model_max_length")
+        self.model_max_length: int | None = limit if isinstance(limit, int) and limit < NO_LIMIT else None
+        self.max_length = min(max_length, self.model_max_length or max_length)
+        self._base.enable_truncation(self.max_length)
+        self._by_length: dict[int, Tokenizer] = {self.max_length: self._base}
 
     def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[Encoding]:
         """Encodings of texts or of pairs of texts, cut to max_length tokens, with the model's special tokens."""
@@ -82,3 +87,22 @@ class FastTokenizer:
             found.enable_truncation(max_length)
             self._by_length[max_length] = found
         return found
+
+
+def find_tokenizer(path: Path) -> Path:
+    """The tokenizer.json at a path, in it, or in the `tokenizer` directory of a converted model."""
+    candidates = (path / "tokenizer.json", path / "tokenizer" / "tokenizer.json", path)
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise CorruptFileError(f"There is no tokenizer.json in {path}.")
+    return found
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from error
+    return settings if isinstance(settings, dict) else {}

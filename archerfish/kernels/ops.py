@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
-Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len"]
+Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
 Ids = npt.NDArray[np.int64]
 
 

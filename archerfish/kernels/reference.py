@@ -76,10 +76,10 @@ class TorchOps(Ops[Tensor]):
     def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
         if mode == "cls":
             return x[self.ids(segments.starts[:-1])].float()
-        if mode == "last":
+        if mode == "lasttoken":
             return x[self.ids(segments.starts[1:] - 1)].float()
         lengths = self.ids(np.asarray(segments.lengths, dtype=np.int64))
-        if mode == "mean_sqrt_len":
+        if mode == "mean_sqrt_len_tokens":
             total = torch.segment_reduce(x.float(), "sum", lengths=lengths)
             return total / lengths.sqrt().unsqueeze(1)
         return torch.segment_reduce(x.float(), mode, lengths=lengths)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from archerfish.errors import DeviceError
@@ -78,32 +74,3 @@ def fast_paths() -> list[FastPath]:
         FastPath("float16 products", found.has_fast_float16 and is_available("float16"), "on request: --dtype float16"),
         FastPath("CUDA", cuda, cuda_reason),
     ]
-
-
-@lru_cache(maxsize=8)
-def compute_pool(device: str, num_threads: int) -> ThreadPoolExecutor:
-    """Threads that run forward passes, shared by all engines of the process.
-
-    On a CPU one pass per core beats one pass over all cores by a third: a core keeps its batch in its own cache and waits
-    for nobody. So each thread computes alone. On a GPU one thread feeds the device.
-    """
-    import torch
-
-    num_workers = (num_threads or cpu().num_cores) if device == "cpu" else 1
-    before = torch.get_num_threads()
-    ready = threading.Barrier(num_workers + 1)
-
-    def start() -> None:
-        torch.set_num_threads(1)
-        ready.wait()
-
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix=f"archerfish-{device}", initializer=start)
-    for _ in range(num_workers):
-        pool.submit(int)
-    ready.wait()
-    torch.set_num_threads(before)  # set_num_threads also moves the default of threads that have not used torch yet
-    return pool
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=compute_pool.cache_clear)

@@ -1,0 +1,59 @@
+# The two commands: `make serve` and `make test`. Each sets up what it needs on first use and is quick afterwards.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+  $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+MODELS := all-minilm-l6-v2 smollm2-135m-instruct
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: make serve ARGS="--port 9000")
+	$(BIN)/archerfish serve $(ARGS)
+
+test: $(VENV)/.test models lint types  ## everything that CI runs: style, types, layers, tests, coverage
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+
+test-slow: $(VENV)/.test models  ## the long tests too
+	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench: $(VENV)/.test models  ## compare with sentence-transformers (and others that are installed)
+	$(BIN)/archerfish bench embed $(ARGS)
+
+docs: $(VENV)/.test  ## write docs/options.md from the declarations
+	$(BIN)/python -m archerfish.cli.reference
+
+models: $(VENV)/.serve
+	@$(BIN)/archerfish pull $(MODELS)
+
+pins: $(VENV)/.test  ## write constraints.txt from what is installed
+	@(head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//') > .constraints.new
+	@mv .constraints.new constraints.txt
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "archerfish needs Python 3.11 or newer with venv; set PYTHON=..." >&2; exit 1; }
+	@echo "Making $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing archerfish and what it needs (once; a few minutes)"
+	$(INSTALL) --editable '.[serve]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
+	@echo "Installing what the tests need (once)"
+	$(INSTALL) --editable '.[serve,test]'
+	@touch $@
+
+clean:  ## remove the environment and caches of tools (models stay)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
+
+.PHONY: help serve test test-slow lint types bench docs models pins clean

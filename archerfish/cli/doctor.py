@@ -1,0 +1,183 @@
+"""`archerfish doctor`: what this machine has, which fast paths are on, and what will fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from archerfish import __version__
+from archerfish.cli import facts, fit
+from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.output import Output, size
+from archerfish.config import HubConfig
+from archerfish.kernels.machine import Cpu, cpu, fast_cpu_dtype
+
+FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
+MIN_PYTHON = (3, 11)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="also say whether this model will fit")
+    add_options(parser, HubConfig)
+
+
+def run(arguments: Namespace, out: Output) -> int:
+    hub = section(HubConfig, arguments)
+    report = examine(hub, arguments.model)
+    if out.as_json:
+        out.result(report)
+    else:
+        show(report, out)
+    return 0 if report["usable"] else 1
+
+
+def examine(hub: HubConfig, model: str = "") -> dict[str, Any]:
+    """Everything that doctor says, as the object that --json prints."""
+    processor, ram, disk = cpu(), facts.memory(), hub.cache_path()
+    packages = facts.packages()
+    problems = find_problems(packages, disk)
+    has_torch = not any(package.name == "torch" and package.is_missing for package in packages)
+    gpus = facts.gpus() if has_torch else []
+    return {
+        "archerfish": __version__,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "system": facts.system(),
+        "cpu": describe_cpu(processor),
+        "memory": dataclasses.asdict(ram),
+        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
+        "compilers": facts.compilers(),
+        "packages": [dataclasses.asdict(package) for package in packages],
+        "fast_paths": describe_fast_paths() if has_torch else [],
+        "cache": describe_cache(hub, disk),
+        "models": judge_models(hub, model, ram, gpus),
+        "usable": not problems,
+        "problems": problems,
+    }
+
+
+def find_problems(packages: list[facts.Package], cache: Path) -> list[str]:
+    """What keeps archerfish from working at all."""
+    missing = [package.name for package in packages if package.is_missing]
+    problems = [f"The package {name} is missing: pip install {name}." for name in missing]
+    if sys.version_info < MIN_PYTHON:
+        problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
+    if not facts.is_writable(cache):
+        problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
+    return problems
+
+
+def describe_cpu(processor: Cpu) -> dict[str, Any]:
+    return {
+        "model": processor.model,
+        "usable_cores": processor.num_cores,
+        "total_cores": facts.total_cores(),
+        "features": {name: flag in processor.flags for name, flag in FEATURES},
+    }
+
+
+def describe_fast_paths() -> list[dict[str, Any]]:
+    from archerfish.kernels.select import fast_paths
+
+    return [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in fast_paths()]
+
+
+def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
+    from archerfish.store.names import list_models
+
+    here = [model for model in list_models(hub) if model.is_cached]
+    return {
+        "directory": str(place),
+        "writable": facts.is_writable(place),
+        "free_bytes": facts.free_disk_bytes(place),
+        "models": [{"name": model.name, "source": model.source, "bytes": model.num_bytes} for model in here],
+    }
+
+
+def judge_models(hub: HubConfig, model: str, ram: facts.Memory, gpus: list[facts.Gpu]) -> list[dict[str, Any]]:
+    """The built-in models and the one that is asked for, against the memory that is there."""
+    from archerfish.store.names import BUILTIN_MODELS
+
+    sizes = fit.measure_all([name for name in BUILTIN_MODELS if name != model.lower()], hub)
+    if model:
+        sizes.append(fit.measure(model, hub))
+    return [judge_model(found, ram, gpus) for found in sizes]
+
+
+def judge_model(found: fit.ModelSize, ram: facts.Memory, gpus: list[facts.Gpu]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": found.name,
+        "num_parameters": found.num_parameters,
+        "file_bytes": found.file_bytes,
+        "weight_bytes": {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16")},
+        "remark": found.remark,
+    }
+    if not found.num_parameters:
+        return row | {"cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None}
+    default = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
+    verdicts = {
+        dtype: fit.judge(found.weight_bytes(dtype), ram.available_bytes, ram.total_bytes, fit.CPU_OVERHEAD_BYTES)
+        for dtype in (default, "float32")
+    }
+    row |= {"cpu": phrase(verdicts, default), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
+    if not gpus:
+        return row | {"gpu": "no GPU", "fits_gpu": None}
+    roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
+    verdict = fit.judge(found.weight_bytes("bfloat16"), roomiest.free_bytes, roomiest.total_bytes, fit.GPU_OVERHEAD_BYTES)
+    return row | {"gpu": verdict.text, "fits_gpu": {"bfloat16": verdict.fits}}
+
+
+def phrase(verdicts: dict[str, fit.Verdict], default: str) -> str:
+    if verdicts["float32"].fits:
+        return "fits in any type"
+    return f"fits in {default}, not in float32" if verdicts[default].fits else verdicts[default].text
+
+
+def show(report: dict[str, Any], out: Output) -> None:
+    show_machine(report, out)
+    rows = [(path["name"], "on" if path["on"] else "off", path["reason"]) for path in report["fast_paths"]]
+    out.table("Fast paths", ("path", "state", "why"), rows)
+    out.line()
+    installed = [(p["name"], p["version"] or ("not installed" if p["needed_for"] else "missing"), p["needed_for"] or "always")
+                 for p in report["packages"]]  # fmt: skip
+    out.table("Packages", ("package", "version", "needed for"), installed)
+    out.line()
+    cache = report["cache"]
+    out.line(f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", "bold")
+    cached = [(m["name"], m["source"], size(m["bytes"])) for m in cache["models"]]
+    out.table("", ("model", "source", "size"), cached, numbers=("size",))
+    out.line()
+    models = [
+        (
+            m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
+            size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
+            m["cpu"], m["gpu"], m["remark"],
+        )
+        for m in report["models"]
+    ]
+    columns = ("model", "parameters", "float32", "2 bytes", "files", "in memory", "on the GPU", "source")
+    out.table("What will fit", columns, models, numbers=columns[1:5])
+    out.line()
+    for problem in report["problems"]:
+        out.line(problem, "bad")
+    out.line("Ready." if report["usable"] else "Not usable as it is.", "good" if report["usable"] else "bad")
+
+
+def show_machine(report: dict[str, Any], out: Output) -> None:
+    processor, ram = report["cpu"], report["memory"]
+    features = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())
+    limit = f" (limited by its {ram['limited_by']})" if ram["limited_by"] else ""
+    gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
+    rows = [
+        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
+        ("processor", processor["model"]),
+        ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
+        ("instructions", features),
+        ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
+        ("GPU", gpus or "none that torch sees"),
+        ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
+    ]
+    out.table("Machine", ("", "found"), rows)
+    out.line()

@@ -1,0 +1,127 @@
+"""`archerfish embed`: texts to vectors, to a table, to JSON or into a file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.output import Output, seconds
+from archerfish.config import EmbedConfig, HubConfig
+
+if TYPE_CHECKING:
+    from archerfish.cli.texts import Vectors
+    from archerfish.engine.arrow_engine import ArrowEngine
+
+MAX_ROWS = 20
+MANY_TEXTS = 64  # from here on a bar is worth its place
+TEXT_WIDTH = 48
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
+    parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
+    parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
+    parser.add_argument("--similarity", action="store_true", help="show the cosine of every text with every other")
+    parser.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (else as the model says)"
+    )
+    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="one of the model's prompts, put before every text")
+    add_options(parser, EmbedConfig, HubConfig)
+
+
+def open_engine(config: EmbedConfig, hub: HubConfig, out: Output) -> ArrowEngine:
+    from archerfish.engine.arrow_engine import ArrowEngine
+
+    with out.progress(f"Loading {config.model}") as progress:
+        return ArrowEngine(config, hub=hub, progress=progress)
+
+
+def run(arguments: Namespace, out: Output) -> int:
+    config, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
+    from archerfish.cli.texts import check_output, gather_texts, write_vectors
+
+    texts = gather_texts(arguments.texts, arguments.input)
+    if arguments.output:
+        check_output(Path(arguments.output))
+    with open_engine(config, hub, out) as engine:
+        show_bar = len(texts) >= MANY_TEXTS and out.shows_progress
+        started = time.perf_counter()
+        vectors = engine.encode(
+            texts, config.max_batch_size, show_bar, normalize=arguments.normalize, prompt_name=arguments.prompt_name
+        )
+        elapsed_s = time.perf_counter() - started
+        if arguments.output:
+            write_vectors(Path(arguments.output), texts, vectors)
+        report = {
+            "model": engine.model_name,
+            "dimension": engine.get_embedding_dimension(),
+            "num_texts": len(texts),
+            "tokens": engine.count_tokens(texts),
+            "load_s": engine.load_seconds,
+            "seconds": elapsed_s,
+        }
+    show(arguments, out, texts, vectors, report)
+    return 0
+
+
+def show(arguments: Namespace, out: Output, texts: list[str], vectors: Vectors, report: dict[str, Any]) -> None:
+    cosines = cosine_matrix(vectors) if arguments.similarity else None
+    if out.as_json:
+        if arguments.output:
+            report["output"] = arguments.output
+        else:
+            report["embeddings"] = vectors.tolist()
+        if cosines is not None:
+            report["similarity"] = cosines.tolist()
+        out.result(report)
+        return
+    if cosines is not None:
+        show_similarity(out, texts, cosines)
+    elif not arguments.output:
+        show_vectors(out, texts, vectors, report["tokens"])
+    num_tokens = sum(report["tokens"])
+    rate = f", {len(texts) / report['seconds']:,.0f} texts/s" if len(texts) >= MANY_TEXTS else ""
+    out.note(
+        f"{report['model']}: {len(texts):,} texts, {num_tokens:,} tokens, dimension {report['dimension']}, "
+        f"encoded in {seconds(report['seconds'])}{rate} (loaded in {seconds(report['load_s'])})"
+    )
+    if arguments.output:
+        out.line(f"Wrote {arguments.output}")
+
+
+def show_vectors(out: Output, texts: list[str], vectors: Vectors, tokens: list[int]) -> None:
+    rows = [
+        (shorten(text), ", ".join(f"{value:+.4f}" for value in vector[:4]) + ", …", len(vector), count)
+        for text, vector, count in zip(texts[:MAX_ROWS], vectors, tokens, strict=False)
+    ]
+    out.table("", ("text", "vector", "dimension", "tokens"), rows, numbers=("dimension", "tokens"))
+    if len(texts) > MAX_ROWS:
+        out.line(f"… and {len(texts) - MAX_ROWS:,} more (--output FILE or --json gives all)")
+
+
+def show_similarity(out: Output, texts: list[str], cosines: Vectors) -> None:
+    shown = texts[:MAX_ROWS]
+    columns = [f"[{index}]" for index in range(len(shown))]
+    rows = [
+        (column, shorten(text), *(f"{value:.3f}" for value in row[: len(shown)]))
+        for column, text, row in zip(columns, shown, cosines, strict=False)
+    ]
+    out.table("", ("", "text", *columns), rows, numbers=columns)
+    if len(texts) > MAX_ROWS:
+        out.line(f"… and {len(texts) - MAX_ROWS:,} more (--json gives all)")
+
+
+def cosine_matrix(vectors: Vectors) -> Vectors:
+    import numpy as np
+
+    units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return np.asarray(units @ units.T, np.float32)
+
+
+def shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_WIDTH else line[: TEXT_WIDTH - 1] + "…"

@@ -1,0 +1,87 @@
+"""Whether a model will fit, judged from headers alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from archerfish.config import HubConfig
+from archerfish.errors import ArcherfishError, UnreachableError
+from archerfish.types import DTYPE_BYTES
+
+# Beside the weights: Python, torch and one batch on a CPU (measured: 420 MB); a CUDA context and its workspaces on a GPU.
+CPU_OVERHEAD_BYTES = 500_000_000
+GPU_OVERHEAD_BYTES = 1_000_000_000
+SPARE = 0.95  # share of what is available that may be planned for
+# So that the built-in models can be judged before they are pulled.
+KNOWN_PARAMETERS = {"all-minilm-l6-v2": 22_713_216, "smollm2-135m-instruct": 134_515_008}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, and the bytes of its weights as its files have them (0: not known)."""
+
+    name: str
+    num_parameters: int
+    file_bytes: int
+    remark: str = ""
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.num_parameters * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something fits, and in one phrase why."""
+
+    fits: bool
+    text: str
+
+
+def judge(weight_bytes: int, available_bytes: int, total_bytes: int, overhead_bytes: int) -> Verdict:
+    """Compare what a model needs with what is there."""
+    needed = weight_bytes + overhead_bytes
+    if needed <= available_bytes * SPARE:
+        return Verdict(True, "fits")
+    short_of = f"needs {needed / 1e9:.1f} GB"
+    if needed <= total_bytes * SPARE:
+        return Verdict(False, f"does not fit now: {short_of}, {available_bytes / 1e9:.1f} GB free")
+    return Verdict(False, f"does not fit: {short_of}, there are {total_bytes / 1e9:.1f} GB")
+
+
+def measure(name: str, hub: HubConfig) -> ModelSize:
+    """The size of a model from its headers; one that is not on this machine is described by what is known about it."""
+    from archerfish.store.names import BUILTIN_MODELS, resolve_model
+
+    try:
+        path = resolve_model(name, hub.replace(offline=True))
+    except UnreachableError:
+        builtin = BUILTIN_MODELS.get(name.lower())
+        if builtin is None:
+            return ModelSize(name, 0, 0, f"not on this machine; `archerfish pull {name}` gets it")
+        return ModelSize(name, KNOWN_PARAMETERS.get(builtin.name, 0), builtin.wheel_bytes, "not pulled yet")
+    return measure_path(name, path)
+
+
+def measure_path(name: str, path: Path) -> ModelSize:
+    from archerfish.store.metadata import is_converted, read_metadata
+    from archerfish.store.sources import open_source
+
+    if is_converted(path):
+        metadata = read_metadata(path)
+        largest = max((record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0)
+        return ModelSize(name, metadata.total_parameters, largest, f"converted, {metadata.dtype}")
+    source = open_source(path)
+    return ModelSize(name, sum(tensor.info.num_params for tensor in source.tensors), source.num_bytes, source.kind)
+
+
+def measure_all(names: Sequence[str], hub: HubConfig) -> list[ModelSize]:
+    """Sizes of several models; one whose files are damaged is reported in its remark."""
+    found = []
+    for name in names:
+        try:
+            found.append(measure(name, hub))
+        except ArcherfishError as error:
+            found.append(ModelSize(name, 0, 0, error.message))
+    return found

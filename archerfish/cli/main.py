@@ -1,0 +1,147 @@
+"""The command line: finds the command, parses its flags, and turns every error into a message and an exit code.
+
+A command is a module with `add_arguments(parser)` and `run(arguments, out) -> exit code`; only the one that is called is
+imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from archerfish import __version__
+from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
+from archerfish.cli.output import Output, print_error
+from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
+
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command and where its code is."""
+
+    name: str
+    module: str
+    summary: str
+    usage: str = ""
+
+
+COMMANDS = (
+    Command("serve", "serve", "serve embeddings and reranking over HTTP"),
+    Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
+    Command("pull", "pull", "download models, or list those that are here", "[MODEL ...] "),
+    Command("convert", "convert", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
+    Command("doctor", "doctor", "say what this machine has, which fast paths are on, and what will fit", "[MODEL] "),
+    Command("bench embed", "bench_embed", "measure embeddings against the peers that are installed"),
+    Command("bench store", "bench_store", "measure opening and converting weights"),
+)
+DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Nothing that a user does leads to a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json, debug = "--json" in arguments, "--debug" in arguments
+    try:
+        code = dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except ArcherfishError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(error, as_json=as_json)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        silence_stdout()
+        return EXIT_BROKEN_PIPE
+    except Exception as error:  # the last line of defence: a short message instead of a traceback
+        if debug:
+            traceback.print_exc()
+        hint = "This is a fault of archerfish, please report it; --debug shows the traceback."
+        unexpected = ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
+        print_error(unexpected, as_json=as_json)
+        return unexpected.exit_code
+
+
+def dispatch(arguments: list[str]) -> int:
+    leading, rest = split_leading(arguments)
+    if "--version" in leading:
+        sys.stdout.write(f"archerfish {__version__}\n")
+        return 0
+    if "--help" in leading or "-h" in leading or not rest:
+        sys.stdout.write(overview())
+        return 0 if rest or leading or not arguments else 2
+    command, rest = find_command(rest)
+    parser = make_parser(command)
+    module = importlib.import_module(f"archerfish.cli.{command.module}")
+    module.add_arguments(parser)
+    try:
+        parsed = parser.parse([*leading, *rest])
+    except SystemExit as stop:  # argparse ends --help and --version so
+        return int(stop.code or 0)
+    code: int = module.run(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
+    return code
+
+
+def make_parser(command: Command) -> Parser:
+    usage = f"archerfish {command.name} {command.usage}[options]"
+    description = f"{command.summary[0].upper()}{command.summary[1:]}."
+    parser = Parser(prog=f"archerfish {command.name}", usage=usage, description=description)
+    parser.add_argument("--version", action="version", version=f"archerfish {__version__}")
+    add_common(parser)
+    return parser
+
+
+def split_leading(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Common flags that stand before the command, and everything from the command on."""
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-"):
+        flag = arguments[at].split("=", 1)[0]
+        if flag not in (*COMMON_FLAGS, "-h"):
+            raise UnknownOptionError(f"`archerfish` has no option {flag}.", hint=suggest_flag(flag, COMMON_FLAGS))
+        at += 2 if arguments[at] == "--config" else 1
+    return arguments[:at], arguments[at:]
+
+
+def find_command(words: list[str]) -> tuple[Command, list[str]]:
+    """The command that the first word or two name, and the arguments after it."""
+    known = {command.name: command for command in COMMANDS}
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in known:
+            return known[name], words[length:]
+    family = [name for name in known if name.startswith(f"{words[0]} ")]
+    if family:
+        hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
+        raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)
+    raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
+
+
+def overview() -> str:
+    width = max(len(command.name) for command in COMMANDS) + 2
+    commands = "".join(f"  {command.name:<{width}}{command.summary}\n" for command in COMMANDS)
+    return (
+        f"usage: archerfish COMMAND [options]\n\n{DESCRIPTION}\n\ncommands:\n{commands}\n"
+        "everywhere: --config FILE, --json, --quiet, --debug, --version, --help\n"
+        "Every option is also an environment variable and a key of the TOML file; see docs/options.md.\n"
+    )
+
+
+def silence_stdout() -> None:
+    """Point stdout nowhere, so that flushing it at exit does not fail a second time."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Flags made from the option dataclasses of `config`, and a parser that names the nearest flag to a misspelt one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from archerfish.config import Options, env_name, resolve
+from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
+
+T = TypeVar("T", bound=Options)
+COMMON_FLAGS = ("--config", "--json", "--quiet", "--debug", "--help", "--version")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises our errors instead of leaving the process."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidOptionError(f"{message[:1].upper()}{message[1:]}.", hint=f"`{self.prog} --help` shows what there is.")
+
+    def flags(self) -> list[str]:
+        """Every long flag that this parser takes."""
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse flags and texts in any order; an unknown flag is refused before anything else is said."""
+        given = list(arguments)
+        end = given.index("--") if "--" in given else len(given)
+        known = self.flags()
+        for argument in given[:end]:
+            flag = argument.split("=", 1)[0]
+            if flag.startswith("--") and len(flag) > 2 and flag not in known:
+                raise UnknownOptionError(f"`{self.prog}` has no option {flag}.", hint=suggest_flag(flag, known))
+        found, extra = self.parse_known_intermixed_args(given)
+        if extra:
+            hint = f"`{self.prog} --help` shows what it takes."
+            raise InvalidOptionError(f"`{self.prog}` does not take {extra[0]!r}.", hint=hint)
+        return found
+
+
+def suggest_flag(flag: str, known: Sequence[str]) -> str:
+    """The nearest flags: those that begin like the given one, else those that look like it."""
+    longer = [name for name in known if len(flag) > 4 and name.startswith(flag)]
+    return f"Did you mean {' or '.join(longer)}?" if longer else did_you_mean(flag, known)
+
+
+def add_common(parser: Parser) -> None:
+    """The flags that every command has."""
+    group = parser.add_argument_group("common options")
+    group.add_argument("--config", metavar="FILE", default="", help="TOML file with options (also ARCHERFISH_CONFIG)")
+    group.add_argument("--json", action="store_true", help="print JSON for machines")
+    group.add_argument("--quiet", action="store_true", help="no progress bars and no remarks")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def flag_name(parser: Parser, cls: type[Options], name: str) -> str:
+    """`--name`, or `--section-name` where the command already has a `--name`."""
+    short = "--" + name.replace("_", "-")
+    return short if short not in parser.flags() else f"--{cls.section}-{name.replace('_', '-')}"
+
+
+def add_options(parser: Parser, *sections: type[Options]) -> None:
+    """A flag for every option of some sections. Flags that are not given leave no trace in the namespace."""
+    for cls in sections:
+        group = parser.add_argument_group(f"options of [{cls.section}]")
+        for spec in dataclasses.fields(cls):
+            keywords: dict[str, Any] = {"dest": dest(cls, spec.name), "default": argparse.SUPPRESS, "help": describe(cls, spec)}
+            flag = flag_name(parser, cls, spec.name)
+            if isinstance(spec.default, bool):
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+            else:
+                group.add_argument(flag, metavar=value_name(spec), **keywords)
+
+
+def dest(cls: type[Options], name: str) -> str:
+    return f"{cls.section}.{name}"
+
+
+def value_name(spec: dataclasses.Field[Any]) -> str:
+    choices: tuple[str, ...] | None = spec.metadata["choices"]
+    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(type(spec.default), "TEXT")
+
+
+def describe(cls: type[Options], spec: dataclasses.Field[Any]) -> str:
+    default = {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else spec.default
+    shown = f" (default: {default})" if default != "" else ""
+    return f"{spec.metadata['description']}{shown} [{env_name(cls, spec.name)}]".replace("%", "%%")
+
+
+def section(cls: type[T], arguments: argparse.Namespace) -> T:
+    """The options of one section: flags, then environment, then file, then defaults."""
+    prefix = f"{cls.section}."
+    given = {key.removeprefix(prefix): value for key, value in vars(arguments).items() if key.startswith(prefix)}
+    return resolve(cls, given, config_file=arguments.config)

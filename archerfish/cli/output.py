@@ -1,0 +1,153 @@
+"""What commands print: rich tables and bars on a terminal, plain columns elsewhere, JSON on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from archerfish.errors import ArcherfishError
+from archerfish.types import Progress, no_progress
+
+BYTES_FROM = 1_000_000  # progress totals from here on are bytes: nothing else that we count gets so long
+UNITS = ("B", "kB", "MB", "GB", "TB")
+STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
+
+
+class Output:
+    """Where a command writes its result (stdout) and its remarks (stderr)."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    @property
+    def is_rich(self) -> bool:
+        return sys.stdout.isatty() and not self.as_json
+
+    @property
+    def shows_progress(self) -> bool:
+        return sys.stderr.isatty() and not self.quiet
+
+    def result(self, data: Any) -> None:
+        """One JSON object on stdout."""
+        sys.stdout.write(json.dumps(data, ensure_ascii=False, default=str) + "\n")
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """A line of the result; nothing with --json."""
+        if not self.as_json:
+            sys.stdout.write((styled(text, style) if style and self.is_rich else text) + "\n")
+
+    def note(self, text: str) -> None:
+        """A remark on stderr that --quiet suppresses."""
+        if not self.quiet and not self.as_json:
+            sys.stderr.write((styled(text, "dim") if sys.stderr.isatty() else text) + "\n")
+
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: Sequence[str] = ()
+    ) -> None:
+        """A table; the columns named in `numbers` are aligned right. Nothing with --json."""
+        if self.as_json:
+            return
+        texts = [[str(cell) for cell in row] for row in rows]
+        if self.is_rich:
+            draw_table(title, columns, texts, numbers)
+        else:
+            sys.stdout.write("\n".join(plain_table(title, columns, texts, numbers)) + "\n")
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Progress]:
+        """A progress bar on stderr if that is a terminal, else nothing."""
+        if not self.shows_progress:
+            yield no_progress
+            return
+        with drawn_bar(title) as update:
+            yield update
+
+
+def styled(text: str, style: str) -> str:
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def plain_table(title: str, columns: Sequence[str], rows: list[list[str]], numbers: Sequence[str]) -> list[str]:
+    widths = [max(len(row[i]) for row in [list(columns), *rows]) for i in range(len(columns))]
+    lines = [title] if title else []
+    for row in [list(columns), *rows]:
+        cells = [
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for cell, width, name in zip(row, widths, columns, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], numbers: Sequence[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=cell_style(cell)) for cell in row))
+    Console().print(table)
+
+
+def cell_style(cell: str) -> str:
+    """Verdicts have colours; everything else is plain."""
+    if cell.startswith(("yes", "on", "met", "fits", "ok")):
+        return "green"
+    return "red" if cell.startswith(("no", "off", "does not fit", "missing", "failed")) else ""
+
+
+@contextmanager
+def drawn_bar(title: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None, count="")
+
+        def update(done: int, total: int, what: str) -> None:
+            described = what if len(what) <= 48 else what[:47] + "…"
+            bar.update(task, completed=done, total=total or None, description=described or title, count=count(done, total))
+
+        yield update
+
+
+def count(done: int, total: int) -> str:
+    if total >= BYTES_FROM:
+        return f"{size(done)} of {size(total)}"
+    return f"{done:,} of {total:,}" if total else f"{done:,}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in decimal units: 45.4 MB."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {UNITS[unit]}" if unit == 0 or value >= 99.95 else f"{value:.1f} {UNITS[unit]}"
+
+
+def seconds(value: float) -> str:
+    """A duration for people: 4.2 ms, 1.35 s."""
+    if value < 1:
+        return f"{value * 1000:.1f} ms" if value < 0.0995 else f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 60 else f"{value / 60:.1f} min"
+
+
+def print_error(error: ArcherfishError, *, as_json: bool) -> None:
+    """The message in red, then what to do about it; with --json also an object on stdout."""
+    bold = sys.stderr.isatty()
+    sys.stderr.write((styled(error.message, "error") if bold else f"Error: {error.message}") + "\n")
+    if error.hint:
+        sys.stderr.write(error.hint + "\n")
+    if as_json:
+        body = {"type": type(error).__name__, "code": error.code, "message": error.message, "hint": error.hint}
+        sys.stdout.write(json.dumps({"error": body}, ensure_ascii=False) + "\n")

@@ -1,0 +1,27 @@
+"""`archerfish serve`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.output import Output
+from archerfish.config import EmbedConfig, HubConfig, ServeConfig
+from archerfish.errors import MachineError
+
+
+def add_arguments(parser: Parser) -> None:
+    add_options(parser, ServeConfig, EmbedConfig, HubConfig)
+
+
+def run(arguments: Namespace, out: Output) -> int:
+    embed, service, hub = section(EmbedConfig, arguments), section(ServeConfig, arguments), section(HubConfig, arguments)
+    try:
+        from archerfish.serve.run import serve
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"The service needs the package {error.name}, which is not installed.",
+            hint="Run `pip install 'archerfish[serve]'`.",
+        ) from error
+    serve(embed, service, hub)
+    return 0

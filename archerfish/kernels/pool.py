@@ -1,0 +1,77 @@
+"""The threads that compute, shared by all engines of a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import ParamSpec, TypeVar
+
+from archerfish.kernels.machine import cpu
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ComputePool:
+    """Runs forward passes.
+
+    Many batches: one pass per core beats one pass over all cores by a third, since a core keeps its batch in its own cache and
+    waits for nobody; so each thread of the pool computes alone. A single batch while nothing else runs: reading the weights is
+    what takes the time, so it gets all cores, in the caller's own thread. On a GPU one thread feeds the device.
+    """
+
+    def __init__(self, device: str, num_threads: int) -> None:
+        import torch
+
+        self.num_workers = (num_threads or cpu().num_cores) if device == "cpu" else 1
+        self._num_running = 0
+        self._lock = threading.Lock()
+        ready = threading.Barrier(self.num_workers + 1)
+
+        def start() -> None:
+            torch.set_num_threads(1)
+            ready.wait()
+
+        before = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix=f"archerfish-{device}", initializer=start)
+        for _ in range(self.num_workers):
+            self._threads.submit(int)
+        ready.wait()
+        torch.set_num_threads(before)  # set_num_threads also moves the default of threads that have not used torch yet
+
+    def submit(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run in a thread of the pool."""
+        with self._lock:
+            self._num_running += 1
+        future = self._threads.submit(work, *args, **kwargs)
+        future.add_done_callback(self._finish)
+        return future
+
+    def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run and wait: here, on all cores, if the pool is idle; else in the pool."""
+        with self._lock:
+            is_alone = self._num_running == 0
+            self._num_running += is_alone
+        if not is_alone:
+            return self.submit(work, *args, **kwargs).result()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            self._finish()
+
+    def _finish(self, _: Future[R] | None = None) -> None:
+        with self._lock:
+            self._num_running -= 1
+
+
+@lru_cache(maxsize=8)
+def compute_pool(device: str, num_threads: int) -> ComputePool:
+    """The pool of a device; engines that ask for the same one share it, so that cores are not oversubscribed."""
+    return ComputePool(device, num_threads)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=compute_pool.cache_clear)

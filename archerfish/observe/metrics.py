@@ -1,0 +1,210 @@
+"""Counters, gauges and histograms with labels, safe to use from any thread; `serve` exposes them to Prometheus."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
+
+Kind = Literal["counter", "gauge", "histogram"]
+Labels = tuple[str, ...]
+
+SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state of one metric under one set of labels; `buckets` holds (upper bound, cumulative count) of a histogram."""
+
+    labels: Labels
+    value: float
+    count: int = 0
+    buckets: tuple[tuple[float, int], ...] = ()
+
+
+class Metric:
+    """What the three kinds of metric share: a name, label names, and a lock."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> None:
+        self.name = name
+        self.description = description
+        self.label_names = tuple(label_names)
+        self._lock = threading.Lock()
+
+    def _key(self, labels: dict[str, str]) -> Labels:
+        try:
+            key = tuple(labels[name] for name in self.label_names)
+        except KeyError as error:
+            raise ValueError(f"The metric {self.name} needs the label {error}.") from None
+        if len(labels) != len(key):
+            unknown = sorted(set(labels) - set(self.label_names))
+            raise ValueError(f"The metric {self.name} has no label {unknown[0]!r}.")
+        return key
+
+    def samples(self) -> list[Sample]:
+        """A consistent copy of the current state."""
+        raise NotImplementedError
+
+
+class _Number(Metric):
+    def __init__(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> None:
+        super().__init__(name, description, label_names)
+        self._values: dict[Labels, float] = {}
+
+    def value(self, **labels: str) -> float:
+        key = self._key(labels)
+        with self._lock:
+            return self._values.get(key, 0.0)
+
+    def samples(self) -> list[Sample]:
+        with self._lock:
+            return [Sample(labels, value) for labels, value in self._values.items()]
+
+    def _add(self, amount: float, labels: dict[str, str]) -> None:
+        key = self._key(labels)
+        with self._lock:
+            self._values[key] = self._values.get(key, 0.0) + amount
+
+
+class Counter(_Number):
+    """A number that only grows."""
+
+    kind = "counter"
+
+    def add(self, amount: float = 1, **labels: str) -> None:
+        if not amount >= 0:
+            raise ValueError(f"The counter {self.name} cannot change by {amount}.")
+        self._add(amount, labels)
+
+
+class Gauge(_Number):
+    """A number that goes up and down."""
+
+    kind = "gauge"
+
+    def add(self, amount: float = 1, **labels: str) -> None:
+        self._add(amount, labels)
+
+    def set(self, value: float, **labels: str) -> None:
+        key = self._key(labels)
+        with self._lock:
+            self._values[key] = value
+
+
+class _Series:
+    def __init__(self, num_buckets: int) -> None:
+        self.counts = [0] * (num_buckets + 1)
+        self.total = 0.0
+
+
+class Histogram(Metric):
+    """How often values fell into fixed buckets; the last bucket has no upper bound."""
+
+    kind = "histogram"
+
+    def __init__(
+        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS
+    ) -> None:
+        super().__init__(name, description, label_names)
+        if not buckets or list(buckets) != sorted(set(buckets)):
+            raise ValueError(f"The buckets of {name} must be rising and not empty.")
+        self.buckets = tuple(float(bound) for bound in buckets)
+        self._series: dict[Labels, _Series] = {}
+
+    def observe(self, value: float, **labels: str) -> None:
+        self.observe_many((value,), **labels)
+
+    def observe_many(self, values: Sequence[float], **labels: str) -> None:
+        """Several values under one lock: for what is measured once per item of a batch."""
+        key = self._key(labels)
+        with self._lock:
+            series = self._series.get(key)
+            if series is None:
+                series = self._series[key] = _Series(len(self.buckets))
+            for value in values:
+                series.counts[bisect.bisect_left(self.buckets, value)] += 1
+                series.total += value
+
+    def count(self, **labels: str) -> int:
+        return sum(self._counts(labels))
+
+    def sum(self, **labels: str) -> float:
+        key = self._key(labels)
+        with self._lock:
+            return self._series[key].total if key in self._series else 0.0
+
+    def quantile(self, q: float, **labels: str) -> float:
+        """An estimate of the q-quantile, linear inside its bucket; nan without values, the last bound if it lies above."""
+        if not 0 <= q <= 1:
+            raise ValueError(f"A quantile lies between 0 and 1, not at {q}.")
+        counts = self._counts(labels)
+        rank = q * sum(counts)
+        if not any(counts):
+            return math.nan
+        below = 0
+        for index, bound in enumerate(self.buckets):
+            if counts[index] and below + counts[index] >= rank:
+                low = self.buckets[index - 1] if index else min(0.0, bound)
+                return low + (bound - low) * max(0.0, rank - below) / counts[index]
+            below += counts[index]
+        return self.buckets[-1]
+
+    def samples(self) -> list[Sample]:
+        with self._lock:
+            copies = [(key, list(series.counts), series.total) for key, series in self._series.items()]
+        found = []
+        for key, counts, total in copies:
+            running, cumulative = 0, []
+            for bound, count in zip((*self.buckets, math.inf), counts, strict=True):
+                running += count
+                cumulative.append((bound, running))
+            found.append(Sample(key, total, running, tuple(cumulative)))
+        return found
+
+    def _counts(self, labels: dict[str, str]) -> list[int]:
+        key = self._key(labels)
+        with self._lock:
+            return list(self._series[key].counts) if key in self._series else [0]
+
+
+M = TypeVar("M", bound=Metric)
+
+
+class MetricRegistry:
+    """The metrics of one service. Asking twice for a name gives the same metric, so that parts can share one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._metrics: dict[str, Metric] = {}
+
+    def __iter__(self) -> Iterator[Metric]:
+        with self._lock:
+            return iter(list(self._metrics.values()))
+
+    def counter(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> Counter:
+        return self._get(Counter(name, description, label_names))
+
+    def gauge(self, name: str, description: str = "", label_names: Sequence[str] = ()) -> Gauge:
+        return self._get(Gauge(name, description, label_names))
+
+    def histogram(
+        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS
+    ) -> Histogram:
+        return self._get(Histogram(name, description, label_names, buckets))
+
+    def _get(self, wanted: M) -> M:
+        with self._lock:
+            known = self._metrics.setdefault(wanted.name, wanted)
+        same = type(known) is type(wanted) and known.label_names == wanted.label_names
+        if isinstance(known, Histogram) and isinstance(wanted, Histogram):
+            same = same and known.buckets == wanted.buckets
+        if not same:
+            raise ValueError(f"The metric {wanted.name} exists with another kind, labels or buckets.")
+        assert isinstance(known, type(wanted))
+        return known

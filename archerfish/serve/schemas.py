@@ -1,0 +1,145 @@
+"""Bodies of requests. Unknown parameters are refused with the nearest known one, and nothing is converted silently."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from archerfish.errors import did_you_mean
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    # The message goes in as a value, because a template would give braces in it a meaning.
+    return PydanticCustomError("wrong_value", "{message}", {"message": message})
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(f"{where} must be a string, not {_kind(value)}.")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise _wrong(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from None
+    return value
+
+
+def _token_ids(value: Any, where: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(f"{where} must be a list of token ids that is not empty.")
+    for position, token_id in enumerate(value):
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise _wrong(f"{where}[{position}] must be a token id.")
+    return value
+
+
+def _embedding_input(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [_text(value, "input")]
+    if not isinstance(value, list):
+        raise _wrong(f"input must be a string, a list of strings, or lists of token ids, not {_kind(value)}.")
+    if not value:
+        raise _wrong("input must not be an empty list.")
+    if type(value[0]) is int:
+        return [_token_ids(value, "input")]
+    if isinstance(value[0], list):
+        return [_token_ids(item, f"input[{index}]") for index, item in enumerate(value)]
+    return [_text(item, f"input[{index}]") for index, item in enumerate(value)]
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise _wrong(f"{where} must be a list of strings that is not empty.")
+    return [_text(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
+def _documents(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise _wrong("documents must be a list that is not empty.")
+    return [
+        _text(item["text"], f"documents[{index}].text")
+        if isinstance(item, dict) and set(item) == {"text"}
+        else _text(item, f"documents[{index}]")
+        for index, item in enumerate(value)
+    ]
+
+
+_STRING = {"type": "string"}
+_STRINGS = {"type": "array", "items": _STRING, "minItems": 1}
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+EmbeddingInput = Annotated[
+    list[str | list[int]],
+    PlainValidator(_embedding_input),
+    WithJsonSchema({"anyOf": [_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
+]
+OneText = Annotated[str, PlainValidator(lambda value: _text(value, "query")), WithJsonSchema(_STRING)]
+OneOrMore = Annotated[
+    str | list[str],
+    PlainValidator(lambda value: _texts(value, "source") if isinstance(value, list) else _text(value, "source")),
+    WithJsonSchema({"anyOf": [_STRING, _STRINGS]}),
+]
+Sentences = Annotated[list[str], PlainValidator(lambda value: _texts(value, "sentences")), WithJsonSchema(_STRINGS)]
+Documents = Annotated[
+    list[str],
+    PlainValidator(_documents),
+    WithJsonSchema({
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_STRING, {"type": "object", "properties": {"text": _STRING}, "required": ["text"]}]},
+    }),
+]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    param = str(name).encode("utf-8", "backslashreplace").decode()
+                    hint = did_you_mean(name, cls.model_fields)
+                    message = f"Unknown parameter '{param}'. {hint}".strip()
+                    raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "param": param})
+        return data
+
+
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings, as OpenAI has it."""
+
+    input: EmbeddingInput
+    model: str | None = Field(None, description="Name of the served model; left out: the one there is.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
+    dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    user: str | None = Field(None, description="Accepted and not used.")
+
+
+class RerankBody(Body):
+    """POST /v1/rerank, in the common form of Jina and Cohere."""
+
+    query: OneText
+    documents: Documents
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
+    return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
+
+
+class SimilarityBody(Body):
+    """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
+
+    source: OneOrMore
+    sentences: Sentences
+    model: str | None = None

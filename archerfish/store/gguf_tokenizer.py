@@ -1,0 +1,286 @@
+"""The tokenizer inside a GGUF file as tokenizer.json, tokenizer_config.json and chat template.
+
+    gpt2   byte-level BPE; `tokenizer.ggml.pre` says how text is split before it
+    llama  SentencePiece BPE: merges follow from the scores of the pieces
+    bert   WordPiece; GGUF marks the beginning of a word, Hugging Face its continuation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store.format import first_line
+from archerfish.store.tokenizer_files import dump_json
+
+# Kinds of tokens, as in tokenizer.ggml.token_type.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+WORD_MARK = "\u2581"
+ROLES = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",  # spelt so in the format
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split before byte-level BPE: by a pattern, or by GPT-2's own after splitting off single digits."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token stays whole, whatever the merges say
+    add_bos: bool = False
+
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(),
+    "gpt2": PreTokenizer(),
+    "default": PreTokenizer(),
+    "smollm": PreTokenizer(single_digits=True),
+    "starcoder": PreTokenizer(single_digits=True),
+    "refact": PreTokenizer(single_digits=True),
+    "command-r": PreTokenizer(single_digits=True),
+    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "llama3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "llama-v3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "smaug-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True),
+    "dbrx": PreTokenizer(LLAMA3_SPLIT),
+    "qwen2": PreTokenizer(QWEN2_SPLIT, nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT, nfc=True),
+    "stablelm2": PreTokenizer(QWEN2_SPLIT),
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The checked lists of a GGUF tokenizer."""
+
+    name: str
+    fields: Mapping[str, Any]
+    tokens: list[str]
+    kinds: list[int]
+
+    def get(self, key: str) -> Any:
+        return self.fields.get(f"tokenizer.ggml.{key}")
+
+    def role_token(self, role: str) -> str | None:
+        token_id = self.get(ROLES[role])
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            raise CorruptFileError(f"{self.name}: {ROLES[role]} is {token_id}, beyond the {len(self.tokens)} tokens.")
+        return self.tokens[token_id]
+
+    def ids(self) -> dict[str, int]:
+        found = {token: index for index, token in enumerate(self.tokens)}
+        if len(found) != len(self.tokens):
+            raise CorruptFileError(f"{self.name}: the tokenizer has the same token twice.")
+        return found
+
+
+def make_tokenizer_files(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Contents of the tokenizer directory; empty when the file has no tokenizer."""
+    kind = fields.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return {}
+    builders = {"gpt2": build_byte_level, "llama": build_sentencepiece, "bert": build_wordpiece}
+    if kind not in builders:
+        hint = f"Supported: {', '.join(builders)}. Otherwise convert the model from safetensors with its tokenizer.json."
+        raise UnsupportedModelError(f"{name} has a tokenizer of kind {kind!r}, which is not supported.", hint=hint)
+    vocabulary = read_vocabulary(name, fields, config)
+    try:
+        tokenizer = builders[kind](vocabulary)
+        add_special_tokens(tokenizer, vocabulary, kind)
+        text = tokenizer.to_str()
+    except (CorruptFileError, UnsupportedModelError):
+        raise
+    except Exception as error:  # the Rust side raises bare Exception
+        raise CorruptFileError(f"{name}: the tokenizer cannot be built: {first_line(error)}") from error
+    return {"tokenizer.json": text.encode(), **side_files(vocabulary, kind, config)}
+
+
+def read_vocabulary(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Vocabulary:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CorruptFileError(f"{name} has no list of tokens.")
+    if len(tokens) > config["vocab_size"]:
+        raise CorruptFileError(f"{name} has {len(tokens)} tokens and {config['vocab_size']} embeddings.")
+    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CorruptFileError(f"{name} has {len(tokens)} tokens and {len(kinds)} token types.")
+    return Vocabulary(name, fields, tokens, kinds)
+
+
+def split_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in vocabulary.get("merges") or []:
+        left, space, right = merge.partition(" ")
+        if not left or not space or not right or " " in right:
+            raise CorruptFileError(f"{vocabulary.name}: {merge!r} is not a merge of two tokens.")
+        pairs.append((left, right))
+    return pairs
+
+
+def build_byte_level(vocabulary: Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    kind = vocabulary.get("pre") or "default"
+    pre = PRE_TOKENIZERS.get(kind)
+    if pre is None:
+        hint = f"Known: {', '.join(PRE_TOKENIZERS)}."
+        raise UnsupportedModelError(f"{vocabulary.name} splits text in the way {kind!r}, which is not known.", hint=hint)
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids(), split_merges(vocabulary), ignore_merges=pre.ignore_merges))
+    prefix = bool(vocabulary.get("add_space_prefix"))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if pre.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pre.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.decoder = decoders.ByteLevel()
+    template = bos_eos_template(vocabulary, add_bos=pre.add_bos)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = byte_level if template is None else processors.Sequence([byte_level, template])
+    return tokenizer
+
+
+def build_sentencepiece(vocabulary: Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids = vocabulary.ids()
+    scores = vocabulary.get("scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise CorruptFileError(f"{vocabulary.name} has no score for every token.")
+    merges = merges_from_scores(vocabulary, ids, scores)
+    unknown = vocabulary.role_token("unk")
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
+    prefix = vocabulary.get("add_space_prefix") is not False
+    steps: list[Any] = [normalizers.Prepend(WORD_MARK)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", WORD_MARK)])
+    undo: list[Any] = [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        undo.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(undo)
+    template = bos_eos_template(vocabulary, add_bos=True)
+    if template is not None:
+        tokenizer.post_processor = template
+    return tokenizer
+
+
+def merges_from_scores(vocabulary: Vocabulary, ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair whose joined piece scores best; as a list, that is all pairs by score."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for index, piece in enumerate(vocabulary.tokens):
+        if vocabulary.kinds[index] in (UNKNOWN, CONTROL) or len(piece) < 2:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[index], ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def build_wordpiece(vocabulary: Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    words = [wordpiece_of(token, vocabulary.kinds[index]) for index, token in enumerate(vocabulary.tokens)]
+    vocabulary.tokens[:] = words
+    ids = vocabulary.ids()
+    first, last = vocabulary.role_token("cls") or "[CLS]", vocabulary.role_token("sep") or "[SEP]"
+    unknown = vocabulary.role_token("unk") or "[UNK]"
+    for token in (first, last, unknown):
+        if token not in ids:
+            raise CorruptFileError(f"{vocabulary.name} has no token {token!r}.")
+    # GGUF does not say whether text is lower-cased; a vocabulary without capitals can only be meant so.
+    is_cased = any(word != word.lower() for word in words if not is_bracketed(word))
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing((last, ids[last]), (first, ids[first]))
+    return tokenizer
+
+
+def is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
+
+
+def wordpiece_of(token: str, kind: int) -> str:
+    if token.startswith(WORD_MARK):
+        return token[1:]
+    if is_bracketed(token) or kind in (UNKNOWN, CONTROL):
+        return token
+    return f"##{token}"
+
+
+def bos_eos_template(vocabulary: Vocabulary, *, add_bos: bool) -> Any:
+    """The post-processor that adds the tokens of beginning and end, or None when neither is added."""
+    from tokenizers import processors
+
+    wanted = vocabulary.get("add_bos_token")
+    bos = vocabulary.role_token("bos") if (add_bos if wanted is None else wanted) else None
+    eos = vocabulary.role_token("eos") if vocabulary.get("add_eos_token") else None
+    if bos is None and eos is None:
+        return None
+    ids = vocabulary.ids()
+    single = [token for token in (bos, "$A", eos) if token is not None]
+    pair = single + [f"{token}:1" if token != "$A" else "$B:1" for token in single]
+    return processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(token, ids[token]) for token in {bos, eos} if token is not None]
+    )
+
+
+def add_special_tokens(tokenizer: Any, vocabulary: Vocabulary, kind: str) -> None:
+    from tokenizers import AddedToken
+
+    special = {index for index, found in enumerate(vocabulary.kinds) if found in (UNKNOWN, CONTROL)}
+    if kind == "bert":
+        special |= {index for index, token in enumerate(vocabulary.tokens) if token in bert_special(vocabulary)}
+    own = [index for index, found in enumerate(vocabulary.kinds) if found == USER_DEFINED and index not in special]
+    for index in sorted([*special, *own]):
+        added = AddedToken(vocabulary.tokens[index], special=index in special, normalized=False)
+        if index in special:
+            tokenizer.add_special_tokens([added])
+        else:
+            tokenizer.add_tokens([added])
+
+
+def bert_special(vocabulary: Vocabulary) -> set[str]:
+    return {token for role in ("cls", "sep", "pad", "mask", "unk") if (token := vocabulary.role_token(role)) is not None}
+
+
+def side_files(vocabulary: Vocabulary, kind: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+    roles = {f"{role}_token": token for role in ROLES if (token := vocabulary.role_token(role)) is not None}
+    options: dict[str, Any] = {
+        "tokenizer_class": "BertTokenizer" if kind == "bert" else "PreTrainedTokenizerFast",
+        "add_bos_token": bool(vocabulary.get("add_bos_token")),
+        "add_eos_token": bool(vocabulary.get("add_eos_token")),
+        "clean_up_tokenization_spaces": False,
+        **roles,
+    }
+    if "max_position_embeddings" in config:
+        options["model_max_length"] = config["max_position_embeddings"]
+    files: dict[str, bytes] = {}
+    template = vocabulary.fields.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        options["chat_template"] = template
+        files["chat_template.jinja"] = template.encode()
+    files["tokenizer_config.json"] = dump_json(options)
+    files["special_tokens_map.json"] = dump_json(roles)
+    return files

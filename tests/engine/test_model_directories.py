@@ -1,0 +1,118 @@
+"""Whole directories as sentence-transformers saves them, for every architecture and pooling, and cross-encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from archerfish import ArrowEngine, HubConfig
+from archerfish.errors import InvalidInputError, UnsupportedModelError
+
+TEXTS = ["the cat sat on a mat .", "", "fish spits water at flies , far away", "中国", "the dog " * 40, "red blue green " * 3]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": {},
+    "DistilBert": {},
+    "Roberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
+    "XLMRoberta": {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 42},
+    "MPNet": {"pad_token_id": 1},
+}
+
+
+def cosines(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    scale = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    result: np.ndarray[Any, Any] = (a * b).sum(1) / scale
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_architectures_end_to_end(family: str, tiny_model: Any, hub: HubConfig) -> None:
+    path = tiny_model(family, config=FAMILIES[family])
+    peer = SentenceTransformer(str(path), device="cpu")
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    assert engine.get_max_seq_length() == peer.max_seq_length == 24
+    np.testing.assert_allclose(engine.encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens"])
+def test_poolings_end_to_end(mode: str, tiny_model: Any, hub: HubConfig) -> None:
+    path = tiny_model(pooling_mode=mode)
+    peer = SentenceTransformer(str(path), device="cpu")
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    np.testing.assert_allclose(engine.encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
+
+
+def test_old_style_pooling_files(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    path = tmp_path / "old"
+    shutil.copytree(tiny_model(pooling_mode="mean"), path)
+    old = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(old), encoding="utf-8")
+    peer = SentenceTransformer(str(path), device="cpu")
+    np.testing.assert_allclose(ArrowEngine(path, dtype="float32", hub=hub).encode(TEXTS), peer.encode(TEXTS), atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "DistilBert"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_cross_encoders(family: str, num_labels: int, tiny_model: Any, hub: HubConfig) -> None:
+    config = {**FAMILIES[family], "num_labels": num_labels}
+    path = tiny_model(family, head="ForSequenceClassification", config=config)
+    peer = CrossEncoder(str(path), device="cpu")
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    pairs = [("the cat", text) for text in TEXTS]
+    assert engine.is_cross_encoder
+    np.testing.assert_allclose(engine.score_pairs(pairs), peer.predict(pairs), atol=2e-5)
+    if num_labels == 1:
+        ours = engine.rerank("the cat", TEXTS)
+        theirs = peer.rank("the cat", TEXTS)
+        assert [r.index for r in ours] == [r["corpus_id"] for r in theirs]
+    else:
+        with pytest.raises(UnsupportedModelError, match="3 labels"):
+            engine.rerank("the cat", TEXTS)
+    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
+        engine.encode("the cat")
+
+
+def test_an_embedding_model_scores_no_pairs(tiny_model: Any, hub: HubConfig) -> None:
+    with pytest.raises(UnsupportedModelError, match="similarity"):
+        ArrowEngine(tiny_model(), hub=hub).score_pairs([("a", "b")])
+
+
+def test_prompts_of_the_model(tiny_model: Any, hub: HubConfig, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    path = tmp_path / "prompted"
+    shutil.copytree(tiny_model(), path)
+    settings = {"prompts": {"query": "the cat : ", "document": ""}, "default_prompt_name": None}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(settings), encoding="utf-8")
+    peer = SentenceTransformer(str(path), device="cpu")
+    engine = ArrowEngine(path, dtype="float32", hub=hub)
+    np.testing.assert_allclose(
+        engine.encode(TEXTS, prompt_name="query"), peer.encode(TEXTS, prompt_name="query"), atol=2e-5
+    )
+    with pytest.raises(InvalidInputError, match="'query'"):
+        engine.encode(TEXTS, prompt_name="qery")
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: Any, hub: HubConfig) -> None:
+    """On a CPU without bfloat16 units the weights stay at their stored size and are widened as they are used."""
+    from archerfish.kernels import select
+    from archerfish.kernels.reference import TorchOps
+
+    path = tiny_model()
+    expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "choose_ops", TorchOps)
+        patch.setattr("archerfish.engine.inference_core.choose_ops", TorchOps)
+        engine = ArrowEngine(path, dtype="float32", storage_dtype=storage, hub=hub)
+        assert type(engine.core.ops) is TorchOps
+        weight = engine.core.encoder.blocks[0].up.weight
+        assert str(weight.dtype) == f"torch.{storage}"
+        assert cosines(engine.encode(TEXTS), expected).min() > 0.9999

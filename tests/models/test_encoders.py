@@ -1,0 +1,156 @@
+"""Every architecture against transformers, on tiny random weights in float32: red if any formula, name or position differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from archerfish.engine.inference_core import InferenceCore
+from archerfish.errors import TensorError, UnsupportedModelError
+from archerfish.kernels.ops import Segments
+from archerfish.models.encoder import TokenBatch
+
+LENGTHS = (7, 1, 19, 33, 7, 60, 4)
+COMMON = {"vocab_size": 120, "num_hidden_layers": 3, "max_position_embeddings": 70}
+SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, **COMMON}
+DISTIL = {"dim": 48, "n_heads": 4, "hidden_dim": 80, "n_layers": 3, "vocab_size": 120, "max_position_embeddings": 70}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {**SIZES, "hidden_act": "gelu"}),
+    "bert-gelu-new": ("Bert", {**SIZES, "hidden_act": "gelu_new"}),
+    "roberta": ("Roberta", {**SIZES, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}),
+    "xlm-roberta": ("XLMRoberta", {**SIZES, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}),
+    "distilbert": ("DistilBert", DISTIL),
+    "mpnet": ("MPNet", {**SIZES, "relative_attention_num_buckets": 32, "pad_token_id": 1}),
+}
+
+
+def make(kind: str, suffix: str, **extra: Any) -> tuple[Any, dict[str, Any]]:
+    """A random transformers model of a kind, and its config.json."""
+    torch.manual_seed(1)
+    family, sizes = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**sizes, **extra)
+    model = getattr(transformers, f"{family}{suffix}")(config).eval()
+    for parameter in model.parameters():  # the default initialisation is too small to show a wrong formula
+        torch.nn.init.normal_(parameter, std=0.2)
+    values = config.to_dict()
+    values["architectures"] = [f"{family}{suffix}"]
+    return model, values
+
+
+def batch_of(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, *, types: bool = False) -> TokenBatch:
+    random = np.random.default_rng(0)
+    ids = random.integers(3, vocab_size, sum(lengths))
+    type_ids = random.integers(0, 2, sum(lengths)) if types else None
+    return TokenBatch(ids, Segments(lengths), type_ids)
+
+
+def each_sequence(batch: TokenBatch) -> list[dict[str, torch.Tensor]]:
+    """The batch as transformers takes it, one sequence at a time, so that no padding rule can hide a difference."""
+    rows = []
+    for start, end in zip(batch.segments.starts[:-1], batch.segments.starts[1:], strict=True):
+        row = {"input_ids": torch.tensor(batch.token_ids[start:end])[None]}
+        if batch.type_ids is not None:
+            row["token_type_ids"] = torch.tensor(batch.type_ids[start:end])[None]
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_equal_transformers(kind: str) -> None:
+    model, config = make(kind, "Model")
+    core = InferenceCore(model.state_dict(), config, dtype="float32")
+    batch = batch_of(config["vocab_size"], types=kind.startswith("bert"))
+    with torch.inference_mode():
+        ours = core.encoder.forward(batch)
+        theirs = torch.cat([model(**row).last_hidden_state[0] for row in each_sequence(batch)])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> None:
+    model, config = make(kind, "ForSequenceClassification", num_labels=num_labels)
+    core = InferenceCore(model.state_dict(), config, dtype="float32")
+    batch = batch_of(config["vocab_size"])
+    with torch.inference_mode():
+        theirs = torch.cat([model(**row).logits for row in each_sequence(batch)])
+    np.testing.assert_allclose(core.run(batch), theirs.numpy(), atol=2e-4, rtol=1e-3)
+
+
+def test_longest_mpnet_distances_fall_into_transformers_buckets() -> None:
+    """Distances beyond 128 share the last bucket."""
+    from archerfish.models.mpnet import distance_buckets
+
+    theirs = transformers.models.mpnet.modeling_mpnet.MPNetEncoder
+    position = torch.arange(300)
+    expected = theirs.relative_position_bucket(position[None, :] - position[:, None], num_buckets=32)
+    np.testing.assert_array_equal(distance_buckets(300, 32), expected.numpy())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"])
+def test_pooling_modes(pooling: str) -> None:
+    model, config = make("bert", "Model")
+    core = InferenceCore(model.state_dict(), config, dtype="float32", pooling=pooling)
+    batch = batch_of(config["vocab_size"])
+    with torch.inference_mode():
+        hidden = [model(**row).last_hidden_state[0] for row in each_sequence(batch)]
+    rules = {
+        "mean": lambda h: h.mean(0), "cls": lambda h: h[0], "lasttoken": lambda h: h[-1],
+        "max": lambda h: h.max(0).values, "mean_sqrt_len_tokens": lambda h: h.sum(0) / len(h) ** 0.5,
+    }
+    expected = torch.stack([rules[pooling](h) for h in hidden])
+    np.testing.assert_allclose(core.run(batch), expected.numpy(), atol=1e-4, rtol=1e-3)
+
+
+def test_forward_drops_masked_tokens() -> None:
+    model, config = make("bert", "Model")
+    core = InferenceCore(model.state_dict(), config, dtype="float32")
+    ids = torch.randint(3, 120, (3, 9))
+    mask = (torch.arange(9)[None] < torch.tensor([9, 4, 1])[:, None]).long()
+    with torch.inference_mode():
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    expected = core.mean_pooling(hidden, mask)
+    torch.testing.assert_close(core.forward(ids, mask), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_missing_tensor_is_named() -> None:
+    model, config = make("bert", "Model")
+    weights = model.state_dict()
+    del weights["encoder.layer.1.output.dense.weight"]
+    with pytest.raises(TensorError, match=r"encoder\.layer\.1\.output\.dense\.weight"):
+        InferenceCore(weights, config)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes() -> None:
+    model, config = make("bert", "Model")
+    weights = model.state_dict()
+    weights["embeddings.LayerNorm.weight"] = torch.ones(7)
+    with pytest.raises(TensorError, match=r"LayerNorm\.weight.*\(7,\).*\(48,\)"):
+        InferenceCore(weights, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "brt"}, "Did you mean 'bert'"),
+        ({"model_type": "mamba"}, "Known: bert"),
+        ({"hidden_act": "swoosh"}, "swoosh"),
+        ({"num_attention_heads": 5}, "5 heads"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"position_embedding_type": "relative_key"}, "absolute"),
+    ],
+)
+def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
+    model, config = make("bert", "Model")
+    with pytest.raises(UnsupportedModelError, match=message):
+        InferenceCore(model.state_dict(), {**config, **change})
+
+
+def test_unknown_pooling_is_refused() -> None:
+    model, config = make("bert", "Model")
+    with pytest.raises(UnsupportedModelError, match="median"):
+        InferenceCore(model.state_dict(), config, pooling="median")

@@ -1,0 +1,150 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish.engine.fakes import FakeEngine
+from archerfish.serve.app import create_app
+
+from .client import error_of, with_client
+
+JSON = {"Content-Type": "application/json"}
+EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "message"),
+    [
+        (EMBEDDINGS, {}, "input", "The parameter 'input' is missing."),
+        (EMBEDDINGS, {"inputs": "x"}, "inputs", "Unknown parameter 'inputs'. Did you mean 'input'?"),
+        (EMBEDDINGS, {"input": "x", "{message}": 1}, "{message}", "Unknown parameter '{message}'."),
+        (EMBEDDINGS, {"input": "x", "\ud800": 1}, "\\ud800", "Unknown parameter '\\ud800'."),
+        (EMBEDDINGS, {"input": []}, "input", "input must not be an empty list."),
+        (EMBEDDINGS, {"input": None}, "input", "not null."),
+        (EMBEDDINGS, {"input": {"a": 1}}, "input", "not an object."),
+        (EMBEDDINGS, {"input": ["a", 3]}, "input", "input[1] must be a string, not a number."),
+        (EMBEDDINGS, {"input": ["a", True]}, "input", "input[1] must be a string, not a boolean."),
+        (EMBEDDINGS, {"input": [1, "a"]}, "input", "input[1] must be a token id."),
+        (EMBEDDINGS, {"input": [1, -1]}, "input", "input[1] must be a token id."),
+        (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
+        (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
+        (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "valid integer"),
+        (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        (EMBEDDINGS, {"input": "x", "model": 3}, "model", "valid string"),
+        (RERANK, {"query": "x", "texts": ["y"]}, "texts", "Unknown parameter 'texts'."),
+        (RERANK, {"query": "x", "documents": []}, "documents", "not empty"),
+        (RERANK, {"query": "x", "documents": [{"txt": "y"}]}, "documents", "documents[0] must be a string, not an object."),
+        (RERANK, {"query": "x", "documents": [{"text": 1}]}, "documents", "documents[0].text must be a string"),
+        (RERANK, {"query": ["x"], "documents": ["y"]}, "query", "query must be a string, not an array."),
+        (RERANK, {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "greater than or equal to 1"),
+        (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "valid boolean"),
+        (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
+        (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
+        (SIMILARITY, {"source": 1, "sentences": ["y"]}, "source", "source must be a string, not a number."),
+    ],
+)
+def test_a_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param: str, message: str) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(route, content=json.dumps(body), headers=JSON)
+        assert answer.status_code == 400, answer.text
+        error = error_of(answer)
+        assert message in error["message"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+    with_client(test)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "code"),
+    [
+        (b"{", JSON, "invalid_json"),
+        (b'{"input": "x", }', JSON, "invalid_json"),
+        (b"[]", JSON, "bad_request"),
+        (b"3", JSON, "bad_request"),
+        (b"", JSON, "bad_request"),
+        (b'{"input": "\xff"}', JSON, "bad_request"),
+        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "bad_request"),
+        (b"[" * 100_000, JSON, "bad_request"),
+        (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request"),
+    ],
+)
+def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], code: str) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(EMBEDDINGS, content=content, headers=headers)
+        assert answer.status_code == 400
+        assert error_of(answer)["code"] == code
+
+    with_client(test)
+
+
+def test_unknown_routes_and_methods() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/chat/completions", json={})
+        assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
+        answer = await client.get(EMBEDDINGS)
+        assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
+
+    with_client(test)
+
+
+async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 500):
+        yield data[start : start + 500]
+
+
+def test_a_body_over_the_limit_is_refused_with_and_without_a_stated_length() -> None:
+    engine = FakeEngine()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        large = b'{"input": "' + b"x" * 2000 + b'"}'
+        for content in (large, in_pieces(large)):
+            answer = await client.post(EMBEDDINGS, content=content, headers=JSON)
+            assert answer.status_code == 413
+            assert error_of(answer)["code"] == "input_too_large"
+        exact = b'{"input": "' + b"x" * (1024 - 13) + b'"}'
+        for content in (exact, in_pieces(exact)):
+            assert (await client.post(EMBEDDINGS, content=content, headers=JSON)).status_code == 200
+        assert len(engine.batches) == 2
+
+    with_client(test, engine, max_body_bytes=1024)
+
+
+def test_too_many_texts_in_a_request() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for route, body in (
+            (EMBEDDINGS, {"input": ["x"] * 4}),
+            (RERANK, {"query": "x", "documents": ["x"] * 4}),
+            (SIMILARITY, {"source": ["x"] * 2, "sentences": ["x"] * 2}),
+        ):
+            answer = await client.post(route, json=body)
+            assert answer.status_code == 413
+            assert "at most 3" in error_of(answer)["message"]
+
+    with_client(test, max_texts_per_request=3)
+
+
+def test_a_text_that_the_engine_refuses() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(EMBEDDINGS, json={"input": ["ok", "too long"]})
+        assert answer.status_code == 413
+        assert "Text 1" in error_of(answer)["message"]
+
+    with_client(test, FakeEngine(max_text_bytes=3))
+
+
+def test_after_the_stop_the_answer_is_503() -> None:
+    async def main() -> None:
+        app = create_app(FakeEngine())
+        async with app.router.lifespan_context(app):
+            pass
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            answer = await client.post(EMBEDDINGS, json={"input": "x"})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
+        assert "retry-after" in answer.headers
+
+    asyncio.run(main())

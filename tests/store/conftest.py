@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archerfish.config import ConversionConfig, HubConfig
+from archerfish.store import ModelConverter
+from tests.store.models import write_model
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "source")
+
+
+@pytest.fixture
+def converted(tmp_path: Path, source: Path) -> Path:
+    """A converted directory in float32 with both files."""
+    target = tmp_path / "converted"
+    ModelConverter(ConversionConfig(dtype="float32")).convert(source, target)
+    return target
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> HubConfig:
+    return HubConfig(cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def smollm2_gguf() -> Path:
+    """The real GGUF of SmolLM2; tests that need it are skipped until it has been pulled."""
+    path = HubConfig().cache_path() / "sources" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.is_file():
+        pytest.skip("smollm2-135m-instruct is not in the cache")
+    return path

@@ -1,0 +1,330 @@
+"""Conversions that end well, end badly, or are cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archerfish.config import ConversionConfig
+from archerfish.errors import (
+    CorruptFileError,
+    InvalidOptionError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    ValidationError,
+    WriteError,
+)
+from archerfish.store import ModelConverter, WeightLoader, converter, files
+from archerfish.store.sources import open_source
+from archerfish.store.validate import compare
+from tests.store.models import flip_byte, snapshot, some_weights, write_json, write_model
+
+
+def leftovers(target: Path) -> list[str]:
+    return [path.name for path in target.parent.iterdir() if path.name.startswith(f".{target.name}")]
+
+
+def test_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+    result = ModelConverter(ConversionConfig(use_float16=True, compression="zstd")).convert(
+        model_name_or_path=str(source), output_dir=str(tmp_path / "a" / "out"), progress=lambda done, total, what: seen.append(what)
+    )
+    assert result.success and result.validation_passed and result.error_message is None
+    assert result.model_name == "source" and result.total_parameters == 233
+    assert result.parquet_path is not None and result.parquet_path.stat().st_size == pytest.approx(result.file_size_mb * 1e6)
+    assert result.compression_ratio == (source / "model.safetensors").stat().st_size / result.parquet_path.stat().st_size
+    assert result.tokenizer_path is not None and (result.tokenizer_path / "tokenizer.json").is_file()
+    assert result.arrow_path.is_file() and result.metadata_path.is_file() and result.conversion_time_sec > 0
+    assert any(what.startswith("writing") for what in seen) and any(what.startswith("validating") for what in seen)
+    assert WeightLoader(result.output_dir).get_metadata()["dtype"] == "float16"
+    assert leftovers(result.output_dir) == []
+
+
+def test_without_parquet(source: Path, tmp_path: Path) -> None:
+    result = ModelConverter(ConversionConfig(write_parquet=False)).convert(source, tmp_path / "out")
+    assert result.parquet_path is None and not (tmp_path / "out" / "weights.parquet").exists()
+    assert result.file_size_mb * 1e6 == pytest.approx(result.arrow_path.stat().st_size)
+
+
+def test_parquet_that_cannot_hold_a_tensor_is_refused_first(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
+    with pytest.raises(UnsupportedModelError, match="write_parquet=False"):
+        ModelConverter().convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_output_is_kept_unless_told_otherwise(source: Path, converted: Path, tmp_path: Path) -> None:
+    before = snapshot(converted)
+    with pytest.raises(InvalidOptionError, match="already holds a model"):
+        ModelConverter().convert(source, converted)
+    assert snapshot(converted) == before
+    ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, converted)
+    assert WeightLoader(converted).get_dtype("scale") == "bfloat16"
+    assert leftovers(converted) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(InvalidOptionError, match="holds other files"):
+        ModelConverter(ConversionConfig(overwrite=True)).convert(source, tmp_path / "mine")
+    (tmp_path / "empty").mkdir()
+    ModelConverter().convert(source, tmp_path / "empty")
+    assert len(WeightLoader(tmp_path / "empty")) == 4
+    with pytest.raises(InvalidOptionError, match="is a file"):
+        ModelConverter().convert(source, tmp_path / "mine" / "thesis.txt")
+
+
+def test_overwriting_without_an_atomic_exchange(source: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "exchange", lambda first, second: False)
+    ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
+    assert WeightLoader(converted).get_dtype("scale") == "float16"
+    assert leftovers(converted) == []
+
+
+def test_a_directory_set_aside_by_a_killed_process_comes_back(converted: Path) -> None:
+    before = snapshot(converted)
+    converted.rename(files.set_aside_sibling(converted))
+    assert len(WeightLoader(converted)) == 4
+    assert snapshot(converted) == before and leftovers(converted) == []
+
+
+def test_an_output_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(WriteError, match="Cannot write"):
+        ModelConverter().convert(source, tmp_path / "file" / "out")
+
+    def refuse(self: Path, *arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(WriteError, match="Permission denied"):
+        ModelConverter().convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("after_bytes", [0, 700, 2000, 5000])
+def test_a_full_disk_leaves_the_old_directory(
+    source: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, after_bytes: int
+) -> None:
+    before = snapshot(converted)
+    left = [after_bytes]
+    write = files.HashingFile.write
+
+    def limited(self: files.HashingFile, data: Any) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(files.HashingFile, "write", limited)
+    with pytest.raises(WriteError, match="No space left"):
+        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted)
+    assert snapshot(converted) == before and leftovers(converted) == []
+
+
+def test_too_little_space_is_said_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
+    with pytest.raises(WriteError, match="MB free"):
+        ModelConverter().convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("step", ["writing", "validating"])
+def test_an_interruption_leaves_the_old_directory(
+    source: Path, converted: Path, error: type[BaseException], step: str
+) -> None:
+    before = snapshot(converted)
+
+    def interrupt(done: int, total: int, what: str) -> None:
+        if what.startswith(step) and done == 2:
+            raise error
+
+    with pytest.raises(error):
+        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted, progress=interrupt)
+    assert snapshot(converted) == before and leftovers(converted) == []
+
+
+KILLED = """
+import os, signal, sys
+from archerfish.config import ConversionConfig
+from archerfish.store import ModelConverter, files
+source, target, point = sys.argv[1:]
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+def progress(done, total, what):
+    if what.startswith(point) and done == 2:
+        die()
+if point == "before-swap":
+    files.swap_in = die
+elif point == "after-swap":
+    swap = files.swap_in
+    files.swap_in = lambda new, target: (swap(new, target), die())
+elif point == "aside":
+    files.exchange = lambda first, second: False
+    rename = files.Path.rename
+    def once(self, other):
+        rename(self, other)
+        die()
+    files.Path.rename = once
+ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, target, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("point", ["writing", "validating", "before-swap", "aside", "after-swap"])
+def test_kill_9_leaves_the_old_directory_or_the_new_one(source: Path, converted: Path, point: str) -> None:
+    before = snapshot(converted)
+    code = subprocess.run([sys.executable, "-c", KILLED, str(source), str(converted), point], check=False).returncode
+    assert code == -signal.SIGKILL
+    loader = WeightLoader(converted)
+    loader.verify()
+    if point == "after-swap":
+        assert loader.get_dtype("scale") == "bfloat16"
+    else:
+        assert snapshot(converted) == before
+    ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
+    assert WeightLoader(converted).get_dtype("scale") == "float16"
+    assert leftovers(converted) == []
+
+
+def test_nan_and_overflow_name_the_tensor(tmp_path: Path) -> None:
+    weights = {**some_weights(), "huge": torch.tensor([1.0, 70000.0])}
+    source = write_model(tmp_path / "huge", weights)
+    with pytest.raises(ValidationError, match="'huge' holds 70000, which float16 cannot hold"):
+        ModelConverter().convert(source, tmp_path / "out")
+    ModelConverter(ConversionConfig(dtype="bfloat16")).convert(source, tmp_path / "wide")
+    weights["huge"] = torch.tensor([1.0, float("nan")])
+    with pytest.raises(ValidationError, match="'huge' of the source holds NaN"):
+        ModelConverter(ConversionConfig(validate_output=False)).convert(write_model(tmp_path / "nan", weights), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    weights["huge"] = torch.tensor([1.0, float("-inf")])
+    ModelConverter().convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_validation_allows_rounding_and_nothing_more(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    source = torch.cat([torch.randn(4096), torch.randn(4096) * 1e-5, torch.randn(4096) * 1e-7, torch.zeros(3)])
+    stored = source.to(kind)
+    compare("x", source, stored)
+    compare("x", source.double(), stored)
+    bits = torch.int32 if dtype == "float32" else torch.int16
+    for position in (0, 5000, 9000):
+        wrong = stored.clone()
+        wrong.view(bits)[position] += 2
+        with pytest.raises(ValidationError, match=f"position {position}"):
+            compare("x", source, wrong)
+
+
+def test_validation_reads_what_was_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = converter.finish_arrow
+
+    def damage(file: files.HashingFile) -> Any:
+        record = finish(file)
+        flip_byte(file.path, record.spans[1].data.offset + 1)
+        return record
+
+    monkeypatch.setattr(converter, "finish_arrow", damage)
+    with pytest.raises(ValidationError):
+        ModelConverter().convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_hint_is_checked(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="auto"):
+        ModelConverter().convert(source, tmp_path / "out", model_type="autoo")
+    for hint in ("gguf", "torch", "sentence-transformers", "cross-encoder"):
+        with pytest.raises(UnsupportedModelError, match="not what model_type"):
+            ModelConverter().convert(source, tmp_path / "out", model_type=hint)
+    ModelConverter().convert(source, tmp_path / "out", model_type="transformers")
+    with pytest.raises(UnsupportedModelError, match="already converted"):
+        ModelConverter().convert(tmp_path / "out", tmp_path / "again")
+
+
+def torch_source(directory: Path, state: Any, **options: Any) -> Path:
+    write_model(directory)
+    (directory / "model.safetensors").unlink()
+    torch.save(state, directory / "pytorch_model.bin", **options)
+    return directory
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_torch_checkpoints(tmp_path: Path, zipped: bool, nested: bool) -> None:
+    weights = some_weights()
+    weights["transposed"] = torch.randn(3, 5).t()
+    state = {"state_dict": weights, "epoch": 3} if nested else weights
+    source = torch_source(tmp_path / "s", state, _use_new_zipfile_serialization=zipped)
+    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "out", model_type="torch")
+    for name, tensor in WeightLoader(tmp_path / "out").load_weights().items():
+        assert torch.equal(tensor, weights[name])
+
+
+def test_a_bare_pth_and_a_sharded_bin(tmp_path: Path) -> None:
+    weights = some_weights()
+    torch.save(weights, tmp_path / "rwkv.pth")
+    ModelConverter(ConversionConfig(dtype="float32")).convert(tmp_path / "rwkv.pth", tmp_path / "out")
+    loader = WeightLoader(tmp_path / "out")
+    assert loader.config == {} and not loader.tokenizer_path.exists() and loader.get_metadata()["model_name"] == "rwkv"
+    source = torch_source(tmp_path / "sharded", {})
+    (source / "pytorch_model.bin").unlink()
+    weight_map = {}
+    for index, (name, tensor) in enumerate(weights.items()):
+        torch.save({name: tensor}, source / f"part{index}.bin")
+        weight_map[name] = f"part{index}.bin"
+    write_json(source / "pytorch_model.bin.index.json", {"weight_map": weight_map})
+    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "sharded-out")
+    assert WeightLoader(tmp_path / "sharded-out").get_layer_names() == list(weights)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+def test_unsound_torch_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="more than tensors"):
+        open_source(torch_source(tmp_path / "evil", {"w": Evil()}))
+    with pytest.raises(UnsupportedModelError, match="is not a tensor"):
+        open_source(torch_source(tmp_path / "number", {"w": 3}))
+    for zipped in (True, False):
+        path = torch_source(tmp_path / f"cut{zipped}", some_weights(), _use_new_zipfile_serialization=zipped)
+        good = (path / "pytorch_model.bin").read_bytes()
+        for num_bytes in (0, 1, 100, len(good) // 2, len(good) - 30):
+            (path / "pytorch_model.bin").write_bytes(good[:num_bytes])
+            with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin"):
+                open_source(path)
+
+
+def test_ambiguous_and_unknown_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        open_source(tmp_path / "no")
+    (tmp_path / "weights.h5").write_bytes(b"x")
+    with pytest.raises(UnsupportedModelError, match="not a kind of weight file"):
+        open_source(tmp_path / "weights.h5")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UnsupportedModelError, match=r"a\.gguf, b\.gguf"):
+        open_source(tmp_path)
+
+
+def test_metadata_keeps_what_the_source_says(source: Path, tmp_path: Path) -> None:
+    write_json(source / "generation_config.json", {"temperature": 0.5})
+    config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}, "sentence_transformers": {"v": 1}}
+    write_json(source / "config.json", {**json.loads((source / "config.json").read_text()), **config})
+    ModelConverter().convert(source, tmp_path / "out", model_type="cross-encoder")
+    found = WeightLoader(tmp_path / "out").get_metadata()
+    assert found["generation_config"] == {"temperature": 0.5} and found["embedding"] is None
+    assert {key: found["config"][key] for key in config} == config
+    assert found["source"]["kind"] == "safetensors" and found["created"].startswith("20")

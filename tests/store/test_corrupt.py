@@ -1,0 +1,187 @@
+"""A truncated or altered file is a CorruptFileError that names it, whatever byte it is."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from archerfish.config import ConversionConfig
+from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
+from archerfish.store import ModelConverter, WeightLoader, metadata
+from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
+from tests.store.models import cut_off, flip_byte, some_weights, write_model
+
+
+def test_any_flipped_byte_of_the_metadata_is_found(converted: Path) -> None:
+    path = converted / "metadata.json"
+    good = path.read_bytes()
+    for position in range(0, len(good), 7):
+        flip_byte(path, position)
+        with pytest.raises(CorruptFileError, match=r"metadata\.json"):
+            WeightLoader(converted)
+        path.write_bytes(good)
+    for num_bytes in (0, 1, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:num_bytes])
+        with pytest.raises(CorruptFileError, match=r"metadata\.json"):
+            WeightLoader(converted)
+
+
+def test_any_flipped_byte_outside_the_tensors_is_found_on_opening(converted: Path) -> None:
+    path = converted / "weights.arrow"
+    good = path.read_bytes()
+    spans = read_metadata(converted).files["weights.arrow"].spans
+    inside = {at for row in spans for at in range(row.data.offset, row.data.offset + row.data.num_bytes)}
+    for position in [at for at in range(len(good)) if at not in inside][::41]:
+        flip_byte(path, position)
+        with pytest.raises(CorruptFileError, match=r"weights\.arrow"):
+            WeightLoader(converted)
+        path.write_bytes(good)
+
+
+def test_a_flipped_byte_inside_a_tensor_is_found_by_verify(converted: Path) -> None:
+    span = read_metadata(converted).files["weights.arrow"].spans[0].data
+    flip_byte(converted / "weights.arrow", span.offset + 3)
+    loader = WeightLoader(converted)
+    seen: list[int] = []
+    with pytest.raises(CorruptFileError, match=r"weights\.arrow was altered"):
+        loader.verify(lambda done, total, what: seen.append(done))
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["weights.parquet", "tokenizer/tokenizer.json"])
+def test_verify_reads_the_other_files_too(converted: Path, name: str) -> None:
+    WeightLoader(converted).verify()
+    flip_byte(converted / name, 50)
+    with pytest.raises(CorruptFileError, match=name):
+        WeightLoader(converted).verify()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 6, 100, -1])
+def test_truncated_arrow(converted: Path, num_bytes: int) -> None:
+    cut_off(converted / "weights.arrow", num_bytes)
+    with pytest.raises(CorruptFileError, match=r"weights\.arrow"):
+        WeightLoader(converted)
+
+
+def rewrite(directory: Path, change: object) -> None:
+    """Change values of metadata.json and give it a matching checksum, as somebody with intent would."""
+    path = directory / "metadata.json"
+    document = json.loads(path.read_text())
+    del document["checksum"]
+    change(document)  # type: ignore[operator]
+    body = json.dumps(document)[:-1].encode()
+    path.write_bytes(body + CHECKSUM_KEY + metadata.hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END)
+
+
+CHANGES = {
+    "offset beyond the end": lambda d: d["files"]["weights.arrow"]["buffers"][0].__setitem__(0, 1 << 40),
+    "negative offset": lambda d: d["files"]["weights.arrow"]["buffers"][0].__setitem__(0, -64),
+    "not aligned": lambda d: d["files"]["weights.arrow"]["buffers"][0].__setitem__(0, 8),
+    "wrong length": lambda d: d["files"]["weights.arrow"]["buffers"][0].__setitem__(1, 4),
+    "too few buffers": lambda d: d["files"]["weights.arrow"]["buffers"].pop(),
+    "no offsets": lambda d: d["files"]["weights.arrow"]["buffers"].__setitem__(0, []),
+    "size is text": lambda d: d["files"]["weights.arrow"].__setitem__("bytes", "1"),
+    "shape is huge": lambda d: d["tensors"][0].__setitem__(2, [1 << 40, 1 << 40]),
+    "shape is negative": lambda d: d["tensors"][0].__setitem__(2, [-1]),
+    "shape of floats": lambda d: d["tensors"][0].__setitem__(2, [1.5]),
+    "unknown type": lambda d: d["tensors"][0].__setitem__(1, "complex64"),
+    "twice": lambda d: d["tensors"].__setitem__(0, d["tensors"][1]),
+    "name is a number": lambda d: d["tensors"][0].__setitem__(0, 3),
+    "quantised without scales": lambda d: d["tensors"][1].extend(["Q4_0", 1, 8]),
+    "impossible axis": lambda d: d["tensors"][1].extend(["Q4_0", 7, 32]),
+    "count": lambda d: d.__setitem__("num_tensors", 3),
+    "config is a list": lambda d: d.__setitem__("config", []),
+    "no tensors": lambda d: d.__setitem__("tensors", None),
+    "other format": lambda d: d.__setitem__("format", "x"),
+    "dtype": lambda d: d.__setitem__("dtype", "int3"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_no_value_of_the_metadata_is_trusted(converted: Path, what: str) -> None:
+    rewrite(converted, CHANGES[what])
+    with pytest.raises(CorruptFileError):
+        WeightLoader(converted)
+
+
+def test_a_newer_format_says_so(converted: Path) -> None:
+    rewrite(converted, lambda d: d.__setitem__("format_version", 99))
+    with pytest.raises(UnsupportedModelError, match="version 99"):
+        WeightLoader(converted)
+
+
+def refuse(source: Path, target: Path) -> ArcherfishError:
+    with pytest.raises(ArcherfishError) as caught:
+        ModelConverter(ConversionConfig()).convert(source, target)
+    assert not target.exists()
+    assert not list(target.parent.glob(f".{target.name}*"))
+    return caught.value
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 8, 60, -1, -200])
+def test_truncated_safetensors(source: Path, tmp_path: Path, num_bytes: int) -> None:
+    cut_off(source / "model.safetensors", num_bytes)
+    error = refuse(source, tmp_path / "out")
+    assert isinstance(error, CorruptFileError) and "model.safetensors" in str(error)
+
+
+def test_flipped_bytes_of_a_safetensors_header(source: Path, tmp_path: Path) -> None:
+    path = source / "model.safetensors"
+    good = path.read_bytes()
+    header_bytes = struct.unpack("<Q", good[:8])[0]
+    outcomes = set()
+    for position in range(0, 8 + header_bytes, 5):
+        flip_byte(path, position)
+        try:
+            ModelConverter(ConversionConfig(overwrite=True)).convert(source, tmp_path / "out")
+            outcomes.add("renamed")  # a byte of a name or of a blank: still a sound file
+        except (CorruptFileError, UnsupportedModelError):
+            outcomes.add("refused")
+        path.write_bytes(good)
+    assert "refused" in outcomes
+
+
+def test_sharded_source_with_a_missing_or_repeated_part(source: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = some_weights()
+    names = list(weights)
+    (source / "model.safetensors").unlink()
+    save_file({name: weights[name] for name in names[:2]}, source / "model-1.safetensors")
+    save_file({name: weights[name] for name in names[2:]}, source / "model-2.safetensors")
+    weight_map = {name: f"model-{1 if name in names[:2] else 2}.safetensors" for name in names}
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    ModelConverter().convert(source, tmp_path / "good")
+    assert sorted(WeightLoader(tmp_path / "good").get_layer_names()) == sorted(names)
+    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-1.safetensors"}}))
+    assert "no tensor 'missing'" in str(refuse(source, tmp_path / "out"))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-3.safetensors"}}))
+    assert "model-3.safetensors is missing" in str(refuse(source, tmp_path / "out"))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "../model-1.safetensors"}}))
+    assert "not a plain file name" in str(refuse(source, tmp_path / "out"))
+    save_file(weights, source / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "in both" in str(refuse(source, tmp_path / "out"))
+
+
+def test_broken_json_beside_the_weights(source: Path, tmp_path: Path) -> None:
+    (source / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in str(refuse(source, tmp_path / "out"))
+    (source / "config.json").unlink()
+    assert "no config.json" in str(refuse(source, tmp_path / "out"))
+
+
+def test_type_that_cannot_be_stored(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "s", {"w": torch.zeros(4, dtype=torch.float8_e4m3fn)})
+    error = refuse(source, tmp_path / "out")
+    assert isinstance(error, UnsupportedModelError) and "'w'" in str(error)
+
+
+def test_directory_without_weights(tmp_path: Path, source: Path) -> None:
+    (source / "model.safetensors").unlink()
+    assert "no weights" in str(refuse(source, tmp_path / "out"))

@@ -1,0 +1,194 @@
+"""Mapping is zero-copy: proved from what the kernel says about this process's memory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from archerfish.config import ConversionConfig, HubConfig
+from archerfish.errors import CorruptFileError, WriteError
+from archerfish.store import ModelConverter, WeightLoader, ensure_converted, mapping
+from tests.store.models import cut_off, flip_byte, some_weights, write_model
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
+NUM_ROWS, NUM_COLUMNS = 2048, 2048
+BIG_BYTES = NUM_ROWS * NUM_COLUMNS * 4
+
+
+def mapped_ranges(path: Path) -> list[tuple[int, int]]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [line.split()[0].split("-") for line in lines if line.endswith(str(path))]
+    return [(int(begin, 16), int(end, 16)) for begin, end in found]
+
+
+def smaps(path: Path) -> dict[str, int]:
+    """Totals of the mappings of a file in this process, in bytes."""
+    totals: dict[str, int] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            inside = line.endswith(str(path))
+        elif inside and len(words) == 3 and words[2] == "kB":
+            totals[words[0].rstrip(":")] = totals.get(words[0].rstrip(":"), 0) + int(words[1]) * 1024
+    return totals
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    weights = {"big": torch.arange(NUM_ROWS * NUM_COLUMNS, dtype=torch.float32).view(NUM_ROWS, NUM_COLUMNS), **some_weights()}
+    source = write_model(tmp_path / "big-source", weights)
+    ModelConverter(ConversionConfig(dtype="float32", write_parquet=False)).convert(source, tmp_path / "big")
+    return tmp_path / "big"
+
+
+def test_tensors_lie_inside_the_mapping(big: Path) -> None:
+    loader = WeightLoader(big)
+    ranges = mapped_ranges(loader.arrow_path)
+    assert ranges
+    for name, tensor in loader.load_weights().items():
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        assert any(low <= tensor.data_ptr() and end <= high for low, high in ranges), name
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_pages_become_resident_when_touched_and_leave_when_released(big: Path) -> None:
+    loader = WeightLoader(big)
+    tensor = loader.get_layer("big")
+    untouched = smaps(loader.arrow_path)["Rss"]
+    assert untouched < BIG_BYTES // 4
+    assert float(tensor.sum()) > 0
+    touched = smaps(loader.arrow_path)
+    assert touched["Rss"] >= BIG_BYTES
+    assert touched.get("Private_Dirty", 0) == 0
+    loader.release(["big"])
+    assert smaps(loader.arrow_path)["Rss"] < BIG_BYTES // 4
+    assert float(tensor[-1, -1]) == NUM_ROWS * NUM_COLUMNS - 1
+
+
+TOUCH = """
+import sys, json
+from archerfish.store import WeightLoader
+loader = WeightLoader(sys.argv[1])
+data = loader.get_array("big").data
+total = sum(data[::4096])
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_share_the_pages(big: Path) -> None:
+    loader = WeightLoader(big)
+    assert sum(loader.get_array("big").data[::4096]) >= 0
+    command = [sys.executable, "-c", TOUCH, str(big)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        shared = smaps(loader.arrow_path)
+        child.communicate("\n")
+    assert child.returncode == 0
+    assert shared["Shared_Clean"] >= BIG_BYTES
+    assert shared["Pss"] <= shared["Rss"] * 0.6
+
+
+def parquet_only(directory: Path) -> bytes:
+    """Take the mapped file away and return what it was."""
+    data = (directory / "weights.arrow").read_bytes()
+    (directory / "weights.arrow").unlink()
+    return data
+
+
+def test_parquet_only_gains_its_mapped_file_once(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parquet_only(converted)
+    loader = WeightLoader(converted / "weights.parquet", hub=hub)
+    assert loader.arrow_path == converted / "weights.arrow"
+    assert loader.arrow_path.read_bytes() == before
+    loader.verify()
+    monkeypatch.setattr(mapping, "build_arrow", None)
+    assert torch.equal(WeightLoader(converted).get_layer("scale"), some_weights()["scale"])
+    assert not list(converted.glob(".weights.arrow.tmp-*"))
+
+
+def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
+    converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet_only(converted)
+    monkeypatch.setattr(mapping.os, "access", lambda path, mode: False)
+    loader = WeightLoader(converted, hub=hub)
+    assert hub.cache_path() / "mapped" in loader.arrow_path.parents
+    assert not (converted / "weights.arrow").exists()
+    assert torch.equal(loader.get_layer("scale"), some_weights()["scale"])
+    loader.verify()
+    assert loader.arrow_path == WeightLoader(converted, hub=hub).arrow_path
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip-first", "flip-footer", "flip-middle"])
+def test_damaged_parquet_is_refused_and_nothing_appears(converted: Path, hub: HubConfig, damage: str) -> None:
+    parquet_only(converted)
+    path = converted / "weights.parquet"
+    size = path.stat().st_size
+    if damage == "cut":
+        cut_off(path, -100)
+    else:
+        flip_byte(path, {"flip-first": 1, "flip-footer": size - 20, "flip-middle": size // 3}[damage])
+    with pytest.raises(CorruptFileError, match=r"weights\.parquet"):
+        WeightLoader(converted, hub=hub)
+    assert sorted(p.name for p in converted.iterdir() if not p.name.endswith(".lock")) == [
+        "metadata.json", "tokenizer", "weights.parquet",
+    ]  # fmt: skip
+
+
+def test_full_disk_while_mapping_is_a_write_error(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet_only(converted)
+
+    def full(self: object, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("archerfish.store.files.HashingFile.write", full)
+    with pytest.raises(WriteError, match="No space left"):
+        WeightLoader(converted, hub=hub)
+    assert not (converted / "weights.arrow").exists() and not list(converted.glob(".weights.arrow.tmp-*"))
+
+
+def open_parquet(arguments: tuple[str, str]) -> tuple[float, int]:
+    directory, cache = arguments
+    loader = WeightLoader(directory, hub=HubConfig(cache_dir=cache))
+    return sum(loader.get_array("scale").data), loader.arrow_path.stat().st_ino
+
+
+def convert_cached(arguments: tuple[str, str]) -> tuple[str, int]:
+    source, cache = arguments
+    path = ensure_converted(Path(source), dtype="float16", hub=HubConfig(cache_dir=cache))
+    return str(path), (path / "weights.arrow").stat().st_ino
+
+
+def test_processes_that_ask_at_once_get_one_file(converted: Path, source: Path, hub: HubConfig) -> None:
+    parquet_only(converted)
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        opened = pool.map(open_parquet, [(str(converted), hub.cache_dir)] * 3, chunksize=1)
+        made = pool.map(convert_cached, [(str(source), hub.cache_dir)] * 3, chunksize=1)
+    assert len(set(opened)) == 1
+    assert len(set(made)) == 1
+    assert len(os.listdir(hub.cache_path() / "converted")) == 1
+
+
+def test_ensure_converted(source: Path, converted: Path, hub: HubConfig) -> None:
+    assert ensure_converted(converted, dtype="float16", hub=hub) == converted
+    assert ensure_converted(converted / "weights.arrow", dtype="float16", hub=hub) == converted
+    first = ensure_converted(source, dtype="bfloat16", hub=hub)
+    inode = (first / "weights.arrow").stat().st_ino
+    assert ensure_converted(source, dtype="bfloat16", hub=hub) == first
+    assert (first / "weights.arrow").stat().st_ino == inode
+    assert ensure_converted(source, dtype="float32", hub=hub) != first
+    write_model(source, some_weights(seed=1))
+    again = ensure_converted(source, dtype="bfloat16", hub=hub)
+    assert again != first
+    expected = some_weights(seed=1)["scale"].bfloat16()
+    assert torch.equal(WeightLoader(again).get_layer("scale"), expected)
+    assert json.loads((again / "metadata.json").read_text())["dtype"] == "bfloat16"

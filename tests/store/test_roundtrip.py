@@ -1,0 +1,174 @@
+"""What goes into a converted directory comes out of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
+from archerfish.store import ModelConverter, WeightLoader, format
+from archerfish.store.format import COLUMN_NAMES, Row, TensorInfo
+from archerfish.store.mapping import write_arrow
+from archerfish.store.torch_source import as_bytes
+from tests.store.models import some_weights, write_model
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
+    ModelConverter(ConversionConfig(**options)).convert(source, target)
+    return WeightLoader(target)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
+    loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
+    assert loader.get_layer_names() == sorted(expected, key=loader.get_layer_names().index)
+    for name, tensor in loader.load_weights().items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor, expected[name])
+    loader.verify()
+    (tmp_path / "out" / "weights.arrow").unlink()
+    for name, tensor in WeightLoader(tmp_path / "out", hub=hub).load_weights().items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
+    table = pq.read_table(converted / "weights.parquet")
+    with pa.memory_map(str(converted / "weights.arrow")) as file:
+        mapped = pa.ipc.open_file(file).read_all()
+    assert tuple(table.column_names) == tuple(mapped.column_names) == COLUMN_NAMES
+    assert table.to_pylist() == mapped.to_pylist()
+    row = next(row for row in table.to_pylist() if row["layer_name"] == "encoder.layer.0.output.dense.weight")
+    assert (row["shape"], row["dtype"], row["num_params"], row["quant_type"]) == ([8, 16], "float32", 128, None)
+    values = np.frombuffer(row["data"], np.float32).reshape(row["shape"])
+    assert np.array_equal(values, some_weights()[row["layer_name"]].numpy())
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    if large:
+        monkeypatch.setattr("archerfish.store.mapping.LARGE_TENSOR_BYTES", 100)
+    infos, rows = [], []
+    for index in range(40):
+        shape = (index % 7,) * (index % 4)
+        info = TensorInfo("n" * (index + 1) + "ä" * (index % 3), ("float32", "bfloat16", "uint8")[index % 3], shape)
+        infos.append(info)
+        rows.append(Row(info, bytes([index]) * (info.num_params * format.ITEM_BYTES[info.dtype])))
+    record = write_arrow(tmp_path / "weights.arrow", infos, rows)
+    data = (tmp_path / "weights.arrow").read_bytes()
+    with pa.memory_map(str(tmp_path / "weights.arrow")) as file:
+        kind = pa.ipc.open_file(file).schema.field("data").type
+    assert kind == (pa.large_binary() if large else pa.binary())
+    for index, spans in enumerate(record.spans):
+        assert spans.data.offset % 64 == 0
+        assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == rows[index].data
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arrays=st.lists(
+        st.sampled_from(["float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]).flatmap(
+            lambda kind: hnp.arrays(kind, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
+)
+def test_any_tensors_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]) -> None:
+    path = tmp_path_factory.mktemp("any") / "weights.arrow"
+    rows = []
+    for name, array in zip(sorted(names), arrays, strict=False):
+        tensor = torch.from_numpy(np.array(array))
+        info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        rows.append(Row(info, as_bytes(tensor)))
+    record = write_arrow(path, [row.info for row in rows], rows)
+    data = path.read_bytes()
+    for row, spans in zip(rows, record.spans, strict=True):
+        assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == bytes(row.data)
+
+
+def test_integers_and_odd_shapes_stay_as_they_are(tmp_path: Path) -> None:
+    weights = {
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5),
+        "counts": torch.arange(5),
+        "flags": torch.tensor([True, False]),
+        "embeddings.position_ids": torch.arange(4),
+    }
+    loader = convert(write_model(tmp_path / "s", weights), tmp_path / "out", dtype="bfloat16")
+    assert "embeddings.position_ids" not in loader
+    assert loader.get_metadata()["source"]["skipped_buffers"] == ["embeddings.position_ids"]
+    found = loader.load_weights()
+    assert found["counts"].tolist() == [0, 1, 2, 3, 4] and found["counts"].dtype == torch.int64
+    assert found["flags"].tolist() == [True, False]
+    assert found["empty"].shape == (0, 3) and found["scalar"].shape == ()
+    assert found["scalar"].dtype == torch.bfloat16 and found["scalar"].item() == 2.5
+
+
+def test_loader_tells_what_it_has(converted: Path) -> None:
+    loader = WeightLoader(str(converted / "weights.arrow"))
+    assert len(loader) == 4 and "scale" in loader
+    assert loader.get_shape("encoder.layer.0.output.dense.weight") == (8, 16)
+    assert loader.get_dtype("scale") == "float32" and loader.get_num_bytes("scale") == 4
+    assert loader.config["hidden_size"] == 8
+    assert loader.get_metadata()["total_parameters"] == 12 * 8 + 8 * 16 + 8 + 1
+    view = loader.get_array("encoder.layer.0.output.dense.bias")
+    assert (view.shape, view.dtype, view.data.readonly) == ((8,), "float32", True)
+    assert bytes(view.data) == some_weights()["encoder.layer.0.output.dense.bias"].numpy().tobytes()
+    with pytest.raises(UnknownLayerError, match=r"encoder\.layer\.0\.output\.dense\.bias"):
+        loader.get_layer("encoder.layer.0.output.dense.bais")
+    with pytest.raises(UnknownLayerError, match="not quantised"):
+        loader.get_quantized("scale")
+
+
+def test_tensors_outlive_their_loader(converted: Path) -> None:
+    with WeightLoader(converted) as loader:
+        tensor = loader.get_layer("encoder.layer.0.output.dense.bias")
+    del loader
+    assert torch.equal(tensor, some_weights()["encoder.layer.0.output.dense.bias"])
+    closed = WeightLoader(converted)
+    closed.close()
+    with pytest.raises(ValueError, match="closed"):
+        closed.get_layer("scale")
+
+
+def test_what_is_not_a_converted_directory(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        WeightLoader(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFoundError, match=r"no metadata\.json"):
+        WeightLoader(source)
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        WeightLoader(tmp_path / "weights.arrow")
+
+
+def test_a_directory_without_its_weights_says_so(converted: Path) -> None:
+    (converted / "weights.arrow").unlink()
+    (converted / "weights.parquet").unlink()
+    with pytest.raises(CorruptFileError, match=r"neither weights\.arrow nor weights\.parquet"):
+        WeightLoader(converted)
+
+
+def test_opening_needs_neither_torch_nor_pyarrow(converted: Path) -> None:
+    code = (
+        "import sys; from archerfish.store import WeightLoader, ensure_converted; from pathlib import Path;"
+        f"p = ensure_converted(Path({str(converted)!r}), dtype='float16'); v = WeightLoader(p).get_array('scale');"
+        "assert v.data.nbytes == 4; heavy = {'torch', 'pyarrow', 'numpy', 'gguf', 'tokenizers', 'filelock'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,121 @@
+"""Options: one declaration, four ways in, unknown names refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish import config
+from archerfish.config import ConversionConfig, EmbedConfig, HubConfig, Options, ServeConfig
+from archerfish.errors import InvalidOptionError, UnknownOptionError
+
+Section = type[Options]
+
+
+def sample(value: Any, choices: tuple[str, ...] | None) -> Any:
+    """Another valid value than the default."""
+    if choices:
+        return next(choice for choice in choices if choice != value)
+    return {bool: not value, int: 7, float: 7.5, str: "other"}[type(value)]
+
+
+def every_option() -> list[tuple[Section, str]]:
+    return [(cls, name) for cls in config.SECTIONS for name in cls.names()]
+
+
+@pytest.mark.parametrize(("cls", "name"), every_option(), ids=lambda x: x if isinstance(x, str) else x.section)
+def test_each_option_is_keyword_environment_variable_and_toml_key(
+    cls: Section, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = cls.__dataclass_fields__[name]
+    value = 4096 if name == "max_body_bytes" else sample(spec.default, spec.metadata["choices"])
+    assert getattr(config.resolve(cls, {name: value}), name) == value
+    file = tmp_path / "archerfish.toml"
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
+    file.write_text(f"[{cls.section}]\n{name} = {text}\n", encoding="utf-8")
+    assert getattr(config.resolve(cls, config_file=file), name) == value
+    monkeypatch.setenv(config.env_name(cls, name), str(value))
+    assert getattr(config.resolve(cls), name) == value
+
+
+def test_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[serve]\nport = 1\nhost = 'a'\nmax_wait_ms = 3\n", encoding="utf-8")
+    monkeypatch.setenv("ARCHERFISH_CONFIG", str(file))
+    monkeypatch.setenv("ARCHERFISH_SERVE_PORT", "2")
+    monkeypatch.setenv("ARCHERFISH_SERVE_HOST", "b")
+    found = config.resolve(ServeConfig, {"port": 3})
+    assert (found.port, found.host, found.max_wait_ms, found.log_level) == (3, "b", 3.0, "info")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EmbedConfig.make(devise="cpu"), "Did you mean 'device'"),
+        (lambda: EmbedConfig().replace(max_batchsize=1), "Did you mean 'max_batch_size'"),
+    ],
+)
+def test_unknown_keyword_is_refused_with_the_nearest(make: Any, message: str) -> None:
+    with pytest.raises(UnknownOptionError, match=message):
+        make()
+
+
+def test_unknown_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHERFISH_SERVE_PROT", "1")
+    with pytest.raises(UnknownOptionError, match="Did you mean 'ARCHERFISH_SERVE_PORT'"):
+        config.resolve(ServeConfig)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[serv]\nport = 1\n", "Did you mean 'serve'"),
+        ("[serve]\nprot = 1\n", "Did you mean 'port'"),
+        ("serve = 1\n", "must be a section"),
+        ("[serve\n", "not valid TOML"),
+        ("[serve]\nport = 'x'\n", "must be a number"),
+        ("[serve]\nport = true\n", "must be int"),
+        ("[serve]\nport = 70000\n", "from 0 to 65535"),
+    ],
+)
+def test_bad_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidOptionError, match=message):
+        config.resolve(ServeConfig, config_file=file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOptionError, match="cannot be read"):
+        config.resolve(ServeConfig, config_file=tmp_path / "none.toml")
+
+
+def test_choices_are_listed() -> None:
+    with pytest.raises(InvalidOptionError, match="cpu, cuda, mps, auto"):
+        EmbedConfig(device="tpu")
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        EmbedConfig().device = "cuda"  # type: ignore[misc]
+    assert EmbedConfig().replace(device="cuda").device == "cuda"
+
+
+def test_stored_dtype_follows_use_float16_unless_said_otherwise() -> None:
+    assert ConversionConfig().stored_dtype() == "float16"
+    assert ConversionConfig(use_float16=False).stored_dtype() == "float32"
+    assert ConversionConfig(dtype="bfloat16").stored_dtype() == "bfloat16"
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert HubConfig().cache_path() == Path("/elsewhere/archerfish")
+    assert HubConfig(cache_dir="/here").cache_path() == Path("/here")
+
+
+def test_the_reference_page_has_every_option() -> None:
+    page = config.reference_page()
+    for cls, name in every_option():
+        assert f"`{config.env_name(cls, name)}`" in page

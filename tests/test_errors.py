@@ -1,0 +1,40 @@
+"""The error tree: every class knows its status, code, exit code and what the caller can do."""
+
+from __future__ import annotations
+
+import inspect
+
+from archerfish import errors
+from archerfish.errors import ArcherfishError, did_you_mean, nearest
+
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ArcherfishError)]
+
+
+def test_codes_are_distinct() -> None:
+    codes = [cls.code for cls in CLASSES]
+    assert len(codes) == len(set(codes))
+
+
+def test_statuses_say_whose_fault_it_is() -> None:
+    for cls in CLASSES:
+        is_callers = issubclass(cls, errors.CallerError | errors.OverloadedError)
+        assert (400 <= cls.status < 500) == is_callers, cls
+        assert cls.exit_code > 0
+
+
+def test_the_tree_in_the_docstring_is_complete() -> None:
+    assert errors.__doc__ is not None
+    for cls in CLASSES:
+        assert cls.__name__ in errors.__doc__
+
+
+def test_message_and_hint_are_both_shown() -> None:
+    error = errors.ModelNotFoundError("No model 'x'.")
+    assert str(error).startswith("No model 'x'. Give a directory")
+    assert str(errors.CallerError("Bad.", hint="Do this.")) == "Bad. Do this."
+
+
+def test_nearest_names() -> None:
+    assert nearest("devise", ["device", "dtype", "port"])[0] == "device"
+    assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
+    assert did_you_mean("zzz", [f"name{i}" for i in range(50)]) == ""

@@ -1,0 +1,92 @@
+"""The shape of the code: imports point down only, models know no torch, importing costs little."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import archerfish
+
+ROOT = Path(archerfish.__file__).parent
+# From the bottom up; packages of one row do not import each other.
+LAYERS = [
+    {"errors", "config", "types"},
+    {"observe"},
+    {"kernels"},
+    {"layers"},
+    {"cache", "models", "store"},
+    {"sched", "runtime"},
+    {"engine"},
+    {"serve", "deploy"},
+    {"bench"},
+    {"cli"},
+]
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
+EXTRA_RULES = {"config": {"errors"}, "observe": {"types"}}  # what these may import of ours, and nothing else
+WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield str(node.module)
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    mine = package_of(path)
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        if top != "archerfish" or not rest:
+            continue
+        other = rest.split(".")[0]
+        if other == mine:
+            continue
+        allowed = EXTRA_RULES.get(mine)
+        assert other in allowed if allowed is not None else HEIGHT[other] < HEIGHT[mine], f"{mine} must not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_outside_packages_are_imported_where_they_belong(path: Path) -> None:
+    mine = package_of(path)
+    tops = {name.partition(".")[0] for name in imports(path)}
+    if mine in {"models", "layers", "cache", "sched", "config", "types", "errors", "observe"}:
+        assert "torch" not in tops
+    if mine not in {"serve", "deploy"}:
+        assert not tops & WEB
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_readable(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
+
+
+def test_importing_archerfish_loads_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "pyarrow", "tokenizers", "rich", "fastapi"]
+    code = f"import sys, archerfish, archerfish.config; print([m for m in {heavy!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert sorted(archerfish.__all__) == sorted(archerfish._HOME)
+    for name in archerfish.__all__:
+        assert getattr(archerfish, name).__name__ == name
+    with pytest.raises(AttributeError, match="ArrowEngin"):
+        archerfish.ArrowEngin  # noqa: B018
