@@ -16,7 +16,8 @@ MIN_WORDS = 200
 SHORT_TEXT = "The quick brown fox jumps over the lazy dog."
 PROBES = (
     "", "a", "Hello, world!", SHORT_TEXT, "今天天气很好，我们去公园散步吧。", "日本語の文章も混ざっています。",
-    "🙂 🚀 emoji 👩‍👩‍👧‍👦 all the way 🎉", "Ünïcödé naïve café Straße", "x = [i ** 2 for i in range(10)]  # code", "UPPER lower MiXeD 1234567890 3.14159 -1e-9",
+    "🙂 🚀 emoji 👩‍👩‍👧‍👦 all the way 🎉", "Ünïcödé naïve café Straße", "x = [i ** 2 for i in range(10)]  # code",
+    "UPPER lower MiXeD 1234567890 3.14159 -1e-9",
     "A man is eating food. " * 12, " ".join(f"word{i}" for i in range(600)), "the answer to every question " * 120,
 )  # fmt: skip
 
@@ -38,7 +39,11 @@ class TextMaker:
     def from_directory(cls, directory: Path) -> TextMaker:
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        places = (directory / "tokenizer.json", directory / "tokenizer" / "tokenizer.json")
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise UnsupportedModelError(f"{directory} has no tokenizer.json to build texts with.")
+        return cls(Tokenizer.from_file(str(found)))
 
     def texts(self, lengths: list[int]) -> list[str]:
         """A text for each length in tokens."""

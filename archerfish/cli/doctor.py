@@ -153,11 +153,12 @@ def show(report: dict[str, Any], out: Output) -> None:
         (
             m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
             size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
-            m["cpu"], m["gpu"], m["remark"],
+            m["cpu"], *([m["gpu"]] if report["gpus"] else []), m["remark"],
         )
         for m in report["models"]
     ]
-    columns = ("model", "parameters", "float32", "2 bytes", "files", "in memory", "on the GPU", "source")
+    gpu = ("on the GPU",) if report["gpus"] else ()
+    columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "source")
     out.table("What will fit", columns, models, numbers=columns[1:5])
     out.line()
     for problem in report["problems"]:

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
             flag = argument.split("=", 1)[0]
             if flag.startswith("--") and len(flag) > 2 and flag not in known:
                 raise UnknownOptionError(f"`{self.prog}` has no option {flag}.", hint=suggest_flag(flag, known))
-        found, extra = self.parse_known_intermixed_args(given)
+        # argparse forgets what "--" means when it lets flags and positionals mix.
+        found, extra = self.parse_known_args(given) if "--" in given else self.parse_known_intermixed_args(given)
         if extra:
             hint = f"`{self.prog} --help` shows what it takes."
             raise InvalidOptionError(f"`{self.prog}` does not take {extra[0]!r}.", hint=hint)

@@ -89,9 +89,10 @@ def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], number
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        is_number = name in numbers
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number or index == 0)
     for row in rows:
         table.add_row(*(Text(cell, style=cell_style(cell)) for cell in row))
     Console().print(table)
@@ -99,9 +100,9 @@ def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], number
 
 def cell_style(cell: str) -> str:
     """Verdicts have colours; everything else is plain."""
-    if cell.startswith(("yes", "on", "met", "fits", "ok")):
+    if cell in ("yes", "on", "met") or cell.startswith("fits"):
         return "green"
-    return "red" if cell.startswith(("no", "off", "does not fit", "missing", "failed")) else ""
+    return "red" if cell in ("no", "off", "not met", "missing") or cell.startswith("does not fit") else ""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, size
@@ -51,8 +52,13 @@ def list_all(hub: HubConfig, out: Output) -> None:
         ]
         out.result({"cache_dir": str(hub.cache_path()), "models": rows})
         return
-    cells = [
-        (model.name, model.source, size(model.num_bytes), model.license or "-", model.path or "not here yet", model.description)
-        for model in models
-    ]
-    out.table("Models", ("name", "source", "size", "license", "where", "what"), cells, numbers=("size",))
+    cells = [(m.name, m.source, size(m.num_bytes), m.license or "-", where(m.path, hub)) for m in models]
+    out.table(f"Models (cache: {hub.cache_path()})", ("name", "source", "size", "license", "where"), cells, numbers=("size",))
+
+
+def where(path: Path | None, hub: HubConfig) -> str:
+    """Where a model is, below the cache if it is there."""
+    if path is None:
+        return "not here yet"
+    cache = hub.cache_path()
+    return f"{path.relative_to(cache).parent}/" if path.is_relative_to(cache) else str(path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from contextlib import ExitStack
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
@@ -23,5 +25,14 @@ def run(arguments: Namespace, out: Output) -> int:
             f"The service needs the package {error.name}, which is not installed.",
             hint="Run `pip install 'archerfish[serve]'`.",
         ) from error
-    serve(embed, service, hub)
+    with ExitStack() as stack:
+        progress = stack.enter_context(out.progress(f"Loading {embed.model}"))
+
+        def announce(line: str) -> None:
+            stack.close()  # the bar makes place for what the service says
+            if not out.quiet:
+                out.line(line)
+                sys.stdout.flush()
+
+        serve(embed, service, hub, progress, announce=announce)
     return 0

@@ -16,7 +16,7 @@ from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
 from archerfish.engine.packing import TokenizedText, pack, plan_batches
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.tokenizer import FastTokenizer, Text
+from archerfish.engine.tokenizer import FastTokenizer, Text, read_settings, stated_max_length
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
@@ -83,7 +83,8 @@ class ArrowEngine:
 
         loader = WeightLoader(directory)
         metadata = loader.get_metadata()
-        self.model_name: str = metadata.get("model_name") or directory.name
+        named = self.config.model
+        self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
         weights = loader.load_weights()
         self.core = InferenceCore(
@@ -91,26 +92,26 @@ class ArrowEngine:
             pooling=str(self.embedding.get("pooling_mode", "mean")),
         )
         self._pool = compute_pool(self.core.device, self.config.num_threads)
-        self.tokenizer = FastTokenizer(directory / "tokenizer", self._choose_max_length())
-        self._max_length = self.tokenizer.max_length
-        self._uses_types = self._takes_type_ids()
+        settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
+        self._max_length = self._choose_max_length(settings)
+        self._uses_types = self._takes_type_ids(settings)
+        self.tokenizer = FastTokenizer(directory / "tokenizer", self._max_length)
         self._is_closed = False
         self._loader = loader
         del weights
         loader.release()
 
-    def _choose_max_length(self) -> int:
-        """sentence-transformers' rule: what the files state, never more than the position table has."""
+    def _choose_max_length(self, settings: dict[str, Any]) -> int:
+        """As sentence-transformers: what the model states, else its tokenizer, but never more than it has positions."""
         most, wanted = self.core.max_positions, self.config.max_length
         if wanted > most:
             raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
-        stated = self.embedding.get("max_seq_length")
-        return wanted or min(most, stated if isinstance(stated, int) and stated > 0 else most)
+        return wanted or min(most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most)
 
-    def _takes_type_ids(self) -> bool:
+    def _takes_type_ids(self, settings: dict[str, Any]) -> bool:
         """Whether the second text of a pair is marked: as the tokenizer's files say, if the model has such a table at all."""
-        names = self.tokenizer.settings.get("model_input_names")
-        has_table = self.core.config.integer("type_vocab_size", 1) > 1
+        names = settings.get("model_input_names")
+        has_table = self.core.config.integer("type_vocab_size", 2) > 1
         return has_table and (names is None or "token_type_ids" in names)
 
     @property
@@ -239,6 +240,8 @@ class ArrowEngine:
             return ""
         if name not in prompts:
             raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, prompts))
+        if prompts[name] and not self.embedding.get("include_prompt", True):
+            raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
         return str(prompts[name])
 
     def _prepare(self, text: EmbedInput, prompt: str) -> EmbedInput:

@@ -31,13 +31,10 @@ class FastTokenizer:
             self._base: Tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the tokenizers package raises plain Exception
             raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
-        self.settings = read_settings(file.with_name("tokenizer_config.json"))
         self._base.no_padding()
         self._base.no_truncation()
-        limit = self.settings.get("model_max_length")
-        self.model_max_length: int | None = limit if isinstance(limit, int) and limit < NO_LIMIT else None
-        self.max_length = min(max_length, self.model_max_length or max_length)
-        self._base.enable_truncation(self.max_length)
+        self.max_length = max_length
+        self._base.enable_truncation(max_length)
         self._by_length: dict[int, Tokenizer] = {self.max_length: self._base}
 
     def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[Encoding]:
@@ -98,7 +95,14 @@ def find_tokenizer(path: Path) -> Path:
     return found
 
 
+def stated_max_length(settings: dict[str, Any]) -> int | None:
+    """The length that a tokenizer_config.json states, if it states one."""
+    limit = settings.get("model_max_length")
+    return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
+
+
 def read_settings(file: Path) -> dict[str, Any]:
+    """A tokenizer_config.json; empty where there is none."""
     if not file.is_file():
         return {}
     try:

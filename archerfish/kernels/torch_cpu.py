@@ -67,15 +67,15 @@ class TorchCpuOps(TorchOps):
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
-        out = torch.empty(qkv.shape[0], qkv.shape[1] // 3, dtype=qkv.dtype)
+        parts: list[Tensor] = []
         start = 0
         for row, num_rows in attention_rows(segments):
             end = start + sum(row) * num_rows
             q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
             mask = row_mask(row, qkv.dtype) if bias is None else biased_mask(row, bias)
-            out[start:end] = join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
             start = end
-        return out
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @lru_cache(maxsize=256)

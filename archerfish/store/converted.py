@@ -9,7 +9,7 @@ from pathlib import Path
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import ModelNotFoundError
-from archerfish.store.files import locked, write_errors
+from archerfish.store.files import lock_or_write_error, write_errors
 from archerfish.store.format import ARROW_NAME, METADATA_NAME, PARQUET_NAME
 from archerfish.store.metadata import is_converted
 from archerfish.types import Progress, no_progress
@@ -36,7 +36,9 @@ def ensure_converted(
         return target
     from archerfish.store.converter import ModelConverter
 
-    with write_errors(target), locked(target.with_name(f"{target.name}.lock"), unlink=True):
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with lock_or_write_error(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():
             ModelConverter(config, hub=hub).convert(source, target, progress=progress)
     return target

@@ -38,6 +38,7 @@ __all__ = ["ConversionResult", "ModelConverter", "ensure_converted"]
 
 MODEL_TYPES = ("auto", "sentence-transformers", "transformers", "cross-encoder", "gguf", "safetensors", "torch")
 SPARE_BYTES = 16 * 2**20
+HEADER_BYTES = 2048  # of one record batch, generously
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,11 @@ class ModelConverter:
         source = open_source(path)
         check_hint(source, model_type)
         infos = [self._stored_info(tensor) for tensor in source.tensors]
+        stored_bytes = {tensor.info.name: self._stored_bytes(tensor) for tensor in source.tensors}
         if self.config.write_parquet:
-            check_parquet_fits(infos)
-        check_free_space(target, (2 if self.config.write_parquet else 1) * estimate_bytes(infos) + SPARE_BYTES)
+            check_parquet_fits(stored_bytes)
+        weights_bytes = sum(stored_bytes.values()) + HEADER_BYTES * len(stored_bytes)
+        check_free_space(target, (2 if self.config.write_parquet else 1) * weights_bytes + SPARE_BYTES)
         name = model_name(model_name_or_path, path)
         with new_directory(target) as temporary, write_errors(target):
             metadata = self._write(source, infos, temporary, name, progress)
@@ -105,6 +108,13 @@ class ModelConverter:
             return tensor.info
         dtype = stored_dtype_of(tensor.info.dtype, self.config.stored_dtype())
         return TensorInfo(tensor.info.name, dtype, tensor.info.shape)
+
+    def _stored_bytes(self, tensor: SourceTensor) -> int:
+        """About how many bytes a tensor will take; a kept quantised one has at most 8.5 bits per value."""
+        info = self._stored_info(tensor)
+        if self.config.keep_quantized and tensor.load_quantized is not None:
+            return info.num_params * 17 // 16
+        return info.num_params * ITEM_BYTES[info.dtype]
 
     def _write(
         self, source: ModelSource, infos: list[TensorInfo], directory: Path, name: str, progress: Progress
@@ -229,11 +239,6 @@ def check_hint(source: ModelSource, model_type: str) -> None:
         found = "a sentence-transformers model" if source.embedding is not None else f"a {source.kind} source"
         hint = "Leave model_type at 'auto'."
         raise UnsupportedModelError(f"{source.path} is {found}, not what model_type={model_type!r} says.", hint=hint)
-
-
-def estimate_bytes(infos: list[TensorInfo]) -> int:
-    """An upper bound of the bytes of weights.arrow."""
-    return sum(info.num_params * ITEM_BYTES[info.dtype] + 2048 for info in infos)
 
 
 def tokenizer_records(directory: Path) -> dict[str, FileRecord]:

@@ -132,20 +132,6 @@ def check_free_space(directory: Path, needed_bytes: int) -> None:
         raise WriteError(f"Cannot write {directory}: it needs about {needed} and the disk has {free} free.")
 
 
-@contextmanager
-def locked(path: Path, *, unlink: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` across processes; `unlink` removes it afterwards, while it is still held."""
-    from filelock import FileLock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path):
-        try:
-            yield
-        finally:
-            if unlink:
-                path.unlink(missing_ok=True)
-
-
 def temporary_sibling(target: Path) -> Path:
     return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
@@ -191,7 +177,8 @@ def new_directory(target: Path) -> Iterator[Path]:
         try:
             yield temporary
             with write_errors(target):
-                sync_directory(temporary)
+                for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
+                    sync_directory(folder)
                 swap_in(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -199,6 +186,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_or_write_error(lock_path: Path, target: Path) -> Iterator[None]:
+    """Hold a lock file across processes and remove it at the end, while it is still held."""
     from filelock import FileLock
 
     lock = FileLock(lock_path)

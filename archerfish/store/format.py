@@ -8,10 +8,9 @@ Arrow has no bfloat16, so `data` holds plain little-endian bytes and `dtype` say
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 
@@ -35,8 +34,7 @@ COLUMN_NAMES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(NamedTuple):
     """How a quantised tensor is stored: groups of `group_size` values along `axis` share a scale (and a minimum)."""
 
     quant_type: str
@@ -44,8 +42,7 @@ class Quantization:
     group_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What one row says about its tensor. A quantised tensor's `dtype` is the one that dequantising gives."""
 
     name: str
@@ -58,8 +55,7 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One tensor on its way into a file; the three buffers hold plain bytes."""
 
     info: TensorInfo
@@ -68,16 +64,14 @@ class Row:
     zero_points: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Where a buffer lies in weights.arrow."""
 
     offset: int
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpans:
+class RowSpans(NamedTuple):
     """Where the buffers of one row lie in weights.arrow."""
 
     data: Span
@@ -234,12 +228,12 @@ class ParquetWriter:
         self._writer.is_open = False
 
 
-def check_parquet_fits(infos: list[TensorInfo]) -> None:
-    """Refuse what a Parquet page cannot hold."""
-    for info in infos:
-        if info.num_params * ITEM_BYTES[info.dtype] >= LARGE_TENSOR_BYTES:
+def check_parquet_fits(stored_bytes: Mapping[str, int]) -> None:
+    """Refuse what a Parquet page cannot hold, given the stored bytes of each tensor."""
+    for name, num_bytes in stored_bytes.items():
+        if num_bytes >= LARGE_TENSOR_BYTES:
             hint = "Convert with write_parquet=False: weights.arrow has no such limit."
-            raise UnsupportedModelError(f"Parquet cannot hold the tensor {info.name!r}: it has 2 GiB or more.", hint=hint)
+            raise UnsupportedModelError(f"Parquet cannot hold the tensor {name!r}: it has 2 GiB or more.", hint=hint)
 
 
 def read_parquet_rows(path: Path) -> Iterator[Row]:

@@ -233,9 +233,8 @@ def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
         config.setdefault("num_key_value_heads", config["num_attention_heads"])
         config["tie_word_embeddings"] = "output.weight" not in facts.shapes
     for role in ("bos", "eos", "pad"):
-        token_id = facts.fields.get(f"tokenizer.ggml.{'padding' if role == 'pad' else role}_token_id")
-        if token_id is not None:
-            config[f"{role}_token_id"] = token_id
+        # An explicit None where the file says nothing: the defaults of transformers belong to other vocabularies.
+        config[f"{role}_token_id"] = facts.fields.get(f"tokenizer.ggml.{'padding' if role == 'pad' else role}_token_id")
     add_rope_scaling(config, facts)
     if architecture.finish is not None:
         architecture.finish(config, facts)
@@ -263,7 +262,7 @@ def make_embedding(architecture: Architecture, facts: GGUFFacts) -> dict[str, An
         raise UnsupportedModelError(f"{facts.name} has the pooling type {kind!r}, which is not supported.")
     return {
         "pooling_mode": POOLING_TYPES[kind] or "mean",
-        "normalize": True,
+        "normalize": True,  # GGUF does not say; its programs always do it
         "max_seq_length": facts.fields.get("context_length"),
         "do_lower_case": False,
         "include_prompt": True,

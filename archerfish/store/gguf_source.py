@@ -19,7 +19,7 @@ from archerfish.store.gguf_names import (
     tensor_name,
 )
 from archerfish.store.gguf_tokenizer import make_tokenizer_files
-from archerfish.store.quants import LAYOUTS, QuantizedTensor, split_blocks
+from archerfish.store.quants import LAYOUTS, QuantizedTensor, dequantize, split_blocks
 from archerfish.store.sources import ModelSource, SourceTensor, source_info
 
 if TYPE_CHECKING:
@@ -69,13 +69,25 @@ def open_gguf(path: Path) -> ModelSource:
 def open_reader(path: Path) -> Any:
     """A GGUFReader whose tensors all lie inside the file."""
     import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        """Slices plain arrays: each of the reader's hundred thousand slices of a memmap would cost several times as much."""
+
+        @property
+        def data(self) -> Any:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._plain = np.asarray(mapped)
 
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise CorruptFileError(f"{path} is not a GGUF file.")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
     except Exception as error:  # the reader has no checks of its own: whatever breaks in it, the file is at fault
         raise CorruptFileError(f"{path} is cut off or altered: it has {file_bytes} bytes, {first_line(error)}.") from error
     for tensor in reader.tensors:
@@ -180,7 +192,10 @@ def load_dequantized(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64]
     import numpy as np
     import torch
 
-    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(info.shape)
+    if tensor.tensor_type.name in LAYOUTS:
+        values = dequantize(split_blocks(info.name, info.shape, tensor.tensor_type.name, tensor.data))
+    else:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(info.shape)
     if order is not None:
         values = values[order]
     return torch.from_numpy(np.ascontiguousarray(values - 1 if minus_one else values))

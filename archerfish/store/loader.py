@@ -7,10 +7,9 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
@@ -26,7 +25,7 @@ from archerfish.store.format import (
     read_arrow_rows,
 )
 from archerfish.store.mapping import check_whole_file, ensure_arrow, map_file
-from archerfish.store.metadata import read_metadata
+from archerfish.store.metadata import StoreMetadata, read_metadata
 from archerfish.store.quants import QuantizedTensor, dequantize, from_buffers
 from archerfish.types import Progress, no_progress
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
+class TensorView(NamedTuple):
     """The bytes of a tensor inside the mapping; `data` is read-only and keeps the mapping alive."""
 
     name: str
@@ -55,11 +53,10 @@ class WeightLoader:
         self, path: str | os.PathLike[str], *, hub: HubConfig | None = None, progress: Progress = no_progress
     ) -> None:
         self.directory = find_directory(Path(path))
-        metadata = read_metadata(self.directory)
-        where, self.metadata = ensure_arrow(self.directory, metadata, hub or HubConfig(), progress)
+        where, self.metadata, memory = open_mapped(self.directory, hub or HubConfig(), progress)
         self.arrow_path = where / ARROW_NAME
         record = self.metadata.files[ARROW_NAME]
-        self._memory: mmap.mmap | None = map_file(self.arrow_path, record)
+        self._memory: mmap.mmap | None = memory
         self._rows: dict[str, tuple[TensorInfo, RowSpans]] = {
             info.name: (info, spans) for info, spans in zip(self.metadata.tensors, record.spans, strict=True)
         }
@@ -195,6 +192,19 @@ class WeightLoader:
         if self._memory is None:
             raise ValueError("This WeightLoader is closed.")
         return self._memory
+
+
+def open_mapped(directory: Path, hub: HubConfig, progress: Progress) -> tuple[Path, StoreMetadata, mmap.mmap]:
+    """Metadata and mapping that belong together, even if a conversion replaces the directory between the two."""
+    metadata = read_metadata(directory)
+    while True:
+        try:
+            where, described = ensure_arrow(directory, metadata, hub, progress)
+            return where, described, map_file(where / ARROW_NAME, described.files[ARROW_NAME])
+        except CorruptFileError:
+            before, metadata = metadata, read_metadata(directory)
+            if metadata == before:
+                raise
 
 
 def find_directory(path: Path) -> Path:

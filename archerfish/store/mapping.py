@@ -12,7 +12,7 @@ from pathlib import Path
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, WriteError
-from archerfish.store.files import HashingFile, locked, replace_file, sha256_of, sync_directory, write_errors
+from archerfish.store.files import HashingFile, lock_or_write_error, replace_file, sha256_of, sync_directory, write_errors
 from archerfish.store.format import (
     ALIGNMENT_BYTES,
     ARROW_NAME,
@@ -129,7 +129,7 @@ def build_arrow(directory: Path, target: Path, progress: Progress) -> tuple[Path
     """Make target/weights.arrow from directory/weights.parquet, then the metadata.json that names it."""
     with write_errors(target):
         target.mkdir(parents=True, exist_ok=True)
-        with locked(target / f".{ARROW_NAME}.lock", unlink=True):
+        with lock_or_write_error(target / f".{ARROW_NAME}.lock", target):
             described = target if (target / METADATA_NAME).is_file() else directory
             metadata = read_metadata(described)
             if has_arrow(target, metadata):

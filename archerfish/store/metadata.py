@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from archerfish.store.format import (
@@ -31,8 +31,7 @@ CHECKSUM_KEY = b',\n"checksum": "'
 CHECKSUM_END = b'"\n}\n'
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """Size and checksum of one file; for weights.arrow also what is needed to map it without reading it."""
 
     num_bytes: int
@@ -200,15 +199,16 @@ def make_file(name: str, entry: Any, tensors: tuple[TensorInfo, ...], where: str
 def make_spans(numbers: Any, info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
     """Check where a tensor is said to lie: inside the file, aligned, and as long as its shape and type say."""
     sizes = (2,) if info.quantization is None else (4, 6)
-    if not isinstance(numbers, list) or len(numbers) not in sizes or not all(type(n) is int and n >= 0 for n in numbers):
+    if type(numbers) is not list or len(numbers) not in sizes or not all(type(n) is int for n in numbers):
         raise CorruptFileError(f"{where}: the place of {info.name!r} is impossible.")
-    if any(offset + num_bytes > file_bytes for offset, num_bytes in zip(numbers[::2], numbers[1::2], strict=True)):
-        raise CorruptFileError(f"{where}: {info.name!r} is said to lie beyond the end of the file.")
+    places = [Span(numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)]
+    for offset, num_bytes in places:
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > file_bytes:
+            raise CorruptFileError(f"{where}: {info.name!r} is said to lie beyond the end of the file.")
     if numbers[0] % ALIGNMENT_BYTES:
         raise CorruptFileError(f"{where}: {info.name!r} is not aligned to {ALIGNMENT_BYTES} bytes.")
     if info.quantization is None and numbers[1] != info.num_params * ITEM_BYTES[info.dtype]:
         raise CorruptFileError(f"{where}: {info.name!r} has {numbers[1]} bytes, not what its shape and type say.")
-    places = [Span(numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)]
     return RowSpans(*places)
 
 

@@ -8,8 +8,7 @@ values 0-15, high nibbles 16-31; Q5: four bytes of high bits, then Q4; Q8: 32 in
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from archerfish.errors import CorruptFileError
 from archerfish.store.format import Quantization, TensorInfo
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 GROUP_SIZE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
+class BlockLayout(NamedTuple):
     """Bytes of one GGUF block: scale, minimum if any, then integers."""
 
     integer_bytes: int
@@ -38,8 +36,7 @@ LAYOUTS: dict[str, BlockLayout] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedTensor:
+class QuantizedTensor(NamedTuple):
     """A quantised tensor in parts; the arrays are views of whatever holds them."""
 
     info: TensorInfo

@@ -17,6 +17,7 @@ LEGACY_POOLING = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 POOLING_MODES = tuple(LEGACY_POOLING.values())
+EMBEDDING_MODEL = "SentenceTransformer"
 SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
 TRANSFORMER_CONFIGS = (
     "sentence_bert_config.json",
@@ -95,10 +96,24 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
     prompts = optional_json(root / "config_sentence_transformers.json")
     if not modules and settings is None and prompts is None and not pooling.is_file():
         return None
+    if prompts is not None and prompts.get("model_type", EMBEDDING_MODEL) != EMBEDDING_MODEL:
+        return None
     pooling_config = optional_json(pooling)
     if pooling_config is None and "Pooling" in modules:
         raise CorruptFileError(f"{pooling} is missing; modules.json of {root} names it.")
     return make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=has_normalize(root, modules))
+
+
+def add_cross_encoder_settings(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The configuration of a cross-encoder with its activation where sentence-transformers 4 kept it: in config.json.
+
+    Version 5 moved it to config_sentence_transformers.json.
+    """
+    settings = optional_json(root / "config_sentence_transformers.json") or {}
+    activation = settings.get("activation_fn")
+    if settings.get("model_type") != "CrossEncoder" or activation is None or "sentence_transformers" in config:
+        return config
+    return {**config, "sentence_transformers": {"activation_fn": activation}}
 
 
 def has_normalize(root: Path, modules: dict[str, Path]) -> bool:

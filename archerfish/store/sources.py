@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, TensorInfo, make_info
 from archerfish.store.metadata import is_converted
-from archerfish.store.sidecars import optional_json, read_embedding, read_json, transformer_directory
+from archerfish.store.sidecars import (
+    add_cross_encoder_settings,
+    optional_json,
+    read_embedding,
+    read_json,
+    transformer_directory,
+)
 from archerfish.store.tokenizer_files import write_tokenizer_files
 
 if TYPE_CHECKING:
@@ -86,7 +92,7 @@ def open_source(path: Path) -> ModelSource:
         kind=kind,
         path=path,
         files=files,
-        config=read_config(directory, weights),
+        config=add_cross_encoder_settings(read_config(directory, weights), root),
         tensors=kept,
         write_tokenizer=lambda target: write_tokenizer_files(directory, target),
         embedding=read_embedding(root),

@@ -33,7 +33,7 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
     import torch
 
     result = source.to(getattr(torch, dtype)).contiguous()
-    if not result.is_floating_point():
+    if not result.is_floating_point() or is_finite(result):
         return result
     for start in range(0, result.numel(), CHUNK_PARAMS):
         after = result.view(-1)[start : start + CHUNK_PARAMS]
@@ -48,6 +48,16 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
             value = float(before[int(overflown.nonzero()[0])])
             raise ValidationError(f"The tensor {name!r} holds {value:g}, which {dtype} cannot hold.")
     return result
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite, in one pass without temporaries."""
+    import torch
+
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
 def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:

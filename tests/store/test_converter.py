@@ -23,7 +23,7 @@ from archerfish.errors import (
     ValidationError,
     WriteError,
 )
-from archerfish.store import ModelConverter, WeightLoader, converter, files
+from archerfish.store import ModelConverter, WeightLoader, files, mapping
 from archerfish.store.sources import open_source
 from archerfish.store.validate import compare
 from tests.store.models import flip_byte, snapshot, some_weights, write_json, write_model
@@ -36,7 +36,9 @@ def leftovers(target: Path) -> list[str]:
 def test_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
     seen: list[str] = []
     result = ModelConverter(ConversionConfig(use_float16=True, compression="zstd")).convert(
-        model_name_or_path=str(source), output_dir=str(tmp_path / "a" / "out"), progress=lambda done, total, what: seen.append(what)
+        model_name_or_path=str(source),
+        output_dir=str(tmp_path / "a" / "out"),
+        progress=lambda done, total, what: seen.append(what),
     )
     assert result.success and result.validation_passed and result.error_message is None
     assert result.model_name == "source" and result.total_parameters == 233
@@ -134,7 +136,8 @@ def test_a_full_disk_leaves_the_old_directory(
 def test_too_little_space_is_said_before_anything_is_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
+    usage = shutil.disk_usage(tmp_path)._replace(free=5000)
+    monkeypatch.setattr("archerfish.store.files.shutil.disk_usage", lambda path: usage)
     with pytest.raises(WriteError, match="MB free"):
         ModelConverter().convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -205,8 +208,9 @@ def test_nan_and_overflow_name_the_tensor(tmp_path: Path) -> None:
         ModelConverter().convert(source, tmp_path / "out")
     ModelConverter(ConversionConfig(dtype="bfloat16")).convert(source, tmp_path / "wide")
     weights["huge"] = torch.tensor([1.0, float("nan")])
+    source = write_model(tmp_path / "nan", weights)
     with pytest.raises(ValidationError, match="'huge' of the source holds NaN"):
-        ModelConverter(ConversionConfig(validate_output=False)).convert(write_model(tmp_path / "nan", weights), tmp_path / "out")
+        ModelConverter(ConversionConfig(validate_output=False)).convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     weights["huge"] = torch.tensor([1.0, float("-inf")])
     ModelConverter().convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
@@ -228,14 +232,14 @@ def test_validation_allows_rounding_and_nothing_more(dtype: str) -> None:
 
 
 def test_validation_reads_what_was_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = converter.finish_arrow
+    finish = mapping.finish_arrow
 
     def damage(file: files.HashingFile) -> Any:
         record = finish(file)
         flip_byte(file.path, record.spans[1].data.offset + 1)
         return record
 
-    monkeypatch.setattr(converter, "finish_arrow", damage)
+    monkeypatch.setattr("archerfish.store.converter.finish_arrow", damage)
     with pytest.raises(ValidationError):
         ModelConverter().convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

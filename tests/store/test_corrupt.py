@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
-from archerfish.store import ModelConverter, WeightLoader, metadata
+from archerfish.store import ModelConverter, WeightLoader
 from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
 from tests.store.models import cut_off, flip_byte, some_weights, write_model
 
@@ -74,7 +75,7 @@ def rewrite(directory: Path, change: object) -> None:
     del document["checksum"]
     change(document)  # type: ignore[operator]
     body = json.dumps(document)[:-1].encode()
-    path.write_bytes(body + CHECKSUM_KEY + metadata.hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END)
+    path.write_bytes(body + CHECKSUM_KEY + hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END)
 
 
 CHANGES = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
 import multiprocessing
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, WriteError
 from archerfish.store import ModelConverter, WeightLoader, ensure_converted, mapping
+from archerfish.store.metadata import FileRecord
 from tests.store.models import cut_off, flip_byte, some_weights, write_model
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
@@ -97,6 +98,20 @@ def test_two_processes_share_the_pages(big: Path) -> None:
     assert shared["Pss"] <= shared["Rss"] * 0.6
 
 
+def test_a_directory_replaced_while_it_is_opened(converted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    map_file = mapping.map_file
+    replaced: list[Path] = []
+
+    def replace_first(path: Path, record: FileRecord) -> mmap.mmap:
+        if not replaced:
+            replaced.append(path)
+            ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True, validate_output=False)).convert(source, converted)
+        return map_file(path, record)
+
+    monkeypatch.setattr("archerfish.store.loader.map_file", replace_first)
+    assert WeightLoader(converted).get_dtype("scale") == "bfloat16" and replaced
+
+
 def parquet_only(directory: Path) -> bytes:
     """Take the mapped file away and return what it was."""
     data = (directory / "weights.arrow").read_bytes()
@@ -119,7 +134,7 @@ def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
     converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parquet_only(converted)
-    monkeypatch.setattr(mapping.os, "access", lambda path, mode: False)
+    monkeypatch.setattr("archerfish.store.mapping.os.access", lambda path, mode: False)
     loader = WeightLoader(converted, hub=hub)
     assert hub.cache_path() / "mapped" in loader.arrow_path.parents
     assert not (converted / "weights.arrow").exists()
@@ -175,7 +190,7 @@ def test_processes_that_ask_at_once_get_one_file(converted: Path, source: Path, 
         made = pool.map(convert_cached, [(str(source), hub.cache_dir)] * 3, chunksize=1)
     assert len(set(opened)) == 1
     assert len(set(made)) == 1
-    assert len(os.listdir(hub.cache_path() / "converted")) == 1
+    assert len(list((hub.cache_path() / "converted").iterdir())) == 1
 
 
 def test_ensure_converted(source: Path, converted: Path, hub: HubConfig) -> None:

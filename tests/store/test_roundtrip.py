@@ -18,8 +18,8 @@ from hypothesis.extra import numpy as hnp
 
 from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
-from archerfish.store import ModelConverter, WeightLoader, format
-from archerfish.store.format import COLUMN_NAMES, Row, TensorInfo
+from archerfish.store import ModelConverter, WeightLoader
+from archerfish.store.format import COLUMN_NAMES, ITEM_BYTES, Row, TensorInfo
 from archerfish.store.mapping import write_arrow
 from archerfish.store.torch_source import as_bytes
 from tests.store.models import some_weights, write_model
@@ -68,7 +68,7 @@ def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pyte
         shape = (index % 7,) * (index % 4)
         info = TensorInfo("n" * (index + 1) + "ä" * (index % 3), ("float32", "bfloat16", "uint8")[index % 3], shape)
         infos.append(info)
-        rows.append(Row(info, bytes([index]) * (info.num_params * format.ITEM_BYTES[info.dtype])))
+        rows.append(Row(info, bytes([index]) * (info.num_params * ITEM_BYTES[info.dtype])))
     record = write_arrow(tmp_path / "weights.arrow", infos, rows)
     data = (tmp_path / "weights.arrow").read_bytes()
     with pa.memory_map(str(tmp_path / "weights.arrow")) as file:
@@ -90,7 +90,9 @@ def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pyte
     ),
     names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
 )
-def test_any_tensors_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]) -> None:
+def test_any_tensors_come_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]
+) -> None:
     path = tmp_path_factory.mktemp("any") / "weights.arrow"
     rows = []
     for name, array in zip(sorted(names), arrays, strict=False):

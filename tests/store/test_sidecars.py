@@ -63,6 +63,21 @@ def test_everything_that_sentence_transformers_says(source: Path, tmp_path: Path
     }
 
 
+@pytest.mark.parametrize("style", ["version 4", "version 5"])
+def test_cross_encoders_are_no_embedding_models(tmp_path: Path, style: str) -> None:
+    kind: dict[str, Any] = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    if style == "version 4":
+        source = write_model(tmp_path / "s", **kind, sentence_transformers={"activation_fn": "Sigmoid"})
+    else:
+        source = write_model(tmp_path / "s", **kind)
+        write_modules(source, "Transformer")
+        write_json(source / "sentence_bert_config.json", {"transformer_task": "sequence-classification"})
+        write_json(source / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "activation_fn": "Sigmoid"})
+    ModelConverter().convert(source, tmp_path / "out", model_type="cross-encoder")
+    found = WeightLoader(tmp_path / "out").get_metadata()
+    assert found["embedding"] is None and found["config"]["sentence_transformers"] == {"activation_fn": "Sigmoid"}
+
+
 def test_weights_below_the_root(tmp_path: Path) -> None:
     source = tmp_path / "old"
     write_model(source / "0_Transformer")

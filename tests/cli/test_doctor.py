@@ -1,0 +1,139 @@
+"""doctor: its report, its verdicts on faked machines, its exit code."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish.cli import doctor, facts, fit
+from archerfish.cli.main import main
+from archerfish.config import HubConfig
+
+GB = 10**9
+
+
+def write_safetensors(path: Path, num_params: int) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [num_params], "data_offsets": [0, 4 * num_params]}}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * num_params)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "bert"}')
+    write_safetensors(directory / "model.safetensors", 1_000_000_000)  # sparse: 4 GB on paper
+    return directory
+
+
+def judge(model: Path, available: int, total: int, gpus: list[facts.Gpu]) -> dict[str, Any]:
+    found = fit.measure(str(model), HubConfig())
+    return doctor.judge_model(found, facts.Memory(total, available), gpus)
+
+
+def test_sizes_come_from_headers_alone(model: Path) -> None:
+    found = fit.measure(str(model), HubConfig())
+    assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
+    assert found.file_bytes > 4 * GB
+
+
+def test_verdicts(model: Path) -> None:
+    roomy = judge(model, 20 * GB, 32 * GB, [facts.Gpu("small", 8 * GB, 7 * GB), facts.Gpu("full", 80 * GB, GB)])
+    assert (roomy["cpu"], roomy["gpu"]) == ("fits in any type", "fits")
+    half = judge(model, 3 * GB, 32 * GB, [])
+    assert half["cpu"].endswith("not in float32") and list(half["fits_cpu"].values()) == [True, False]
+    assert half["gpu"] == "no GPU"
+    busy = judge(model, 1 * GB, 32 * GB, [facts.Gpu("busy", 80 * GB, GB)])
+    assert busy["cpu"].startswith("does not fit now: needs 2.5 GB") and busy["gpu"].startswith("does not fit now")
+    small = judge(model, 1 * GB, 2 * GB, [])
+    assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
+
+
+def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
+    hub = HubConfig(cache_dir=str(tmp_path))
+    builtin = fit.measure("all-minilm-l6-v2", hub)
+    assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
+    elsewhere = fit.measure("some-org/some-model-that-nobody-has", hub)
+    assert elsewhere.num_parameters == 0 and "archerfish pull" in elsewhere.remark
+    assert doctor.judge_model(elsewhere, facts.Memory(GB, GB), [])["cpu"] == "unknown"
+
+
+def test_a_damaged_builtin_does_not_stop_the_report(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"short")
+    [found] = fit.measure_all([str(model)], HubConfig())
+    assert found.num_parameters == 0 and "model.safetensors" in found.remark
+
+
+def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/box/inner\n")
+    assert facts.memory(proc, cgroup) == facts.Memory(16_000_000 * 1024, 8_000_000 * 1024)
+    inner = cgroup / "box" / "inner"
+    inner.mkdir(parents=True)
+    for directory, limit in ((inner, "max"), (inner.parent, str(4 * GB))):
+        (directory / "memory.max").write_text(limit)
+        (directory / "memory.current").write_text(str(3 * GB))
+        (directory / "memory.stat").write_text(f"anon 5\ninactive_file {GB}\n")
+    assert facts.memory(proc, cgroup) == facts.Memory(4 * GB, 2 * GB, "cgroup")
+
+
+def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n")
+    (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/box\n")
+    (cgroup / "memory" / "box").mkdir(parents=True)
+    (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(str(2 * GB))
+    (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(str(GB))
+    (cgroup / "memory" / "box" / "memory.stat").write_text("total_inactive_file 0\n")
+    assert facts.memory(proc, cgroup) == facts.Memory(2 * GB, GB, "cgroup")
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No torch: importing it is most of doctor's time."""
+    monkeypatch.setattr(facts, "gpus", lambda: [facts.Gpu("Fake GPU", 80 * GB, 79 * GB)])
+    paths = [{"name": "AMX", "on": True, "reason": "it has it"}, {"name": "CUDA", "on": False, "reason": "it has none"}]
+    monkeypatch.setattr(doctor, "describe_fast_paths", lambda: paths)
+
+
+def test_the_report_names_everything(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = ["--cache-dir", str(tmp_path / "cache")]
+    assert main(["doctor", str(model), *cache]) == 0
+    shown = capsys.readouterr().out
+    words = ("cores", "AVX512-BF16", "Fake GPU", "cc:", "torch", "it has none", "all-minilm-l6-v2", "memory", "Ready.")
+    for word in (*words, str(tmp_path / "cache"), str(model)):
+        assert word in shown
+    assert main(["doctor", str(model), *cache, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["usable"] is True and body["problems"] == []
+    assert set(body["cpu"]["features"]) == {"AVX2", "AVX-512", "AVX512-BF16", "AMX"}
+    assert {entry["name"] for entry in body["models"]} == {"all-minilm-l6-v2", "smollm2-135m-instruct", str(model)}
+
+
+def test_a_missing_package_makes_it_unusable(
+    light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [facts.Package("torch", "", ""), facts.Package("fastapi", "", "serve")]
+    monkeypatch.setattr(facts, "packages", lambda: found)
+    assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "The package torch is missing" in shown and "fastapi is missing" not in shown
+
+
+def test_packages_come_from_our_own_metadata() -> None:
+    found = {package.name: package for package in facts.packages()}
+    assert found["torch"].version and not found["torch"].needed_for
+    assert found["openvino"].needed_for == "bench" and "ruff" not in found
+
+
+def test_a_missing_model_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "/no/such/model"]) == 3

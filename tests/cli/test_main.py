@@ -1,0 +1,235 @@
+"""Exit codes, messages and JSON of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archerfish.cli import embed as embed_command
+from archerfish.cli import output, serve
+from archerfish.cli.main import main
+from archerfish.cli.texts import read_texts, write_atomically
+from archerfish.config import EmbedConfig, HubConfig, ServeConfig
+from archerfish.engine.fakes import FakeEngine
+from archerfish.errors import ArcherfishError, DeviceError, InvalidInputError, ModelNotFoundError, UnreachableError, WriteError
+
+
+class Engine(FakeEngine):
+    """The parts of ArrowEngine that `embed` uses."""
+
+    load_seconds = 0.01
+
+    def encode(self, texts: list[str], batch_size: int, show_progress: bool, *, normalize: Any, prompt_name: Any) -> Any:
+        return self.encode_batch(texts, normalize)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    fake = Engine()
+    monkeypatch.setattr(embed_command, "open_engine", lambda config, hub, out: fake)
+    return fake
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(embed_command, "open_engine", fail)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidInputError("m", hint="h"), ModelNotFoundError("m"), WriteError("m"), DeviceError("m"), UnreachableError("m"),
+     ArcherfishError("m")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_error_is_a_message_a_hint_and_its_exit_code(
+    error: ArcherfishError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, error)
+    assert main(["embed", "x"]) == error.exit_code
+    shown = capsys.readouterr()
+    assert shown.err == f"Error: m\n{error.hint}\n"
+    assert shown.out == ""
+    assert main(["embed", "x", "--json"]) == error.exit_code
+    body = json.loads(capsys.readouterr().out)["error"]
+    assert (body["code"], body["message"], body["hint"]) == (error.code, "m", error.hint)
+
+
+def test_an_unexpected_error_is_short_unless_debugging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_with(monkeypatch, ZeroDivisionError("odd"))
+    assert main(["embed", "x"]) == 1
+    shown = capsys.readouterr().err
+    assert "Unexpected ZeroDivisionError: odd" in shown and "--debug" in shown and "Traceback" not in shown
+    assert main(["embed", "x", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_and_a_broken_pipe_are_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert main(["embed", "x"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_causes_no_message() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "archerfish.cli", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["emebd", "x"], 2, "Did you mean 'embed'"),
+        (["bench"], 2, "`archerfish bench embed`"),
+        (["bench", "embde"], 2, "`archerfish bench embed`"),
+        (["--jsno", "embed"], 2, "--json"),
+        (["pull"], 2, "pull --list"),
+        (["convert", "only-one"], 2, "OUTPUT_DIR"),
+        (["bench", "embed", "--engines", "st-float23"], 2, "st-float32"),
+        (["embed", "--input", "no-such-file"], 3, "no-such-file"),
+        (["embed", "x", "--output", "x.nyp"], 2, ".npy"),
+        (["embed", "x", "--output", "no-such-directory/x.npy"], 2, "does not exist"),
+        (["embed", "x", "--config", "no-such-file.toml"], 2, "no-such-file.toml"),
+    ],
+)
+def test_misuse_is_refused_with_advice(
+    arguments: list[str], code: int, said: str, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    assert said in capsys.readouterr().err
+
+
+def test_version_and_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert main(["embed", "--version"]) == 0
+    version, again = capsys.readouterr().out.splitlines()
+    assert version == again and version.startswith("archerfish ")
+    assert main([]) == 0
+    assert "bench embed" in capsys.readouterr().out
+
+
+def test_embed_shows_a_table_and_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["embed", "a cat", "a dog"]) == 0
+    shown = capsys.readouterr()
+    assert "a cat" in shown.out and "dimension" in shown.out and "2 texts" in shown.err
+    assert main(["--json", "embed", "a cat", "a dog", "--similarity"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["model"], body["dimension"], body["num_texts"], body["tokens"]) == ("fake/engine", 8, 2, [4, 4])
+    assert np.allclose(body["embeddings"], engine.encode_batch(["a cat", "a dog"]))
+    assert np.allclose(np.diag(body["similarity"]), 1) and np.shape(body["similarity"]) == (2, 2)
+    assert main(["embed", "a cat", "a dog", "--similarity", "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert "1.000" in shown.out and shown.err == ""
+
+
+def test_embed_reads_files(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, entries = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
+    lines.write_text("one\n\ndrei ü\n", encoding="utf-8")
+    entries.write_text('{"text": "one", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
+    assert read_texts(lines) == ["one", "", "drei ü"]
+    assert read_texts(entries) == ["one", "two"]
+    assert main(["embed", "zero", "--input", str(entries), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_texts"] == 3
+    entries.write_text('{"text": 5}\n', encoding="utf-8")
+    with pytest.raises(InvalidInputError, match="Line 1"):
+        read_texts(entries)
+    lines.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInputError, match="not UTF-8"):
+        read_texts(lines)
+
+
+def test_embed_writes_files(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow.parquet as pq
+
+    texts = ["a cat", "两只狗"]
+    wanted = engine.encode_batch(texts)
+    for suffix in (".npy", ".jsonl", ".parquet"):
+        assert main(["embed", *texts, "--output", str(tmp_path / f"x{suffix}"), "--json"]) == 0
+        body = json.loads(capsys.readouterr().out)
+        assert body["output"].endswith(suffix) and "embeddings" not in body
+    assert np.array_equal(np.load(tmp_path / "x.npy"), wanted)
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["text"] for row in rows] == texts and np.allclose([row["embedding"] for row in rows], wanted)
+    table = pq.read_table(tmp_path / "x.parquet").to_pydict()
+    assert table["text"] == texts and np.allclose(table["embedding"], wanted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.npy", "x.parquet"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(b"old")
+
+    def fail(file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(WriteError):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "--list", "--cache-dir", str(tmp_path), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    names = {model["name"]: model for model in body["models"]}
+    assert names["all-minilm-l6-v2"]["path"] is None and names["all-minilm-l6-v2"]["license"]
+    assert main(["pull", "--list", "--cache-dir", str(tmp_path)]) == 0
+    assert "not here yet" in capsys.readouterr().out
+    assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code
+
+
+def test_serve_gets_all_three_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    seen: list[Any] = []
+    fake = types.ModuleType("archerfish.serve.run")
+    fake.serve = lambda *sections, announce: seen.extend(sections[:3])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "archerfish.serve.run", fake)
+    assert main(["serve", "--port", "0", "--model", "m", "--offline", "--max-wait-ms", "1.5"]) == 0
+    assert seen == [EmbedConfig(model="m"), ServeConfig(port=0, max_wait_ms=1.5), HubConfig(offline=True)]
+    assert serve.run.__module__ == "archerfish.cli.serve"
+
+
+def test_sizes_and_durations_read_well() -> None:
+    assert [output.size(n) for n in (0, 999, 1000, 45_400_000, 999_900_000)] == ["0 B", "999 B", "1.0 kB", "45.4 MB", "1.0 GB"]
+    assert [output.seconds(s) for s in (0.0042, 0.2, 1.354, 90)] == ["4.2 ms", "200 ms", "1.35 s", "1.5 min"]
+
+
+def test_convert_reports_its_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from archerfish.store import converter
+
+    def convert(self: converter.ModelConverter, source: str, target: str, **_: Any) -> converter.ConversionResult:
+        assert self.config.stored_dtype() == "bfloat16"
+        place = Path(target)
+        return converter.ConversionResult(True, source, place, place / "weights.arrow", None, None, place / "metadata.json",
+                                          10, 0.02, 2.0, 0.5, True)  # fmt: skip
+
+    monkeypatch.setattr(converter.ModelConverter, "convert", convert)
+    arguments = ["convert", "some-model", str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(arguments) == 0
+    assert "some-model" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["success"] is True and body["output_dir"] == str(tmp_path / "out")

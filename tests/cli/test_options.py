@@ -1,0 +1,133 @@
+"""Flags come from the option dataclasses; red when an option cannot be reached, or an unknown one is let through."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish.cli import reference
+from archerfish.cli.main import COMMANDS, main, make_parser
+from archerfish.cli.options import Parser, add_common, add_options, flag_name, section
+from archerfish.config import SECTIONS, ConversionConfig, EmbedConfig, HubConfig, Options, ServeConfig, env_name
+from archerfish.errors import InvalidOptionError, UnknownOptionError
+
+ALL = [(cls, spec) for cls in SECTIONS for spec in dataclasses.fields(cls)]
+IDS = [f"{cls.section}-{spec.name}" for cls, spec in ALL]
+
+
+def other_value(spec: dataclasses.Field[Any]) -> Any:
+    """A permitted value that is not the default."""
+    default: Any = spec.default
+    if isinstance(default, bool):
+        return not default
+    if spec.metadata["choices"]:
+        return next(choice for choice in spec.metadata["choices"] if choice != default)
+    if isinstance(default, str):
+        return "something"
+    return type(default)(default + 1 if default < 65535 else default - 1)
+
+
+def parser_for(*sections: type[Options]) -> Parser:
+    parser = Parser(prog="archerfish test")
+    add_common(parser)
+    add_options(parser, *sections)
+    return parser
+
+
+@pytest.mark.parametrize(("cls", "spec"), ALL, ids=IDS)
+def test_every_option_is_a_flag_a_variable_and_a_key(
+    cls: type[Options], spec: dataclasses.Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = other_value(spec)
+    flag = "--" + spec.name.replace("_", "-")
+    if isinstance(wanted, bool):
+        given = [flag if wanted else flag.replace("--", "--no-", 1)]
+    else:
+        given = [flag, str(wanted)]
+    assert getattr(section(cls, parser_for(cls).parse(given)), spec.name) == wanted
+
+    text = str(wanted).lower() if isinstance(wanted, bool) else f'"{wanted}"' if isinstance(wanted, str) else wanted
+    file = tmp_path / "options.toml"
+    file.write_text(f"[{cls.section}]\n{spec.name} = {text}\n")
+    assert getattr(section(cls, parser_for(cls).parse(["--config", str(file)])), spec.name) == wanted
+
+    monkeypatch.setenv(env_name(cls, spec.name), str(wanted))
+    assert getattr(section(cls, parser_for(cls).parse([])), spec.name) == wanted
+
+
+def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("[embed]\nmax_length = 10\nnum_threads = 10\nmax_batch_size = 10\n")
+    monkeypatch.setenv("ARCHERFISH_EMBED_MAX_LENGTH", "20")
+    monkeypatch.setenv("ARCHERFISH_EMBED_NUM_THREADS", "20")
+    config = section(EmbedConfig, parser_for(EmbedConfig).parse(["--config", str(file), "--max-length", "30"]))
+    assert (config.max_length, config.num_threads, config.max_batch_size) == (30, 20, 10)
+
+
+def test_colliding_names_get_their_section() -> None:
+    parser = parser_for(EmbedConfig, ConversionConfig, HubConfig, ServeConfig)
+    parsed = parser.parse(["--dtype", "float32", "--convert-dtype", "bfloat16"])
+    assert section(EmbedConfig, parsed).dtype == "float32"
+    assert section(ConversionConfig, parsed).dtype == "bfloat16"
+    assert flag_name(parser, EmbedConfig, "model") == "--embed-model"
+
+
+def test_the_value_of_a_flag_is_checked_by_the_option() -> None:
+    with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
+        section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "suggestion"),
+    [
+        ("--max-batchsize", "--max-batch-size"), ("--max-batch", "--max-batch-size"), ("--of-line", "--offline"),
+        ("--dtpye=x", "--dtype"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_the_nearest(given: str, suggestion: str) -> None:
+    with pytest.raises(UnknownOptionError) as caught:
+        parser_for(EmbedConfig, HubConfig).parse([given, "8"])
+    assert suggestion in caught.value.hint
+
+
+def test_texts_and_flags_mix_and_two_dashes_end_the_flags() -> None:
+    parser = Parser(prog="archerfish test")
+    parser.add_argument("texts", nargs="*")
+    add_common(parser)
+    assert parser.parse(["a", "--json", "b"]).texts == ["a", "b"]
+    assert parser.parse(["--", "--not-a-flag"]).texts == ["--not-a-flag"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: archerfish {command.name}")
+    for flag in ("--config", "--json", "--quiet", "--debug", "--version"):
+        assert flag in shown
+    assert make_parser(command).prog == f"archerfish {command.name}"
+
+
+def test_the_reference_page_is_up_to_date(tmp_path: Path) -> None:
+    assert reference.main(["--check"]) == 0, "run `python -m archerfish.cli.reference`"
+    page = tmp_path / "docs" / "options.md"
+    assert reference.main(["--check"], page) == 1
+    assert reference.main([], page) == 0
+    assert reference.main(["--check"], page) == 0
+    page.write_text("something else")
+    assert reference.main(["--check"], page) == 1
+    assert reference.main(["--chekc"], page) == 2
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from archerfish.cli.main import main; main(['--help']); main(['embed', '--help']);"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'rich'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

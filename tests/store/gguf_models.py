@@ -1,0 +1,127 @@
+"""Small GGUF files, one per architecture, written with the gguf package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+WIDTH, HEADS, KV_HEADS, FFN, NUM_LAYERS = 64, 4, 2, 96, 2
+HEAD_DIM = WIDTH // HEADS
+BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)]]
+WORDS = ["Ġh", "el", "lo", "Ġhel", "Ġhello", "12", "hi"]
+MERGES = ["Ġ h", "e l", "l o", "Ġh el", "Ġhel lo", "1 2", "h i"]
+Array = npt.NDArray[np.float32]
+
+
+def byte_level_tokens() -> list[str]:
+    return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *BYTES, *WORDS]
+
+
+NUM_TOKENS = len(byte_level_tokens())
+
+
+def layer_shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    kv_width = KV_HEADS * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (WIDTH,),
+        "attn_output.weight": (WIDTH, WIDTH),
+        "ffn_norm.weight": (WIDTH,),
+        "ffn_up.weight": (FFN, WIDTH),
+        "ffn_down.weight": (WIDTH, FFN),
+    }
+    if architecture == "phi3":
+        shapes["attn_qkv.weight"] = (WIDTH + 2 * kv_width, WIDTH)
+        shapes["ffn_up.weight"] = (2 * FFN, WIDTH)
+    else:
+        shapes |= {"attn_q.weight": (WIDTH, WIDTH), "attn_k.weight": (kv_width, WIDTH), "attn_v.weight": (kv_width, WIDTH)}
+        shapes["ffn_gate.weight"] = (FFN, WIDTH)
+    if architecture == "qwen2":
+        shapes |= {"attn_q.bias": (WIDTH,), "attn_k.bias": (kv_width,), "attn_v.bias": (kv_width,)}
+    if architecture.startswith("gemma"):
+        shapes |= {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
+    if architecture in ("qwen3", "gemma3"):
+        shapes |= {"attn_q_norm.weight": (HEAD_DIM,), "attn_k_norm.weight": (HEAD_DIM,)}
+    return shapes
+
+
+def bert_layer_shapes() -> dict[str, tuple[int, ...]]:
+    square = ("attn_q", "attn_k", "attn_v", "attn_output")
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (WIDTH, WIDTH) for name in square}
+    shapes |= {f"{name}.bias": (WIDTH,) for name in (*square, "ffn_down", "attn_output_norm", "layer_output_norm")}
+    shapes |= {f"{name}.weight": (WIDTH,) for name in ("attn_output_norm", "layer_output_norm")}
+    return shapes | {"ffn_up.weight": (FFN, WIDTH), "ffn_up.bias": (FFN,), "ffn_down.weight": (WIDTH, FFN)}
+
+
+def make_tensors(architecture: str, *, num_tokens: int = NUM_TOKENS, seed: int = 0) -> dict[str, Array]:
+    """Tensors under their GGUF names."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (num_tokens, WIDTH)}
+    if architecture == "bert":
+        shapes |= {"token_types.weight": (2, WIDTH), "position_embd.weight": (32, WIDTH)}
+        shapes |= {"token_embd_norm.weight": (WIDTH,), "token_embd_norm.bias": (WIDTH,)}
+    else:
+        shapes["output_norm.weight"] = (WIDTH,)
+    if architecture in ("qwen3", "phi3"):
+        shapes["output.weight"] = (num_tokens, WIDTH)
+    per_layer = bert_layer_shapes() if architecture == "bert" else layer_shapes(architecture)
+    for layer in range(NUM_LAYERS):
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in per_layer.items()}
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def add_byte_level_tokenizer(writer: Any, pre: str = "smollm") -> None:
+    tokens = byte_level_tokens()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    tensors: dict[str, Array],
+    quant_type: str = "F32",
+    *,
+    tokenizer: Any = add_byte_level_tokenizer,
+    extra: dict[str, float | int | str] | None = None,
+) -> Path:
+    """Write tensors; two-dimensional ones in `quant_type`, the others as F32."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(NUM_LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    if architecture == "bert":
+        writer.add_layer_norm_eps(1e-12)
+    else:
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(100000.0)
+    if architecture.startswith("gemma") or architecture == "qwen3":
+        writer.add_key_length(HEAD_DIM)
+    adders: dict[type, Any] = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+    for key, value in (extra or {}).items():
+        adders[type(value)](key, value)
+    if tokenizer is not None:
+        tokenizer(writer)
+    kind = gguf.GGMLQuantizationType[quant_type]
+    for name, array in tensors.items():
+        if array.ndim == 2 and quant_type != "F32":
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,209 @@
+"""GGUF files: values, names, layouts and configuration as Hugging Face has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from archerfish.config import ConversionConfig
+from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store import ModelConverter, WeightLoader
+from archerfish.store.gguf_names import ARCHITECTURES, find_architecture, tensor_name
+from archerfish.store.quants import LAYOUTS, dequantize, split_blocks
+from archerfish.store.sources import open_source
+from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, make_tensors, write_gguf
+
+ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+Q_NAME, K_NAME = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+
+def convert(path: Path, target: Path, **options: Any) -> WeightLoader:
+    ModelConverter(ConversionConfig(dtype="float32", **options)).convert(path, target, model_type="gguf")
+    return WeightLoader(target)
+
+
+def to_rotary_halves(array: Any, num_heads: int) -> Any:
+    """Written out row by row: pair p of a head has rows 2p and 2p + 1 in GGUF, p and p + half in Hugging Face."""
+    result = np.empty_like(array)
+    rows = array.shape[0] // num_heads
+    for head in range(num_heads):
+        for pair in range(rows // 2):
+            for part in range(2):
+                result[head * rows + part * (rows // 2) + pair] = array[head * rows + 2 * pair + part]
+    return result
+
+
+def reference(array: Any, quant_type: str) -> Any:
+    kind = gguf.GGMLQuantizationType[quant_type]
+    return gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+
+
+@pytest.mark.parametrize("quant_type", ["F32", *ROUNDED_TYPES])
+def test_values_of_every_type(tmp_path: Path, quant_type: str) -> None:
+    tensors = make_tensors("llama")
+    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", tensors, quant_type), tmp_path / "out")
+    embedding = reference(tensors["token_embd.weight"], quant_type)
+    assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), embedding)
+    for name, gguf_name, heads in ((Q_NAME, "blk.0.attn_q.weight", HEADS), (K_NAME, "blk.0.attn_k.weight", KV_HEADS)):
+        expected = to_rotary_halves(reference(tensors[gguf_name], quant_type), heads)
+        assert np.array_equal(loader.get_layer(name).numpy(), expected)
+    assert np.array_equal(loader.get_layer("model.norm.weight").numpy(), tensors["output_norm.weight"])
+
+
+@pytest.mark.parametrize("quant_type", LAYOUTS)
+def test_kept_quantised_tensors_lose_nothing(tmp_path: Path, quant_type: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), quant_type)
+    wide, kept = convert(path, tmp_path / "wide"), convert(path, tmp_path / "kept", keep_quantized=True)
+    for name in wide.get_layer_names():
+        assert torch.equal(kept.get_layer(name), wide.get_layer(name)), name
+    parts = kept.get_quantized(Q_NAME)
+    assert (parts.quantization.quant_type, parts.quantization.axis, parts.quantization.group_size) == (quant_type, 1, 32)
+    assert parts.data.shape == (WIDTH * WIDTH // 32, LAYOUTS[quant_type].integer_bytes)
+    assert (parts.zero_points is None) == quant_type.endswith("_0")
+    assert kept.arrow_path.stat().st_size < wide.arrow_path.stat().st_size / 2
+    assert kept.get_info("model.norm.weight").quantization is None
+    assert bytes(kept.get_array(Q_NAME).data) == wide.get_layer(Q_NAME).numpy().tobytes()
+    kept.verify()
+    (tmp_path / "kept" / "weights.arrow").unlink()
+    assert torch.equal(WeightLoader(tmp_path / "kept").get_layer(Q_NAME), wide.get_layer(Q_NAME))
+
+
+@pytest.mark.parametrize("quant_type", LAYOUTS)
+def test_dequantising_is_that_of_gguf_for_any_bytes(quant_type: str) -> None:
+    kind = gguf.GGMLQuantizationType[quant_type]
+    blocks = np.random.default_rng(1).integers(0, 256, (64, gguf.GGML_QUANT_SIZES[kind][1] * 2), dtype=np.uint8)
+    header_bytes = 4 if LAYOUTS[quant_type].has_minimum else 2
+    for start in (0, blocks.shape[1] // 2):
+        header = np.random.default_rng(2).standard_normal((64, header_bytes // 2)).astype(np.float16)
+        blocks[:, start : start + header_bytes] = header.view(np.uint8)
+    assert np.array_equal(dequantize(split_blocks("x", (64, 64), quant_type, blocks)), gguf.quants.dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("quant_type", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])
+def test_other_block_types_are_dequantised(tmp_path: Path, quant_type: str) -> None:
+    kind = gguf.GGMLQuantizationType[quant_type]
+    block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
+    num_tokens, width = 512, 256
+    blocks = np.random.default_rng(0).integers(0, 64, (num_tokens, width // block_size * type_size), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for add, value in (
+        (writer.add_block_count, 1), (writer.add_embedding_length, width), (writer.add_feed_forward_length, 4),
+        (writer.add_head_count, 4),
+    ):  # fmt: skip
+        add(value)
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    loader = convert(tmp_path / "m.gguf", tmp_path / "out", keep_quantized=True)
+    assert not loader.tokenizer_path.exists()
+    assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), gguf.quants.dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    import transformers
+
+    loader = convert(write_gguf(tmp_path / "m.gguf", architecture, make_tensors(architecture)), tmp_path / "out")
+    config = transformers.AutoConfig.for_model(**loader.config)
+    kind = getattr(transformers, loader.config["architectures"][0])
+    with torch.device("meta"):
+        model = kind(config, add_pooling_layer=False) if architecture == "bert" else kind(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if loader.config.get("tie_word_embeddings"):
+        del expected["lm_head.weight"]
+    assert {name: loader.get_shape(name) for name in loader.get_layer_names()} == expected
+
+
+def test_every_name_of_the_tables_has_a_place() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        for tensor in make_tensors(name):
+            assert tensor_name(architecture, tensor) is not None, tensor
+        assert tensor_name(architecture, "blk.0.nonsense.weight") is None
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_gemma_norms_lose_the_one_that_gguf_adds(tmp_path: Path, architecture: str) -> None:
+    tensors = make_tensors(architecture)
+    loader = convert(write_gguf(tmp_path / "m.gguf", architecture, tensors), tmp_path / "out")
+    found = loader.get_layer("model.layers.1.pre_feedforward_layernorm.weight").numpy()
+    assert np.array_equal(found, tensors["blk.1.ffn_norm.weight"] - 1)
+    assert np.array_equal(loader.get_layer("model.norm.weight").numpy(), tensors["output_norm.weight"] - 1)
+    assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), tensors["token_embd.weight"])
+
+
+def test_configuration(tmp_path: Path) -> None:
+    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama")), tmp_path / "out")
+    expected = {
+        "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "rope_theta": 100000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 128,
+        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False,
+    }  # fmt: skip
+    assert {key: loader.config.get(key) for key in expected} == expected
+    assert loader.get_metadata()["embedding"] is None
+    qwen = open_source(write_gguf(tmp_path / "q.gguf", "qwen3", make_tensors("qwen3"))).config
+    assert qwen["tie_word_embeddings"] is False and qwen["head_dim"] == WIDTH // HEADS
+    bert = open_source(write_gguf(tmp_path / "b.gguf", "bert", make_tensors("bert"), extra={"bert.pooling_type": 2}))
+    assert bert.embedding is not None and bert.embedding["pooling_mode"] == "cls"
+    assert bert.config["max_position_embeddings"] == 32 and bert.config["layer_norm_eps"] == 1e-12
+    linear: dict[str, float | int | str] = {"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 4.0}
+    scaled = open_source(write_gguf(tmp_path / "l.gguf", "qwen2", make_tensors("qwen2"), extra=linear)).config
+    assert scaled["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    waves = 2 * np.pi / frequencies
+    smooth = (8192 / waves - 1) / 3
+    middle = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(waves < 2048, 1.0, np.where(waves > 8192, factor, middle)).astype(np.float32)
+
+
+def test_rotary_factors_become_configuration(tmp_path: Path) -> None:
+    tensors = make_tensors("llama")
+    tensors["rope_freqs.weight"] = llama3_factors(100000.0, WIDTH // HEADS, 32.0)
+    source = open_source(write_gguf(tmp_path / "m.gguf", "llama", tensors))
+    assert source.config["rope_scaling"]["rope_type"] == "llama3" and source.config["rope_scaling"]["factor"] == 32.0
+    assert not any("rope" in tensor.info.name for tensor in source.tensors)
+    tensors["rope_freqs.weight"] = np.linspace(1, 9, WIDTH // HEADS // 2).astype(np.float32)
+    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
+        open_source(write_gguf(tmp_path / "odd.gguf", "llama", tensors))
+    phi = make_tensors("phi3")
+    phi["rope_factors_long.weight"] = np.full(8, 2, np.float32)
+    phi["rope_factors_short.weight"] = np.ones(8, np.float32)
+    config = open_source(write_gguf(tmp_path / "phi.gguf", "phi3", phi)).config
+    assert config["rope_scaling"]["long_factor"] == [2.0] * 8 and config["rope_scaling"]["rope_type"] == "longrope"
+
+
+def test_what_is_not_supported(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="'mamba'"):
+        find_architecture("x", "mamba")
+    tensors = {**make_tensors("llama"), "blk.0.ffn_gate_exps.weight": np.zeros((2, 4), np.float32)}
+    with pytest.raises(UnsupportedModelError, match="ffn_gate_exps"):
+        open_source(write_gguf(tmp_path / "moe.gguf", "llama", tensors))
+    with pytest.raises(UnsupportedModelError, match="one part of several"):
+        open_source(write_gguf(tmp_path / "part.gguf", "llama", make_tensors("llama"), extra={"split.count": 2}))
+
+
+def test_truncated_and_altered_files(tmp_path: Path) -> None:
+    good = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), "Q8_0").read_bytes()
+    path = tmp_path / "bad.gguf"
+    for num_bytes in (0, 3, 4, 20, 200, 2000, len(good) // 2, len(good) - 64):
+        path.write_bytes(good[:num_bytes])
+        with pytest.raises(CorruptFileError, match=r"bad\.gguf"):
+            open_source(path)
+    generator = np.random.default_rng(0)
+    for position in generator.integers(0, 6000, 60):
+        damaged = bytearray(good)
+        damaged[position] ^= 0xFF
+        path.write_bytes(bytes(damaged))
+        try:
+            open_source(path)
+        except (CorruptFileError, UnsupportedModelError) as error:
+            assert "bad.gguf" in str(error)
