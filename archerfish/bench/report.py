@@ -15,6 +15,7 @@ from archerfish.kernels.machine import cpu
 Results = dict[str, EngineResult]
 SENTENCE_TRANSFORMERS = ("st-float32", "st-bfloat16")
 MILLION = 1e6
+MIN_ROUNDS = 5  # fewer do not settle anything on a CPU with neighbours
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,15 @@ def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Ba
     return found
 
 
+def caveats(results: Results, ours: str) -> list[str]:
+    """What keeps this run from deciding the bars: a configuration that is missing, or too few rounds."""
+    found = [f"without {key}" for key in SENTENCE_TRANSFORMERS if key not in results or results[key].state != "ok"]
+    rounds = [len(values) for metric, values in results[ours].samples.items() if "@" in metric] if ours in results else []
+    if rounds and min(rounds) < MIN_ROUNDS:
+        found.append(f"{min(rounds)} of {MIN_ROUNDS} rounds")
+    return found
+
+
 def cell(summary: Summary | None, metric: Metric) -> str:
     if summary is None:
         return "-"
@@ -177,4 +187,5 @@ def as_json(results: Results, ours: str, float32_bytes: int, dtype: str, model: 
         "engines": {key: result.as_dict() for key, result in results.items()},
         "ratios": ratios(results, ours),
         "bars": [{**asdict(bar), "is_met": bar.is_met} for bar in bars(results, ours, float32_bytes, dtype)],
+        "caveats": caveats(results, ours),
     }

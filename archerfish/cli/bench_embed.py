@@ -103,4 +103,5 @@ def show(results: dict[str, Any], ours: str, whole: dict[str, Any], out: Output)
     for bar in whole["bars"]:
         wanted = f"{'at least' if bar['at_least'] else 'at most'} {bar['target']:g}"
         cells.append((bar["name"], f"{bar['value']:,.6g}", wanted, "met" if bar["is_met"] else "not met"))
-    out.table("Bars", ("bar", "measured", "wanted", ""), cells, numbers=("measured",))
+    title = f"Bars ({'; '.join(whole['caveats'])}: not decisive)" if whole["caveats"] else "Bars"
+    out.table(title, ("bar", "measured", "wanted", ""), cells, numbers=("measured",))

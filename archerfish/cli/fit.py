@@ -10,7 +10,7 @@ from archerfish.config import HubConfig
 from archerfish.errors import ArcherfishError, UnreachableError
 from archerfish.types import DTYPE_BYTES
 
-# Beside the weights: Python, torch and batches on a CPU (measured with MiniLM: 340 MB); a CUDA context and workspaces on a GPU.
+# Beside the weights: Python, torch and batches on a CPU (MiniLM: 340-430 MB measured); a CUDA context and workspaces on a GPU.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
 SPARE = 0.95  # share of what is available that may be planned for

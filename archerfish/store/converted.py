@@ -14,6 +14,8 @@ from archerfish.store.format import ARROW_NAME, METADATA_NAME, PARQUET_NAME
 from archerfish.store.metadata import is_converted
 from archerfish.types import Progress, no_progress
 
+CONVERSION_VERSION = 2  # raised when conversions come out differently, so that cached ones are made anew
+
 
 def ensure_converted(
     source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress, keep_quantized: bool = False
@@ -46,7 +48,7 @@ def ensure_converted(
 
 def cached_name(source: Path, config: ConversionConfig) -> str:
     kind = config.stored_dtype() + ("-quantized" if config.keep_quantized else "")
-    parts = repr((str(source.absolute()), fingerprint_parts(source)))
+    parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
     stem = source.stem if source.is_file() else source.resolve().name
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{kind}-{fingerprint}"

@@ -106,7 +106,7 @@ class ModelConverter:
         """How a source tensor will be stored; the parts of a kept quantised one are known when it is read."""
         if self.config.keep_quantized and tensor.load_quantized is not None:
             return tensor.info
-        dtype = stored_dtype_of(tensor.info.dtype, self.config.stored_dtype())
+        dtype = stored_dtype_of(tensor.info.dtype, tensor.info.shape, self.config.stored_dtype())
         return TensorInfo(tensor.info.name, dtype, tensor.info.shape)
 
     def _stored_bytes(self, tensor: SourceTensor) -> int:

@@ -122,6 +122,9 @@ def test_ratios_are_to_the_best_configuration() -> None:
     strict = {bar.name: bar.is_met for bar in report.bars(results, "archerfish", 80, "float32")}
     assert not strict["weights' memory, share of float32"] and not strict["smallest cosine with sentence-transformers fp32"]
     assert report.bars(results, "", 91, "auto") == []
+    assert report.caveats(results, "archerfish") == ["3 of 5 rounds"]
+    results["st-bfloat16"].state = "failed"
+    assert report.caveats(results, "archerfish") == ["without st-bfloat16", "3 of 5 rounds"]
     columns, rows = report.table(results, "archerfish")
     assert all(len(row) == len(columns) for row in rows)
     assert ["texts/s, 128 tokens", "400 (300-500)", "60 (50-70)", "100 (90-110)", "200 (180-250)", "4.00x", "2.00x"] in rows

@@ -134,7 +134,7 @@ def test_similarity_and_reranking_by_cosine(minilm: ArrowEngine) -> None:
     documents = ["Bread is baked in an oven.", "A kitten is a young cat.", "The stock market fell."]
     assert minilm.similarity("What is a baby cat called?", documents).shape == (1, 3)
     best = minilm.rerank("What is a baby cat called?", documents, top_k=2)
-    assert [r.index for r in best][0] == 1
+    assert best[0].index == 1
     assert len(best) == 2
     assert best[0].score > best[1].score
     assert best[0].document == documents[1]

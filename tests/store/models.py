@@ -21,6 +21,9 @@ BERT_CONFIG: dict[str, Any] = {
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##ly", "caf", "##e", "你", "A"]
 
 
+MATRIX = "encoder.layer.0.output.dense.weight"  # one of some_weights that is narrowed; vectors are not
+
+
 def some_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -26,7 +26,7 @@ from archerfish.errors import (
 from archerfish.store import ModelConverter, WeightLoader, files, mapping
 from archerfish.store.sources import open_source
 from archerfish.store.validate import compare
-from tests.store.models import flip_byte, snapshot, some_weights, write_json, write_model
+from tests.store.models import MATRIX, flip_byte, snapshot, some_weights, write_json, write_model
 
 
 def leftovers(target: Path) -> list[str]:
@@ -72,7 +72,7 @@ def test_an_existing_output_is_kept_unless_told_otherwise(source: Path, converte
         ModelConverter().convert(source, converted)
     assert snapshot(converted) == before
     ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype("scale") == "bfloat16"
+    assert WeightLoader(converted).get_dtype(MATRIX) == "bfloat16"
     assert leftovers(converted) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
@@ -88,7 +88,7 @@ def test_an_existing_output_is_kept_unless_told_otherwise(source: Path, converte
 def test_overwriting_without_an_atomic_exchange(source: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "exchange", lambda first, second: False)
     ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype("scale") == "float16"
+    assert WeightLoader(converted).get_dtype(MATRIX) == "float16"
     assert leftovers(converted) == []
 
 
@@ -193,21 +193,21 @@ def test_kill_9_leaves_the_old_directory_or_the_new_one(source: Path, converted:
     loader = WeightLoader(converted)
     loader.verify()
     if point == "after-swap":
-        assert loader.get_dtype("scale") == "bfloat16"
+        assert loader.get_dtype(MATRIX) == "bfloat16"
     else:
         assert snapshot(converted) == before
     ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype("scale") == "float16"
+    assert WeightLoader(converted).get_dtype(MATRIX) == "float16"
     assert leftovers(converted) == []
 
 
 def test_nan_and_overflow_name_the_tensor(tmp_path: Path) -> None:
-    weights = {**some_weights(), "huge": torch.tensor([1.0, 70000.0])}
+    weights = {**some_weights(), "huge": torch.tensor([[1.0, 70000.0]])}
     source = write_model(tmp_path / "huge", weights)
     with pytest.raises(ValidationError, match="'huge' holds 70000, which float16 cannot hold"):
         ModelConverter().convert(source, tmp_path / "out")
     ModelConverter(ConversionConfig(dtype="bfloat16")).convert(source, tmp_path / "wide")
-    weights["huge"] = torch.tensor([1.0, float("nan")])
+    weights["huge"] = torch.tensor([[1.0, float("nan")]])
     source = write_model(tmp_path / "nan", weights)
     with pytest.raises(ValidationError, match="'huge' of the source holds NaN"):
         ModelConverter(ConversionConfig(validate_output=False)).convert(source, tmp_path / "out")

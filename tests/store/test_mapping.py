@@ -16,7 +16,7 @@ from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, WriteError
 from archerfish.store import ModelConverter, WeightLoader, ensure_converted, mapping
 from archerfish.store.metadata import FileRecord
-from tests.store.models import cut_off, flip_byte, some_weights, write_model
+from tests.store.models import MATRIX, cut_off, flip_byte, some_weights, write_model
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
 NUM_ROWS, NUM_COLUMNS = 2048, 2048
@@ -109,7 +109,7 @@ def test_a_directory_replaced_while_it_is_opened(converted: Path, source: Path, 
         return map_file(path, record)
 
     monkeypatch.setattr("archerfish.store.loader.map_file", replace_first)
-    assert WeightLoader(converted).get_dtype("scale") == "bfloat16" and replaced
+    assert WeightLoader(converted).get_dtype(MATRIX) == "bfloat16" and replaced
 
 
 def parquet_only(directory: Path) -> bytes:
