@@ -37,7 +37,8 @@ _HOME = {
 
 __all__ = [
     "ArcherfishError", "ArrowEngine", "BatchInferenceServer", "BatchProcessor", "ConversionConfig", "ConversionResult",
-    "EmbedConfig", "FastTokenizer", "HubConfig", "InferenceCore", "ModelConverter", "RerankResult", "ServeConfig", "WeightLoader",
+    "EmbedConfig", "FastTokenizer", "HubConfig", "InferenceCore", "ModelConverter", "RerankResult", "ServeConfig",
+    "WeightLoader",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -77,10 +78,7 @@ def save_tiny_model(where: Path, family: str, head: str, config: dict[str, Any],
     save_tokenizer(base, marks_pairs=family == "Bert")
     if head != "Model":
         return base
-    try:
-        from sentence_transformers.sentence_transformer import modules
-    except ImportError:
-        from sentence_transformers import models as modules
+    modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     transformer = modules.Transformer(str(base), max_seq_length=24)
     stack = [transformer, modules.Pooling(32, **{"pooling_mode": "mean", **pooling})]
     if not pooling.get("no_normalize"):
@@ -100,7 +98,8 @@ def save_tokenizer(directory: Path, *, marks_pairs: bool) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
-    PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    fast(
         tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
         mask_token="[MASK]", model_max_length=40,
         model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if marks_pairs else [])],

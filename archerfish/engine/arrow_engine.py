@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from archerfish.background import Lazy
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
 from archerfish.engine.packing import TokenizedText, pack, plan_batches
@@ -27,6 +30,9 @@ from archerfish.errors import (
 )
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import compute_pool
+from archerfish.store.converted import ensure_converted
+from archerfish.store.loader import WeightLoader
+from archerfish.store.names import resolve_model
 from archerfish.types import Progress, no_progress
 
 TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
@@ -75,31 +81,39 @@ class ArrowEngine:
                 "use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint="Leave it at True."
             )
         directory = locate(self.config, hub or HubConfig(), progress)
-        self._open(directory)
+        with no_collection():
+            self._open(directory)
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:
-        from archerfish.store.loader import WeightLoader
-
+        """Map weights, build the model. Matrices are packed in the background; the tokenizer is parsed at the first text."""
         loader = WeightLoader(directory)
         metadata = loader.get_metadata()
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
-        weights = loader.load_weights()
         self.core = InferenceCore(
-            weights, metadata["config"], self.config.device, dtype=self.config.dtype,
+            loader.load_weights(), metadata["config"], self.config.device, dtype=self.config.dtype,
             pooling=str(self.embedding.get("pooling_mode", "mean")),
         )
-        self._pool = compute_pool(self.core.device, self.config.num_threads)
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)
-        self.tokenizer = FastTokenizer(directory / "tokenizer", self._max_length)
+        self._pool = compute_pool(self.core.device, self.config.num_threads)
         self._is_closed = False
+        loader.check_tokenizer()
+        self._tokenizer = Lazy(lambda: FastTokenizer(directory / "tokenizer", self._max_length))
         self._loader = loader
-        del weights
-        loader.release()
+        self._packed = self._pool.submit(self._pack_and_release)
+
+    def _pack_and_release(self) -> None:
+        """Pack what is multiplied with, then let the mapped originals go: weights are in memory once."""
+        self.core.ops.prepare()
+        self._loader.release()
+
+    @property
+    def tokenizer(self) -> FastTokenizer:
+        return self._tokenizer.get()
 
     def _choose_max_length(self, settings: dict[str, Any]) -> int:
         """As sentence-transformers: what the model states, else its tokenizer, but never more than it has positions."""
@@ -342,11 +356,20 @@ def rough_length(item: Any) -> int:
     return sum(len(part) if isinstance(part, str) else 4 for part in item)
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Put the garbage collector off: a full collection right after importing torch takes four times as long as a load."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
     """The converted directory of a model, which is pulled and converted on first use."""
-    from archerfish.store.converted import ensure_converted
-    from archerfish.store.names import resolve_model
-
     dtype = config.storage_dtype
     if dtype == "auto":
         fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype

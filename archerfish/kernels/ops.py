@@ -4,7 +4,8 @@ Models and layers are written over `Ops` and know tensors only as opaque handles
 backend. `reference.py` gives every operation its meaning in plain torch, and each faster backend is tested against it.
 
 Activations are packed: the tokens of all sequences of a batch stand one after the other in a (num_tokens, width) tensor, and
-`Segments` says where each sequence begins. Nothing is padded.
+`Segments` says where each sequence begins. A backend may append rows after the last token to suit its products; what they hold
+means nothing, and `attention` and `pool` leave them out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from archerfish.background import Lazy
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -54,14 +57,8 @@ class Segments:
         return int(self.starts[-1])
 
 
-@dataclass(frozen=True)
-class LinearWeight(Generic[T]):
-    """Weight (out, in) and bias (out) of a linear map, in whatever form a backend multiplies fastest."""
-
-    weight: T
-    bias: T | None
-    in_features: int
-    out_features: int
+class LinearWeight(Lazy[tuple[T, T | None]]):
+    """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest, made when first used."""
 
 
 class Ops(ABC, Generic[T]):
@@ -70,6 +67,20 @@ class Ops(ABC, Generic[T]):
     name: str
     device: str
     dtype: str
+
+    def __init__(self) -> None:
+        self._linear_weights: list[LinearWeight[T]] = []
+
+    def linear_weight(self, weights: Sequence[T], biases: Sequence[T | None]) -> LinearWeight[T]:
+        """One or more (out_i, in) weights, stacked along the outputs, for `linear`."""
+        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases))
+        self._linear_weights.append(weight)
+        return weight
+
+    def prepare(self) -> None:
+        """Make now what would else be made at the first use. Safe beside running work."""
+        for weight in self._linear_weights:
+            weight.get()
 
     @abstractmethod
     def ids(self, values: Ids) -> T:
@@ -88,8 +99,8 @@ class Ops(ABC, Generic[T]):
         """A small parameter (norm weight, bias) on the device in float32."""
 
     @abstractmethod
-    def linear_weight(self, weights: Sequence[T], biases: Sequence[T | None]) -> LinearWeight[T]:
-        """One or more (out_i, in) weights stacked along the outputs and prepared for `linear`."""
+    def pack_linear(self, weights: Sequence[T], biases: Sequence[T | None]) -> tuple[T, T | None]:
+        """Stacked weights and biases in the form that `linear` multiplies with."""
 
     @abstractmethod
     def embed(self, tables: Sequence[T], ids: Sequence[T]) -> T:

@@ -20,6 +20,7 @@ class TorchOps(Ops[Tensor]):
     name = "torch reference"
 
     def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
+        super().__init__()
         self.device = device
         self.dtype = dtype
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -37,12 +38,10 @@ class TorchOps(Ops[Tensor]):
     def vector(self, weight: Tensor) -> Tensor:
         return weight.to(self.device, torch.float32)
 
-    def linear_weight(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> LinearWeight[Tensor]:
+    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         bias = stack_biases(weights, biases)
-        out_features, in_features = weight.shape
-        device_bias = None if bias is None else bias.to(self.device, self.torch_dtype)
-        return LinearWeight(weight.to(self.device), device_bias, in_features, out_features)
+        return weight.to(self.device), None if bias is None else bias.to(self.device, self.torch_dtype)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         total = F.embedding(ids[0], tables[0]).float()
@@ -56,7 +55,8 @@ class TorchOps(Ops[Tensor]):
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
-        y = F.linear(x.to(self.torch_dtype), weight.weight.to(self.torch_dtype), weight.bias)
+        matrix, bias = weight.get()
+        y = F.linear(x.to(self.torch_dtype), matrix.to(self.torch_dtype), bias)
         if residual is not None:
             y = y + residual
         return activate(y, activation)

@@ -1,25 +1,32 @@
 """The CPU backend over oneDNN: weights packed once, bias, activation and residual fused into the product.
 
-Short sequences share one attention call: a row of a few of them under a block-diagonal mask costs a third of the same tokens
-in rows of ten, because torch's kernel pays per row. Measured on AMX cores; the width below is where the cost per token is
-least.
+Attention runs in rows whose width is a multiple of 32: torch's kernel takes twice as long per token at 40 or 100 tokens as at
+32 or 96, and three times as long at 10. So the tokens are gathered into such rows, short sequences sharing one under a
+block-diagonal mask, and gathered back.
+
+oneDNN compiles a product anew for every number of rows that it has not seen, which takes 30 ms: ten times the product. So
+activations have one of few numbers of rows (`padded_rows`); those past the last token are filling that nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from archerfish.kernels.ops import Activation, LinearWeight, Segments
-from archerfish.kernels.reference import TorchOps, activate, join_heads, split_heads, stack_biases
+from archerfish.kernels.ops import Activation, Ids, LinearWeight, Pooling, Segments
+from archerfish.kernels.reference import TorchOps, activate, join_heads, split_heads
 
 Tensor = torch.Tensor
-ROW_TOKENS = 48
+MANY_ROWS, ROWS_STEP = 1024, 256
+ROW_STEP = 32
+ROW_COST = {32: 1.3, 64: 1.7, 96: 1.9, 128: 2.2}  # milliseconds for 1,024 tokens in rows of a width, measured on one AMX core
 PACK_FOR_ROWS = 1024  # the batch size that oneDNN is asked to choose a weight layout for
 FUSED: dict[str, tuple[str, str]] = {  # ours: oneDNN's name and its variant
     "none": ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""), "tanh": ("tanh", ""),
@@ -43,76 +50,140 @@ class TorchCpuOps(TorchOps):
 
     name = "torch + oneDNN"
 
-    def linear_weight(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> LinearWeight[Tensor]:
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        bias = stack_biases(weights, biases)
-        packed = onednn()._reorder_linear_weight(weight.to(self.torch_dtype), PACK_FOR_ROWS)
-        packed_bias = None if bias is None else bias.to(self.torch_dtype)
-        return LinearWeight(packed, packed_bias, weight.shape[1], weight.shape[0])
+    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        weight, bias = super().pack_linear(weights, biases)
+        return onednn()._reorder_linear_weight(weight.to(self.torch_dtype), PACK_FOR_ROWS), bias
+
+    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+        num_filling = padded_rows(len(ids[0])) - len(ids[0])
+        return super().embed(tables, [F.pad(index, (0, num_filling)) for index in ids] if num_filling else ids)
 
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
-        x = x.to(self.torch_dtype)
+        num_rows, x = x.shape[0], x.to(self.torch_dtype)
+        if residual is None and padded_rows(num_rows) != num_rows:
+            return self.linear(F.pad(x, (0, 0, 0, padded_rows(num_rows) - num_rows)), weight, activation=activation)[:num_rows]
+        matrix, bias = weight.get()
         if residual is not None:
-            y: Tensor = onednn()._linear_pointwise.binary(x, residual, weight.weight, weight.bias, "add")
+            y: Tensor = onednn()._linear_pointwise.binary(x, residual, matrix, bias, "add")
             return activate(y, activation)
-        if activation not in FUSED:
-            return activate(onednn()._linear_pointwise(x, weight.weight, weight.bias, "none", [], ""), activation)
-        post, algorithm = FUSED[activation]
-        fused: Tensor = onednn()._linear_pointwise(x, weight.weight, weight.bias, post, [], algorithm)
-        return fused
+        post, variant = FUSED.get(activation, FUSED["none"])
+        y = onednn()._linear_pointwise(x, matrix, bias, post, [], variant)
+        return y if activation in FUSED else activate(y, activation)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
 
-    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+    def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
+        if mode != "mean":
+            return super().pool(x[: segments.num_tokens], segments, mode)
         parts: list[Tensor] = []
         start = 0
-        for row, num_rows in attention_rows(segments):
-            end = start + sum(row) * num_rows
-            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
-            mask = row_mask(row, qkv.dtype) if bias is None else biased_mask(row, bias)
-            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+        for length, group in groupby(segments.lengths):  # far quicker than segment_reduce
+            end = start + length * len(list(group))
+            parts.append(x[start:end].view(-1, length, x.shape[1]).mean(1, dtype=torch.float32))
             start = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            return self._biased_attention(qkv, segments, num_heads, bias)
+        rows = lay_rows(segments, qkv.shape[0], self.torch_dtype)
+        laid = qkv if rows.gather is None else qkv.index_select(0, rows.gather)
+        parts: list[Tensor] = []
+        start = 0
+        for width, num_rows, mask in rows.groups:
+            q, k, v = split_heads(laid[start : start + width * num_rows], num_rows, num_heads)
+            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+            start += width * num_rows
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if rows.restore is None else out.index_select(0, rows.restore)
 
-@lru_cache(maxsize=256)
-def attention_rows(segments: Segments) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Consecutive sequences joined into rows of at most ROW_TOKENS (one sequence if it is longer), equal neighbours counted."""
-    return tuple((row, len(list(group))) for row, group in groupby(rows_of(segments.lengths)))
+    def _biased_attention(self, qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor) -> Tensor:
+        """Neighbours of equal length share a call: they share the bias."""
+        parts: list[Tensor] = []
+        start = 0
+        for length, group in groupby(segments.lengths):
+            num_rows = len(list(group))
+            end = start + length * num_rows
+            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
+            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :length, :length])))
+            start = end
+        parts.append(torch.zeros(qkv.shape[0] - start, qkv.shape[1] // 3, dtype=qkv.dtype))
+        return torch.cat(parts)
 
 
-def rows_of(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+@dataclass(frozen=True)
+class Rows:
+    """How the tokens of a batch lie in rows for attention."""
+
+    groups: tuple[tuple[int, int, Tensor | None], ...]  # width, number of rows, mask: 0 within a sequence, -inf elsewhere
+    gather: Tensor | None  # token of each place in the rows; None where the tokens lie so already
+    restore: Tensor | None  # place of each token, and any place for the filling
+
+
+@lru_cache(maxsize=64)
+def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
+    """Whole sequences into rows, rows of one width side by side."""
+    by_width: dict[int, list[list[int]]] = {}
+    for width, row in fill_rows(segments.lengths):
+        by_width.setdefault(width, []).append(row)
+    starts = segments.starts
+    token_at: list[Ids] = []  # per group: (rows, width) tokens, -1 where a row is not filled
+    groups: list[tuple[int, int, Tensor | None]] = []
+    for width, rows in by_width.items():
+        tokens = np.full((len(rows), width), -1, dtype=np.int64)
+        owners = np.full((len(rows), width), -1, dtype=np.int64)
+        for place, row in enumerate(rows):
+            row_tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in row])
+            tokens[place, : len(row_tokens)] = row_tokens
+            owners[place, : len(row_tokens)] = np.repeat(row, [segments.lengths[i] for i in row])
+        is_full = bool((owners == owners[:, :1]).all())
+        groups.append((width, len(rows), None if is_full else block_mask(owners, dtype)))
+        token_at.append(tokens.reshape(-1))
+    places = np.concatenate(token_at)
+    if len(places) == num_rows and bool((places == np.arange(len(places))).all()):
+        return Rows(tuple(groups), None, None)
+    restore = np.zeros(num_rows, dtype=np.int64)
+    restore[places[places >= 0]] = np.flatnonzero(places >= 0)
+    return Rows(tuple(groups), torch.from_numpy(np.maximum(places, 0)), torch.from_numpy(restore))
+
+
+def padded_rows(num_rows: int) -> int:
+    """The least of the few numbers of rows that products are compiled for."""
+    if num_rows > MANY_ROWS:
+        return -(-num_rows // ROWS_STEP) * ROWS_STEP
+    step = max(16, (1 << (num_rows - 1).bit_length()) // 8)
+    return -(-num_rows // step) * step
+
+
+def block_mask(owners: Ids, dtype: torch.dtype) -> Tensor:
+    """(rows, 1, width, width); the unfilled places of a row see each other, so that no line is all -inf."""
+    owner = torch.from_numpy(owners)
+    mask = torch.zeros(owner.shape[0], 1, owner.shape[1], owner.shape[1], dtype=dtype)
+    return mask.masked_fill_((owner[:, :, None] != owner[:, None, :]).unsqueeze(1), float("-inf"))
+
+
+def fill_rows(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
+    """(width, indices of sequences) of each row: as many consecutive sequences as fit the width that suits the first."""
     row: list[int] = []
-    for length in lengths:
-        if row and sum(row) + length > ROW_TOKENS:
-            yield tuple(row)
-            row = []
-        row.append(length)
+    width = left = 0
+    for index, length in enumerate(lengths):
+        if row and length <= left:
+            row.append(index)
+            left -= length
+            continue
+        if row:
+            yield width, row
+        width = best_width(length)
+        row, left = [index], width - length
     if row:
-        yield tuple(row)
+        yield width, row
 
 
 @lru_cache(maxsize=1024)
-def row_mask(row: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """(n, n): 0 within a sequence, -inf between two of a row; None when there is only one."""
-    if len(row) == 1:
-        return None
-    owner = torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row))
-    mask = torch.zeros(len(owner), len(owner), dtype=dtype)
-    return mask.masked_fill_(owner[:, None] != owner[None, :], float("-inf"))
-
-
-def biased_mask(row: tuple[int, ...], bias: Tensor) -> Tensor:
-    """The (heads, longest, longest) bias laid along the diagonal of a row, -inf elsewhere."""
-    if len(row) == 1:
-        return bias[:, : row[0], : row[0]]
-    width = sum(row)
-    mask = torch.full((bias.shape[0], width, width), float("-inf"), dtype=bias.dtype)
-    start = 0
-    for n in row:
-        mask[:, start : start + n, start : start + n] = bias[:, :n, :n]
-        start += n
-    return mask
+def best_width(length: int) -> int:
+    """The width at which sequences of one length cost least per token."""
+    widths = [width for width in ROW_COST if width >= length] or [-(-length // ROW_STEP) * ROW_STEP]
+    return min(widths, key=lambda width: ROW_COST.get(width, 1.0) * width / (width // length))

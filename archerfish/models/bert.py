@@ -31,6 +31,8 @@ class BertEncoder(Encoder[T]):
             "position_embeddings.weight", config.integer("max_position_embeddings"), shape.width
         )
         self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
+        rows = np.arange(config.integer("max_position_embeddings"))
+        self.untyped_positions = self.ops.embed((self.positions, self.types), (self.ops.ids(rows), self.ops.ids(rows * 0)))
         self.norm = LayerNorm(embeddings, "LayerNorm", shape.width, shape.eps)
         blocks = range(config.integer("num_hidden_layers"))
         self.blocks = [EncoderBlock(weights.scope(f"encoder.layer.{i}"), shape, NAMES) for i in blocks]
@@ -40,10 +42,12 @@ class BertEncoder(Encoder[T]):
 
     def forward(self, batch: TokenBatch) -> T:
         ops = self.ops
-        types = np.zeros_like(batch.token_ids) if batch.type_ids is None else batch.type_ids
-        tables = (self.words, self.positions, self.types)
-        ids = (ops.ids(batch.token_ids), ops.ids(self.position_ids(batch)), ops.ids(types))
-        x = self.norm(ops.embed(tables, ids))
+        token_ids, positions = ops.ids(batch.token_ids), ops.ids(self.position_ids(batch))
+        if batch.type_ids is None:
+            x = ops.embed((self.words, self.untyped_positions), (token_ids, positions))
+        else:
+            x = ops.embed((self.words, self.positions, self.types), (token_ids, positions, ops.ids(batch.type_ids)))
+        x = self.norm(x)
         for block in self.blocks:
             x = block(x, batch.segments)
         return x

@@ -154,6 +154,14 @@ class WeightLoader:
                 if begin < end and hasattr(mmap, "MADV_DONTNEED"):
                     memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
+    def check_tokenizer(self) -> None:
+        """Compare the tokenizer's files with their checksums, so that whoever parses them later finds them whole."""
+        records = {name: record for name, record in self.metadata.files.items() if name.startswith(f"{TOKENIZER_NAME}/")}
+        if not records:
+            raise CorruptFileError(f"{self.directory} has no tokenizer.", hint="Convert it again from a source that has one.")
+        for name, record in records.items():
+            check_whole_file(self.directory / name, record, no_progress)
+
     def verify(self, progress: Progress = no_progress) -> None:
         """Read every file completely and compare it with its checksum; CorruptFileError names the one that differs."""
         check_whole_file(self.arrow_path, self.metadata.files[ARROW_NAME], progress)

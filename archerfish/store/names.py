@@ -13,15 +13,15 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
 from archerfish.errors import (
     CorruptFileError,
@@ -363,27 +363,13 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
             repo, revision=info.sha or hub.revision, allow_patterns=[glob.escape(name) for name in chosen.names]
         )
 
-    running = in_background(fetch)
+    running = in_background(fetch, "hub", daemon=True)
     with hub_errors(repo, hub):
         while not wait([running], timeout=POLL_S).done:
             progress(min(max(0, tree_bytes(place) - before), total), total, f"Downloading {repo}")
         snapshot = Path(running.result())
     progress(total, total, f"Downloading {repo}")
     return snapshot / chosen.single if chosen.single else snapshot
-
-
-def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread, which does not keep an interrupted program from ending."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="archerfish-hub").start()
-    return future
 
 
 def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:

@@ -113,6 +113,7 @@ def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: An
         patch.setattr("archerfish.engine.inference_core.choose_ops", TorchOps)
         engine = ArrowEngine(path, dtype="float32", storage_dtype=storage, hub=hub)
         assert type(engine.core.ops) is TorchOps
-        weight = engine.core.encoder.blocks[0].up.weight
+        blocks: Any = engine.core.encoder.__dict__["blocks"]
+        weight, _ = blocks[0].up.get()
         assert str(weight.dtype) == f"torch.{storage}"
         assert cosines(engine.encode(TEXTS), expected).min() > 0.9999

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.kernels.ops import Activation, Segments
+from archerfish.kernels.ops import Activation, Pooling, Segments
 from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import ROW_TOKENS, TorchCpuOps, attention_rows, is_available, row_mask
+from archerfish.kernels.torch_cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, is_available, lay_rows, padded_rows
 
 TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -80,19 +80,57 @@ def test_half_precision_attention(dtype: str) -> None:
 
 
 @given(LENGTHS)
-def test_rows_keep_every_sequence_whole_and_in_order(lengths: tuple[int, ...]) -> None:
-    rows = attention_rows(Segments(lengths))
-    flat = [length for row, count in rows for _ in range(count) for length in row]
-    assert tuple(flat) == lengths
-    assert all(len(row) == 1 or sum(row) <= ROW_TOKENS for row, _ in rows)
+def test_rows_hold_every_sequence_whole_and_once(lengths: tuple[int, ...]) -> None:
+    rows = list(fill_rows(lengths))
+    assert [i for _, row in rows for i in row] == list(range(len(lengths)))
+    for width, row in rows:
+        assert width % ROW_STEP == 0
+        assert sum(lengths[i] for i in row) <= width
 
 
-def test_equal_short_texts_become_one_call() -> None:
-    assert attention_rows(Segments((10,) * 40)) == (((10, 10, 10, 10), 10),)
+def test_short_texts_share_rows() -> None:
+    assert list(fill_rows((10,) * 7)) == [(32, [0, 1, 2]), (32, [3, 4, 5]), (32, [6])]
+    assert best_width(20) == 64
+    assert best_width(200) == 224
 
 
-def test_a_row_of_one_sequence_has_no_mask() -> None:
-    assert row_mask((5,), torch.float32) is None
-    mask = row_mask((2, 1), torch.float32)
+def test_texts_that_fill_their_rows_are_neither_masked_nor_moved() -> None:
+    rows = lay_rows(Segments((128, 128, 64)), 320, torch.float32)
+    assert rows.groups == ((128, 2, None), (64, 1, None))
+    assert rows.gather is None
+    assert rows.restore is None
+
+
+def test_masks_let_a_sequence_see_itself_only() -> None:
+    rows = lay_rows(Segments((2, 1)), 3, torch.float32)
+    [(width, num_rows, mask)] = rows.groups
+    assert (width, num_rows) == (32, 1)
     assert mask is not None
-    assert mask.isinf().tolist() == [[False, False, True], [False, False, True], [True, True, False]]
+    assert mask[0, 0, :3, :3].isinf().tolist() == [[False, False, True], [False, False, True], [True, True, False]]
+    assert mask[0, 0, :3, 3:].isinf().all()
+    assert not mask.isinf().all(dim=-1).any()
+
+
+@given(st.integers(1, 5000))
+def test_few_numbers_of_rows(num_rows: int) -> None:
+    padded = padded_rows(num_rows)
+    assert num_rows <= padded < num_rows + max(16, num_rows / 4 + 1, 256 * (num_rows > 1024))
+    assert padded_rows(padded) == padded
+    assert len({padded_rows(n) for n in range(1, 1025)}) <= 24
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS, st.booleans())
+def test_filling_after_the_last_token_changes_nothing(lengths: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    segments = Segments(lengths)
+    qkv = random(padded_rows(segments.num_tokens), 3 * 32)
+    bias = random(4, max(lengths), max(lengths)) if biased else None
+    ops = TorchCpuOps()
+    out = ops.attention(qkv, segments, 4, bias=bias)
+    assert out.shape[0] == qkv.shape[0]
+    expected = TorchOps().attention(qkv[: segments.num_tokens], segments, 4, bias=bias)
+    torch.testing.assert_close(out[: segments.num_tokens], expected, atol=1e-5, rtol=1e-4)
+    for mode in get_args(Pooling):
+        pooled = TorchOps().pool(expected, segments, mode)
+        torch.testing.assert_close(ops.pool(out, segments, mode), pooled, atol=1e-5, rtol=1e-4)

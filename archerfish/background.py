@@ -1,0 +1,45 @@
+"""Work beside the caller's, and work put off until it is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+
+class Lazy(Generic[R]):
+    """A value that is made once, by whoever asks first."""
+
+    def __init__(self, make: Callable[[], R]) -> None:
+        self._make: Callable[[], R] | None = make
+        self._made: list[R] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_made(self) -> bool:
+        return bool(self._made)
+
+    def get(self) -> R:
+        if not self._made:
+            with self._lock:
+                if self._make is not None:
+                    self._made.append(self._make())
+                    self._make = None
+        return self._made[0]
+
+
+def in_background(work: Callable[[], R], name: str, *, daemon: bool = False) -> Future[R]:
+    """Run in a thread of its own. A daemon does not keep an interrupted program from ending; others are waited for at exit."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"archerfish-{name}", daemon=daemon).start()
+    return future
