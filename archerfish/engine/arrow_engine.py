@@ -300,9 +300,10 @@ class ArrowEngine:
         num_done = 0
         progress(0, len(inputs), "")
         for items, vectors in self._stream(distinct, self._batch_tokens(batch_size), normalize):
-            for item, vector in zip(items, vectors, strict=True):
-                out[rows[item]] = vector
-                num_done += len(rows[item])
+            places = [rows[item] for item in items]
+            indices = [index for place in places for index in place]
+            out[indices] = vectors if len(indices) == len(items) else np.repeat(vectors, [len(p) for p in places], axis=0)
+            num_done += len(indices)
             progress(num_done, len(inputs), "")
         return out
 
