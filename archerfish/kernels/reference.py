@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -62,13 +63,16 @@ class TorchOps(Ops[Tensor]):
         return activate(y, activation)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
-        out = torch.empty(qkv.shape[0], qkv.shape[1] // 3, dtype=qkv.dtype, device=qkv.device)
-        for start, length in zip(segments.starts.tolist(), segments.lengths, strict=False):
-            rows = slice(start, start + length)
-            q, k, v = split_heads(qkv[rows], 1, num_heads)
+        parts: list[Tensor] = []
+        start = 0
+        for length, group in groupby(segments.lengths):  # neighbours of equal length share a call
+            num_rows = len(list(group))
+            end = start + length * num_rows
+            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
             mask = None if bias is None else bias[:, :length, :length].to(q.dtype)
-            out[rows] = join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-        return out
+            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+            start = end
+        return torch.cat(parts)
 
     def relative_bias(self, table: Tensor, buckets: Ids) -> Tensor:
         return F.embedding(self.ids(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()

@@ -88,7 +88,8 @@ class TorchCpuOps(TorchOps):
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
-            return self._biased_attention(qkv, segments, num_heads, bias)
+            out = super().attention(qkv, segments, num_heads, bias=bias)
+            return F.pad(out, (0, 0, 0, qkv.shape[0] - out.shape[0]))
         rows = lay_rows(segments, qkv.shape[0], self.torch_dtype)
         laid = qkv if rows.gather is None else qkv.index_select(0, rows.gather)
         parts: list[Tensor] = []
@@ -99,19 +100,6 @@ class TorchCpuOps(TorchOps):
             start += width * num_rows
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if rows.restore is None else out.index_select(0, rows.restore)
-
-    def _biased_attention(self, qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor) -> Tensor:
-        """Neighbours of equal length share a call: they share the bias."""
-        parts: list[Tensor] = []
-        start = 0
-        for length, group in groupby(segments.lengths):
-            num_rows = len(list(group))
-            end = start + length * num_rows
-            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
-            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, :length, :length])))
-            start = end
-        parts.append(torch.zeros(qkv.shape[0] - start, qkv.shape[1] // 3, dtype=qkv.dtype))
-        return torch.cat(parts)
 
 
 @dataclass(frozen=True)

@@ -134,3 +134,18 @@ def test_filling_after_the_last_token_changes_nothing(lengths: tuple[int, ...], 
     for mode in get_args(Pooling):
         pooled = TorchOps().pool(expected, segments, mode)
         torch.testing.assert_close(ops.pool(out, segments, mode), pooled, atol=1e-5, rtol=1e-4)
+
+
+def test_reference_attention_sees_each_sequence_alone() -> None:
+    """The reference itself, against softmax(q k / sqrt(d)) v written out."""
+    torch.manual_seed(0)
+    segments = Segments((3, 3, 5, 1))
+    qkv = random(segments.num_tokens, 3 * 8)
+    out = TorchOps().attention(qkv, segments, 2)
+    for start, length in zip(segments.starts.tolist(), segments.lengths, strict=False):
+        block = qkv[start : start + length].view(length, 3, 2, 4)
+        for head in range(2):
+            q, k, v = block[:, 0, head], block[:, 1, head], block[:, 2, head]
+            expected = torch.softmax(q @ k.T / 2.0, dim=-1) @ v
+            actual = out[start : start + length, head * 4 : head * 4 + 4]
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
