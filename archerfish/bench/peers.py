@@ -75,7 +75,9 @@ class Archerfish:
 
     def weight_bytes(self) -> dict[str, int]:
         from archerfish.bench.memory import mapped_resident_bytes, tensor_bytes
+        from archerfish.kernels.torch_cpu import lay_rows
 
+        lay_rows.cache_clear()  # masks are not weights
         mapped = mapped_resident_bytes("weights.arrow")
         return {"mapped": mapped, "packed": tensor_bytes(mapped_file="weights.arrow")}
 
