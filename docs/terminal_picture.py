@@ -1,4 +1,4 @@
-"""Draws docs/terminal.svg: runs real commands in a pseudo-terminal and keeps what they printed. `python docs/terminal_picture.py`."""
+"""Draws docs/terminal.svg: runs real commands in a pseudo-terminal and keeps what they print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 COMMANDS = [
-    'archerfish embed "An archerfish spits water at insects." "A fish that shoots flies." "The stock market fell." --similarity',
+    'archerfish embed "An archerfish spits water." "A fish that shoots flies." "The stock market fell." --similarity',
     "archerfish pull --list",
     "archerfish doctor",
 ]
@@ -29,13 +29,14 @@ def run(command: str) -> str:
         chunks.append(data)
         return b"" if not data else b" "
 
-    os.environ |= {"COLUMNS": str(WIDTH), "TERM": "xterm-256color", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.environ |= {"COLUMNS": str(WIDTH), "TERM": "xterm-256color", "PATH": path}
     pty.spawn(shlex.split(command), keep)
     return b"".join(chunks).decode().replace("\r\n", "\n").replace(str(Path.home()), "~")
 
 
 def main() -> None:
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
         for command in COMMANDS:
             console.print(Text("$ ", style="bold green") + Text(command, style="bold"))
