@@ -49,11 +49,10 @@ class Options:
             value = check_value(self.section, spec, getattr(self, spec.name))
             object.__setattr__(self, spec.name, value)
 
-    @classmethod
-    def make(cls, **values: Any) -> Self:
-        """Build from keywords; an unknown one is refused with the nearest known one."""
+    def __new__(cls, **values: Any) -> Self:
+        """An unknown keyword is refused with the nearest known one."""
         refuse_unknown(values, cls.names(), f"option of [{cls.section}]")
-        return cls(**values)
+        return super().__new__(cls)
 
     @classmethod
     def names(cls) -> list[str]:
@@ -61,7 +60,6 @@ class Options:
 
     def replace(self, **changes: Any) -> Self:
         """A new object with some values changed; this one stays as it is."""
-        refuse_unknown(changes, self.names(), f"option of [{self.section}]")
         return dataclasses.replace(self, **changes)
 
 
@@ -231,7 +229,7 @@ def resolve(cls: type[T], given: Mapping[str, Any] | None = None, *, config_file
     values: dict[str, Any] = dict(read_toml(path).get(cls.section, {})) if path else {}
     values.update(read_environment(os.environ).get(cls.section, {}))
     values.update(given or {})
-    return cls.make(**values)
+    return cls(**values)
 
 
 def reference_page() -> str:

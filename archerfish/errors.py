@@ -115,7 +115,7 @@ class MachineError(ArcherfishError):
 
 class WriteError(MachineError):
     status, code = 507, "write_failed"
-    default_hint = "Free some space or choose a directory that can be written to."
+    default_hint = "Choose a directory that can be written to and has room."
 
 
 class DeviceError(MachineError):

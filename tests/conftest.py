@@ -13,7 +13,6 @@ import pytest
 from archerfish import ArrowEngine, HubConfig
 from archerfish.store.names import resolve_model
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 MINILM = "all-minilm-l6-v2"
 VOCABULARY = [
     "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", "sat", "on", "a", "mat", "fish", "spits", "water",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EmbedConfig.make(devise="cpu"), "Did you mean 'device'"),
+        (lambda: cast(Any, EmbedConfig)(devise="cpu"), "Did you mean 'device'"),
         (lambda: EmbedConfig().replace(max_batchsize=1), "Did you mean 'max_batch_size'"),
     ],
 )

@@ -67,7 +67,7 @@ class Archerfish:
     def load(self) -> None:
         from archerfish import ArrowEngine, EmbedConfig, HubConfig
 
-        config = EmbedConfig.make(**{**self.options.embed, "model": self.options.source})
+        config = EmbedConfig(**{**self.options.embed, "model": self.options.source})
         self.engine = ArrowEngine(config, hub=HubConfig(cache_dir=self.options.cache_dir))
 
     def encode(self, texts: list[str], batch_size: int) -> Vectors:

@@ -33,7 +33,7 @@ def run(arguments: Namespace, out: Output) -> int:
         ("directory", result.output_dir),
         ("parameters", f"{result.total_parameters:,}"),
         ("type", config.stored_dtype()),
-        ("size", f"{result.file_size_mb:.1f} MB ({result.compression_ratio:.2f} times smaller than the source)"),
+        ("size", f"{result.file_size_mb:.1f} MB, {1 / result.compression_ratio:.2f} of the source"),
         ("validated", "yes" if result.validation_passed else "no (switched off)"),
         ("time", seconds(result.conversion_time_sec)),
     ]

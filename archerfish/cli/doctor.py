@@ -13,6 +13,7 @@ from archerfish.cli import facts, fit
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, size
 from archerfish.config import HubConfig
+from archerfish.errors import ModelError
 from archerfish.kernels.machine import Cpu, cpu, fast_cpu_dtype
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
@@ -20,13 +21,14 @@ MIN_PYTHON = (3, 11)
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help="also say whether this model will fit")
+    told = "also say whether this model will fit, and check the files of a converted one"
+    parser.add_argument("model", nargs="?", default="", metavar="MODEL", help=told)
     add_options(parser, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
     hub = section(HubConfig, arguments)
-    report = examine(hub, arguments.model)
+    report = examine(hub, arguments.model, out)
     if out.as_json:
         out.result(report)
     else:
@@ -34,11 +36,11 @@ def run(arguments: Namespace, out: Output) -> int:
     return 0 if report["usable"] else 1
 
 
-def examine(hub: HubConfig, model: str = "") -> dict[str, Any]:
+def examine(hub: HubConfig, model: str = "", out: Output | None = None) -> dict[str, Any]:
     """Everything that doctor says, as the object that --json prints."""
     processor, ram, disk = cpu(), facts.memory(), hub.cache_path()
     packages = facts.packages()
-    problems = find_problems(packages, disk)
+    problems = [*find_problems(packages, disk), *find_damage(model, out)]
     has_torch = not any(package.name == "torch" and package.is_missing for package in packages)
     gpus = facts.gpus() if has_torch else []
     return {
@@ -67,6 +69,21 @@ def find_problems(packages: list[facts.Package], cache: Path) -> list[str]:
     if not facts.is_writable(cache):
         problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
     return problems
+
+
+def find_damage(model: str, out: Output | None) -> list[str]:
+    """What is wrong with a converted directory that is asked for: every byte of it is compared with its checksum."""
+    from archerfish.store.loader import WeightLoader
+    from archerfish.store.metadata import is_converted
+
+    if not model or not is_converted(Path(model)):
+        return []
+    try:
+        with (out or Output(as_json=True)).progress("Checking") as progress:
+            WeightLoader(model).verify(progress)
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
 def describe_cpu(processor: Cpu) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         if name in known:
             return known[name], words[length:]
     family = [name for name in known if name.startswith(f"{words[0]} ")]
+    if family and {"--help", "-h"} & set(words):
+        return known[family[0]], ["--help"]
     if family:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
         raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)

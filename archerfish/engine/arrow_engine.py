@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.machine import fast_cpu_dtype
-from archerfish.kernels.pool import compute_pool
+from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
@@ -72,7 +72,7 @@ class ArrowEngine:
         if isinstance(model_path, EmbedConfig):
             self.config = model_path.replace(**options)
         else:
-            self.config = EmbedConfig.make(
+            self.config = EmbedConfig(
                 model=str(model_path), device=device, max_batch_size=max_batch_size, use_fast_tokenizer=use_fast_tokenizer,
                 **options,
             )
@@ -99,12 +99,15 @@ class ArrowEngine:
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)
-        self._pool = compute_pool(self.core.device, self.config.num_threads)
         self._is_closed = False
         loader.check_tokenizer()
         self._tokenizer = Lazy(lambda: FastTokenizer(directory / "tokenizer", self._max_length))
         self._loader = loader
         self._packed = self._pool.submit(self._pack_and_release)
+
+    @property
+    def _pool(self) -> ComputePool:
+        return compute_pool(self.core.device, self.config.num_threads)  # asked for anew: a forked process has its own
 
     def _pack_and_release(self) -> None:
         """Pack what is multiplied with, then let the mapped originals go: weights are in memory once."""
@@ -142,7 +145,7 @@ class ArrowEngine:
 
     def encode(
         self,
-        texts: str | Sequence[EmbedInput],
+        texts: str | Iterable[EmbedInput],
         batch_size: int = 32,
         show_progress: bool = False,
         *,
@@ -151,9 +154,12 @@ class ArrowEngine:
     ) -> Vectors:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
-        A text may also be given as token ids. batch_size bounds a forward pass, in units of 32 tokens. normalize=None does
+        The list may be any iterable: an array, a series, a generator. A text may also be given as token ids, which are taken as
+        they are, special tokens included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None does
         as the model's own files say. prompt_name picks one of the model's prompts to put before every text.
         """
+        if not isinstance(texts, Sequence):
+            texts = list_of(texts)
         if isinstance(texts, str):
             one = self.encode([texts], batch_size, show_progress, normalize=normalize, prompt_name=prompt_name)
             return one.reshape(-1)
@@ -171,6 +177,10 @@ class ArrowEngine:
         if isinstance(texts, str):
             raise InvalidInputError("encode_batch takes a list of texts, not one string.", hint="Use encode() for one.")
         return self.encode(texts, self.config.max_batch_size, normalize=normalize)
+
+    def generate_batch(self, inputs: Sequence[EmbedInput]) -> list[Vectors]:
+        """What a BatchInferenceServer asks of a model: one vector per input."""
+        return list(self.encode_batch(inputs))
 
     def similarity(self, a: str | Sequence[EmbedInput], b: str | Sequence[EmbedInput]) -> Vectors:
         """Cosine of each text of a with each of b, (len(a), len(b)); a single string counts as a list of one."""
@@ -340,6 +350,14 @@ class ArrowEngine:
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
     """Whether an input is a text or a pair of texts, and not token ids."""
     return isinstance(item, str) or isinstance(item[0], str)
+
+
+def list_of(texts: Any) -> list[Any]:
+    """The items of an array, a series or a generator."""
+    if isinstance(texts, Iterable) and not isinstance(texts, Mapping | Set):
+        return list(texts)
+    hint = "Give a string or a list of strings."
+    raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.", hint=hint)
 
 
 def windows(inputs: list[Any]) -> Iterator[list[Any]]:

@@ -53,7 +53,7 @@ class ComputePool:
     def run(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run and wait: here, on all cores, if the pool is idle; else in the pool."""
         with self._lock:
-            is_alone = self._num_running == 0
+            is_alone = self._num_running == 0 and not _is_forked
             self._num_running += is_alone
         if not is_alone:
             return self.submit(work, *args, **kwargs).result()
@@ -73,5 +73,14 @@ def compute_pool(device: str, num_threads: int) -> ComputePool:
     return ComputePool(device, num_threads)
 
 
+_is_forked = False  # OpenMP does not survive a fork: there, passes run on single threads of the pool only
+
+
+def start_anew_in_child() -> None:
+    global _is_forked
+    _is_forked = True
+    compute_pool.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=compute_pool.cache_clear)
+    os.register_at_fork(after_in_child=start_anew_in_child)

@@ -219,7 +219,8 @@ def check_output(target: Path, *, overwrite: bool) -> None:
     if not (target / METADATA_NAME).is_file():
         raise InvalidOptionError(f"The output {target} holds other files.", hint="Choose an empty or a new directory.")
     if not overwrite:
-        raise InvalidOptionError(f"The output {target} already holds a model.", hint="Set overwrite to replace it.")
+        hint = "Choose another, or replace it with --overwrite (overwrite=True)."
+        raise InvalidOptionError(f"The output {target} already holds a model.", hint=hint)
 
 
 def check_hint(source: ModelSource, model_type: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -133,7 +131,6 @@ class WeightLoader:
         num_params = info.num_params
         if num_params == 0:
             return torch.empty(info.shape, dtype=dtype)
-        accept_read_only_memory()
         return torch.frombuffer(self._open_memory(), dtype=dtype, count=num_params, offset=spans.data.offset).view(info.shape)
 
     def load_weights(self) -> dict[str, torch.Tensor]:
@@ -227,13 +224,3 @@ def find_directory(path: Path) -> Path:
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}.")
     return path
-
-
-@functools.cache
-def accept_read_only_memory() -> None:
-    """Use up torch's once-per-process warning that memory given to it cannot be written to; here that is intended."""
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -45,7 +45,7 @@ def map_file(path: Path, record: FileRecord) -> mmap.mmap:
 def map_any(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing to a tensor copies its page
     except FileNotFoundError:
         raise CorruptFileError(f"{path} is missing.") from None
     except ValueError:

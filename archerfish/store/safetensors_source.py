@@ -38,7 +38,7 @@ def open_safetensors(path: Path) -> list[SourceTensor]:
     if end_of_last != data_bytes:
         raise CorruptFileError(f"{path} is cut off or altered: its header describes {end_of_last} bytes, it has {data_bytes}.")
     with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return [
         SourceTensor(info, functools.partial(load_tensor, memory, data_offset + begin, info)) for begin, _, info in placed
     ]
@@ -79,12 +79,10 @@ def read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, TensorInfo]
 def load_tensor(memory: mmap.mmap, offset: int, info: TensorInfo) -> torch.Tensor:
     import torch
 
-    from archerfish.store.loader import accept_read_only_memory
 
     dtype: torch.dtype = getattr(torch, info.dtype)
     if info.num_params == 0:
         return torch.empty(info.shape, dtype=dtype)
-    accept_read_only_memory()
     num_bytes = info.num_params * ITEM_BYTES[info.dtype]
     if offset % ITEM_BYTES[info.dtype]:
         return torch.frombuffer(bytearray(memory[offset : offset + num_bytes]), dtype=dtype).view(info.shape)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from archerfish import ModelConverter, WeightLoader
 from archerfish.cli import doctor, facts, fit
 from archerfish.cli.main import main
 from archerfish.config import HubConfig
@@ -137,3 +138,17 @@ def test_packages_come_from_our_own_metadata() -> None:
 
 def test_a_missing_model_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "/no/such/model"]) == 3
+
+
+def test_damage_in_a_converted_directory_is_found(tmp_path: Path) -> None:
+    """A flipped byte of tensor data is not looked for when a model is opened; doctor reads every byte."""
+    from tests.store.models import flip_byte, some_weights, write_model
+
+    target = tmp_path / "converted"
+    ModelConverter().convert(write_model(tmp_path / "source", some_weights()), target)
+    assert doctor.find_damage(str(target), None) == []
+    loader = WeightLoader(target)
+    offset = next(iter(loader._rows.values()))[1].data.offset
+    flip_byte(target / "weights.arrow", offset)
+    [problem] = doctor.find_damage(str(target), None)
+    assert "weights.arrow" in problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from archerfish import ArrowEngine, EmbedConfig, HubConfig, ModelConverter
+from archerfish import ArrowEngine, BatchInferenceServer, EmbedConfig, HubConfig, ModelConverter
 from archerfish.engine.packing import TokenizedText, pack, plan_batches
 from archerfish.errors import (
     ArcherfishError,
@@ -161,6 +162,7 @@ def test_progress_is_drawn_on_standard_error(minilm: ArrowEngine, capfd: pytest.
         ([b"bytes"], "Text 0 must be a string, not bytes"),
         (["ok", []], "Text 1 must be a string, not list"),
         (7, "Expected a list of texts, not int"),
+        ({"a": 1}, "Expected a list of texts, not dict"),
         (b"bytes", "Expected a list of texts, not bytes"),
     ],
 )
@@ -276,6 +278,43 @@ def test_weights_are_in_memory_once(minilm_source: Path) -> None:
     num_mappings, share = out.stdout.split()
     assert int(num_mappings) == 1
     assert float(share) < 0.1
+
+
+def test_any_iterable_of_texts(minilm: ArrowEngine) -> None:
+    expected = minilm.encode(["the cat", "the dog"])
+    for texts in (("the cat", "the dog"), np.array(["the cat", "the dog"]), (t for t in ["the cat", "the dog"])):
+        np.testing.assert_allclose(minilm.encode(texts), expected, atol=1e-2)
+
+
+def test_an_engine_stands_behind_a_batch_server(minilm: ArrowEngine) -> None:
+    async def ask() -> list[Any]:
+        async with BatchInferenceServer(minilm) as server:
+            return [*await asyncio.gather(server.predict("the cat"), server.predict("the dog"))]
+
+    vectors = asyncio.run(ask())
+    assert [v.shape for v in vectors] == [(384,), (384,)]
+
+
+FORKED = """
+import os, signal
+from archerfish import ArrowEngine
+engine = ArrowEngine("all-minilm-l6-v2")
+texts = [f"text {i}" for i in range(300)]
+before = engine.encode(texts)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    after = engine.encode(texts)
+    one = engine.encode("text 7")
+    os._exit(0 if (after * before).sum(1).min() > 0.999 and (one * before[7]).sum() > 0.999 else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_can_encode(minilm_source: Path) -> None:
+    """OpenMP and the parent's threads do not survive a fork; red if the child waits for either."""
+    out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "0", out.stderr
 
 
 def test_a_damaged_tokenizer_is_found_when_the_model_is_opened(tiny_model: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def with_client(
     """Run a test against a fresh app."""
 
     async def main() -> None:
-        app = create_app(engine or FakeEngine(), ServeConfig.make(**options), reranker, registry, aliases=aliases)
+        app = create_app(engine or FakeEngine(), ServeConfig(**options), reranker, registry, aliases=aliases)
         async with asyncio.timeout(LIMIT_S), client_of(app) as client:
             await test(client)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -207,3 +207,15 @@ def test_ensure_converted(source: Path, converted: Path, hub: HubConfig) -> None
     expected = some_weights(seed=1)["scale"].bfloat16()
     assert torch.equal(WeightLoader(again).get_layer("scale"), expected)
     assert json.loads((again / "metadata.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_writing_to_a_tensor_stays_in_this_process(converted: Path) -> None:
+    """The mapping is copy-on-write: red if writing kills the process or reaches the file."""
+    before = (converted / "weights.arrow").read_bytes()
+    loader = WeightLoader(converted)
+    tensor = loader.get_layer(MATRIX)
+    expected = tensor.clone() + 1
+    tensor.add_(1)
+    assert torch.equal(tensor, expected)
+    assert (converted / "weights.arrow").read_bytes() == before
+    assert not torch.equal(WeightLoader(converted).get_layer(MATRIX), expected)
