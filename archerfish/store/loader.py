@@ -191,7 +191,7 @@ class WeightLoader:
         return [span for span in (spans.data, spans.scales, spans.zero_points) if span is not None]
 
     def _view(self, span: Span) -> memoryview:
-        return memoryview(self._open_memory())[span.offset : span.offset + span.num_bytes]
+        return memoryview(self._open_memory())[span.offset : span.offset + span.num_bytes].toreadonly()
 
     def _open_memory(self) -> mmap.mmap:
         if self._memory is None:
