@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
@@ -26,7 +27,7 @@ class Sample:
     buckets: tuple[tuple[float, int], ...] = ()
 
 
-class Metric:
+class Metric(ABC):
     """What the three kinds of metric share: a name, label names, and a lock."""
 
     kind: ClassVar[Kind]
@@ -47,9 +48,9 @@ class Metric:
             raise ValueError(f"The metric {self.name} has no label {unknown[0]!r}.")
         return key
 
+    @abstractmethod
     def samples(self) -> list[Sample]:
         """A consistent copy of the current state."""
-        raise NotImplementedError
 
 
 class _Number(Metric):

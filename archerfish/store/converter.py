@@ -12,7 +12,6 @@ from typing import Any
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError, ValidationError, did_you_mean
-from archerfish.store.converted import ensure_converted
 from archerfish.store.files import HashingFile, check_free_space, new_directory, sha256_of, write_errors, write_file
 from archerfish.store.format import (
     ARROW_NAME,
@@ -30,11 +29,12 @@ from archerfish.store.format import (
 )
 from archerfish.store.mapping import finish_arrow, needs_large
 from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata
-from archerfish.store.sources import ModelSource, SourceTensor, open_source
+from archerfish.store.source import ModelSource, SourceTensor
+from archerfish.store.sources import open_source
 from archerfish.store.validate import cast, compare, stored_dtype_of
 from archerfish.types import Progress, no_progress
 
-__all__ = ["ConversionResult", "ModelConverter", "ensure_converted"]
+__all__ = ["ConversionResult", "ModelConverter"]
 
 MODEL_TYPES = ("auto", "sentence-transformers", "transformers", "cross-encoder", "gguf", "safetensors", "torch")
 SPARE_BYTES = 16 * 2**20

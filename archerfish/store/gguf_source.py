@@ -20,7 +20,7 @@ from archerfish.store.gguf_names import (
 )
 from archerfish.store.gguf_tokenizer import make_tokenizer_files
 from archerfish.store.quants import LAYOUTS, QuantizedTensor, dequantize, split_blocks
-from archerfish.store.sources import ModelSource, SourceTensor, source_info
+from archerfish.store.source import ModelSource, SourceTensor, source_info
 
 if TYPE_CHECKING:
     import numpy as np

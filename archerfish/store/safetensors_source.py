@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError
 from archerfish.store.format import ITEM_BYTES, TensorInfo
-from archerfish.store.sources import SourceTensor, source_info
+from archerfish.store.source import SourceTensor, source_info
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import ITEM_BYTES, TensorInfo, make_info
 from archerfish.store.metadata import is_converted
 from archerfish.store.sidecars import (
     add_cross_encoder_settings,
@@ -22,12 +20,8 @@ from archerfish.store.sidecars import (
     read_json,
     transformer_directory,
 )
+from archerfish.store.source import ModelSource, SourceTensor
 from archerfish.store.tokenizer_files import write_tokenizer_files
-
-if TYPE_CHECKING:
-    import torch
-
-    from archerfish.store.quants import QuantizedTensor
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -38,39 +32,6 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "*.pth", "*.pt", "*.bin")
 NOT_WEIGHT_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 # Constants that old versions of transformers saved beside the weights; every model rebuilds them.
 BUFFERS = re.compile(r"(^|\.)(position_ids|embeddings\.token_type_ids|rotary_emb\.inv_freq|attn\.masked_bias)$")
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of a source. `load` reads it in the source's precision, dequantised if need be."""
-
-    info: TensorInfo
-    load: Callable[[], torch.Tensor]
-    load_quantized: Callable[[], QuantizedTensor] | None = None
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """An opened source."""
-
-    kind: str  # safetensors, torch or gguf
-    path: Path
-    files: tuple[Path, ...]
-    config: dict[str, Any]
-    tensors: tuple[SourceTensor, ...]
-    write_tokenizer: Callable[[Path], None]
-    embedding: dict[str, Any] | None = None
-    generation_config: dict[str, Any] | None = None
-    skipped: tuple[str, ...] = field(default=())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
-
-    def describe(self) -> dict[str, Any]:
-        """What metadata.json says about the source."""
-        files = [{"name": path.name, "bytes": path.stat().st_size} for path in self.files]
-        return {"kind": self.kind, "name": self.path.name, "files": files, "skipped_buffers": list(self.skipped)}
 
 
 def open_source(path: Path) -> ModelSource:
@@ -175,10 +136,3 @@ def without_buffers(tensors: Iterable[SourceTensor]) -> tuple[tuple[SourceTensor
     if not kept:
         raise CorruptFileError("The source has no tensors.")
     return kept, skipped
-
-
-def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
-    """A TensorInfo of a source; a type that cannot be stored is refused."""
-    if dtype not in ITEM_BYTES:
-        raise UnsupportedModelError(f"{path}: the tensor {name!r} has the type {dtype}, which is not supported.")
-    return make_info(str(path), name, dtype, shape)
