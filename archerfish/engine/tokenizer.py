@@ -69,10 +69,6 @@ class FastTokenizer:
                 return int(found)
         return 0
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self._base.get_vocab_size())
-
     def _cutting_at(self, max_length: int) -> Any:
         """Truncation is state inside a Rust tokenizer, so each length has its own copy: threads may differ in theirs."""
         found = self._by_length.get(max_length)

@@ -129,7 +129,3 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def normalize(self, x: T) -> T:
         """Rows scaled to length 1."""
-
-    @abstractmethod
-    def sigmoid(self, x: T) -> T:
-        """Elementwise logistic function."""

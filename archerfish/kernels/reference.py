@@ -91,9 +91,6 @@ class TorchOps(Ops[Tensor]):
     def normalize(self, x: Tensor) -> Tensor:
         return F.normalize(x.float(), dim=-1)
 
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x.float())
-
 
 def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
     """Biases stacked like their weights; a missing one counts as zeros unless all are missing."""

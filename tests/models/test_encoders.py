@@ -154,3 +154,14 @@ def test_unknown_pooling_is_refused() -> None:
     model, config = make("bert", "Model")
     with pytest.raises(UnsupportedModelError, match="median"):
         InferenceCore(model.state_dict(), config, pooling="median")
+
+
+def test_an_architecture_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    from archerfish.models import encoder
+    from archerfish.models.bert import BertEncoder
+
+    monkeypatch.setattr(encoder, "_ENCODERS", dict(encoder._ENCODERS))
+    encoder.register_encoder("mine", BertEncoder)
+    model, config = make("bert", "Model")
+    core = InferenceCore(model.state_dict(), {**config, "model_type": "mine"}, dtype="float32")
+    assert core.run(batch_of(config["vocab_size"])).shape == (len(LENGTHS), 48)
