@@ -59,11 +59,11 @@ class EncoderBlock(Generic[T]):
         self.output_norm = LayerNorm(weights, names.output_norm, width, shape.eps)
 
     def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:
-        qkv = self.ops.linear(x, self.qkv)
-        mixed = self.ops.attention(qkv, segments, self.shape.num_heads, bias=bias)
-        x = self.attention_norm(self.ops.linear(mixed, self.attention_out, residual=x))
-        hidden = self.ops.linear(x, self.up, activation=self.shape.activation)
-        return self.output_norm(self.ops.linear(hidden, self.down, residual=x))
+        ops, shape = self.ops, self.shape  # nested calls: what has been used is freed before the next product asks for memory
+        mixed = ops.attention(ops.linear(x, self.qkv), segments, shape.num_heads, bias=bias)
+        x = self.attention_norm(ops.linear(mixed, self.attention_out, residual=x))
+        del mixed
+        return self.output_norm(ops.linear(ops.linear(x, self.up, activation=shape.activation), self.down, residual=x))
 
 
 class ClassifierHead(Generic[T]):
