@@ -127,6 +127,57 @@ class EmbedConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineConfig(Options):
+    """LLMEngine: text generation."""
+
+    section: ClassVar[str] = "engine"
+
+    model: str = option("smollm2-135m-instruct", "Built-in name, directory, file, or Hugging Face id of the model.")
+    device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
+    dtype: str = option("auto", "Type to compute in and to keep KV in; auto: what this machine does fast.", choices=DTYPES)
+    load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
+    max_model_len: int = option(0, "Longest sequence, prompt and output; 0: as the model's own files say.", minimum=0)
+    max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
+    max_batch_size: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
+    max_concurrent_requests: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
+    max_num_batched_tokens: int = option(
+        0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 8192 on a GPU.", minimum=0
+    )
+    max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
+    block_size: int = option(16, "Tokens in a block of KV memory, the unit of allocation.", minimum=1, maximum=256)
+    max_cache_tokens: int = option(0, "Tokens that the KV pool holds; 0: as many as the memory budget allows.", minimum=0)
+    memory_budget_gib: float = option(
+        0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free, at most 4.", minimum=0
+    )
+    tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is there so far.", minimum=1, maximum=1)
+    gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
+    enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
+    eviction_policy: str = option("lru", "Which cached blocks go first; a registered name: lru, lfu, fifo or one's own.")
+    logits_cache_mib: int = option(64, "Memory for logits of whole prompts, which spare an exact repeat its pass.", minimum=0)
+    logits_cache_ttl_s: float = option(600.0, "Age at which such logits expire.", minimum=0)
+    scheduling_policy: str = option(
+        "fcfs", "Who runs next; a registered name: fcfs, priority, longest-prefix-first, deadline, fair-share or one's own."
+    )
+    pipeline_depth: int = option(1, "Steps planned before the step before them is done: 0 or 1.", minimum=0, maximum=1)
+    schedule_interval_ms: float = option(
+        1.0, "How long an idle loop may wait before it looks again; a request wakes it at once.", minimum=0.01, maximum=10_000
+    )
+    deterministic: bool = option(False, "Make a request's logits bit-equal whatever runs beside it; slower.")
+    num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
+    seed: int = option(0, "From this the seeds of requests that give none are drawn; 0: a new one at each start.", minimum=0)
+    max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {name: getattr(self, name) for name in ("max_batch_size", "max_concurrent_requests") if getattr(self, name)}
+        if len(set(given.values())) > 1:
+            raise InvalidOptionError(f"[engine] has two values for one option: {given}.", hint="Give max_num_seqs alone.")
+        for name, value in given.items():
+            object.__setattr__(self, "max_num_seqs", value)
+            object.__setattr__(self, name, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig(Options):
     """The HTTP service."""
 
@@ -143,7 +194,7 @@ class ServeConfig(Options):
     log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
 
 
-SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, ServeConfig)
+SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig)
 T = TypeVar("T", bound=Options)
 
 

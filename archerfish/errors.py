@@ -6,6 +6,7 @@
     │   │   └── InputTooLargeError   over a stated limit
     │   ├── InvalidOptionError       an option with a value that it does not take
     │   │   └── UnknownOptionError   an option that does not exist
+    │   ├── StaleHandleError         a cache handle whose node has been cleared or evicted
     │   └── NotFoundError            something named does not exist
     │       ├── ModelNotFoundError
     │       └── UnknownLayerError
@@ -16,11 +17,13 @@
     │   └── ValidationError          a conversion does not match its source
     ├── MachineError                 disk, memory or device
     │   ├── WriteError               a file could not be written
+    │   ├── OutOfBlocksError         more blocks of KV memory are wanted than are free
     │   └── DeviceError              a device is missing or cannot do what was asked
-    └── ServiceError                 try again later, or elsewhere
-        ├── UnreachableError         a package index or hub could not be reached
-        ├── OverloadedError          a queue is full
-        └── StoppedError             the engine or server has been stopped
+    ├── ServiceError                 try again later, or elsewhere
+    │   ├── UnreachableError         a package index or hub could not be reached
+    │   ├── OverloadedError          a queue is full
+    │   └── StoppedError             the engine or server has been stopped
+    └── InvariantError               our own books do not balance
 
 Each class carries the HTTP status and the code that a server answers with, the exit code of the command line, and `hint`:
 what the caller can do about it.
@@ -71,6 +74,11 @@ class UnknownOptionError(InvalidOptionError):
     code = "unknown_option"
 
 
+class StaleHandleError(CallerError):
+    status, code = 409, "stale_handle"
+    default_hint = "Match the prefix again."
+
+
 class NotFoundError(CallerError):
     status, code, exit_code = 404, "not_found", 3
 
@@ -118,6 +126,11 @@ class WriteError(MachineError):
     default_hint = "Choose a directory that can be written to and has room."
 
 
+class OutOfBlocksError(MachineError):
+    status, code = 503, "out_of_blocks"
+    default_hint = "Evict or preempt first; a larger max_cache_tokens or gpu_memory_utilization gives more blocks."
+
+
 class DeviceError(MachineError):
     code = "device_error"
     default_hint = "`archerfish doctor` shows what this machine has."
@@ -140,6 +153,10 @@ class OverloadedError(ServiceError):
 class StoppedError(ServiceError):
     code = "stopped"
     default_hint = ""
+
+
+class InvariantError(ArcherfishError):
+    code = "invariant_broken"
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:

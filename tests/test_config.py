@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from archerfish import config
-from archerfish.config import ConversionConfig, EmbedConfig, HubConfig, Options, ServeConfig
+from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, Options, ServeConfig
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 
 Section = type[Options]
 
 
-def sample(value: Any, choices: tuple[str, ...] | None) -> Any:
-    """Another valid value than the default."""
-    if choices:
-        return next(choice for choice in choices if choice != value)
-    return {bool: not value, int: 7, float: 7.5, str: "other"}[type(value)]
+OTHER_NAMES = {"max_batch_size": "max_num_seqs", "max_concurrent_requests": "max_num_seqs"}  # in [engine]
+
+
+def sample(value: Any, metadata: Mapping[str, Any]) -> Any:
+    """A valid value, another than the default where there is one."""
+    if metadata["choices"]:
+        return next(choice for choice in metadata["choices"] if choice != value)
+    low, high = metadata["minimum"], metadata["maximum"]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        wanted = type(value)(7)
+        return wanted if (low is None or wanted >= low) and (high is None or wanted <= high) else low if low != value else high
+    return "other"
 
 
 def every_option() -> list[tuple[Section, str]]:
@@ -30,14 +40,21 @@ def test_each_option_is_keyword_environment_variable_and_toml_key(
     cls: Section, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spec = cls.__dataclass_fields__[name]
-    value = 4096 if name == "max_body_bytes" else sample(spec.default, spec.metadata["choices"])
-    assert getattr(config.resolve(cls, {name: value}), name) == value
+    value = sample(spec.default, spec.metadata)
+    stands_for = OTHER_NAMES.get(name, name) if cls is EngineConfig else name
+    assert getattr(config.resolve(cls, {name: value}), stands_for) == value
     file = tmp_path / "archerfish.toml"
     text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
     file.write_text(f"[{cls.section}]\n{name} = {text}\n", encoding="utf-8")
-    assert getattr(config.resolve(cls, config_file=file), name) == value
+    assert getattr(config.resolve(cls, config_file=file), stands_for) == value
     monkeypatch.setenv(config.env_name(cls, name), str(value))
-    assert getattr(config.resolve(cls), name) == value
+    assert getattr(config.resolve(cls), stands_for) == value
+
+
+def test_two_values_for_one_option_are_refused() -> None:
+    assert EngineConfig(max_batch_size=8).replace(max_num_seqs=4).max_num_seqs == 4
+    with pytest.raises(InvalidOptionError, match="two values"):
+        EngineConfig(max_batch_size=8, max_concurrent_requests=9)
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

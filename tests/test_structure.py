@@ -15,7 +15,7 @@ import archerfish
 ROOT = Path(archerfish.__file__).parent
 # From the bottom up; packages of one row do not import each other.
 LAYERS = [
-    {"errors", "config", "types", "background"},
+    {"errors", "config", "types", "background", "params", "sequence"},
     {"observe"},
     {"kernels"},
     {"layers"},
@@ -28,7 +28,9 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.
-EXTRA_RULES: dict[str, set[str]] = {"config": {"errors"}, "background": set(), "observe": {"types"}}
+EXTRA_RULES: dict[str, set[str]] = {
+    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors"}, "sequence": {"params"},
+}
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client"}
 
 

@@ -14,7 +14,7 @@ from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, size
 from archerfish.config import HubConfig
 from archerfish.errors import ModelError
-from archerfish.kernels.machine import Cpu, cpu, fast_cpu_dtype
+from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 MIN_PYTHON = (3, 11)
@@ -38,7 +38,7 @@ def run(arguments: Namespace, out: Output) -> int:
 
 def examine(hub: HubConfig, model: str = "", out: Output | None = None) -> dict[str, Any]:
     """Everything that doctor says, as the object that --json prints."""
-    processor, ram, disk = cpu(), facts.memory(), hub.cache_path()
+    processor, ram, disk = cpu(), memory(), hub.cache_path()
     packages = facts.packages()
     problems = [*find_problems(packages, disk), *find_damage(model, out)]
     has_torch = not any(package.name == "torch" and package.is_missing for package in packages)
@@ -113,7 +113,7 @@ def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
     }
 
 
-def judge_models(hub: HubConfig, model: str, ram: facts.Memory, gpus: list[facts.Gpu]) -> list[dict[str, Any]]:
+def judge_models(hub: HubConfig, model: str, ram: Memory, gpus: list[facts.Gpu]) -> list[dict[str, Any]]:
     """The built-in models and the one that is asked for, against the memory that is there."""
     from archerfish.store.names import BUILTIN_MODELS
 
@@ -123,7 +123,7 @@ def judge_models(hub: HubConfig, model: str, ram: facts.Memory, gpus: list[facts
     return [judge_model(found, ram, gpus) for found in sizes]
 
 
-def judge_model(found: fit.ModelSize, ram: facts.Memory, gpus: list[facts.Gpu]) -> dict[str, Any]:
+def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[facts.Gpu]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": found.name,
         "num_parameters": found.num_parameters,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,65 @@ def num_usable_cores() -> int:
 def fast_cpu_dtype() -> str:
     """The type in which this CPU multiplies fastest without losing more than embeddings can bear."""
     return "bfloat16" if cpu().has_fast_bfloat16 else "float32"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in bytes as this process may use it: of the machine, or of its cgroup where that is less."""
+
+    total_bytes: int
+    available_bytes: int
+    limited_by: str = ""  # what limits it, if not the machine itself
+
+
+def memory(proc: Path = Path("/proc"), cgroup: Path = CGROUP_ROOT) -> Memory:
+    """Total and available memory, the limits of the cgroup and of all its parents honoured."""
+    found = of_machine(proc)
+    for directory in cgroup_directories(proc, cgroup):
+        limit, used = cgroup_usage(directory)
+        if limit is not None and limit < min(found.total_bytes, NO_LIMIT_BYTES):
+            found = Memory(limit, min(found.available_bytes, max(0, limit - used)), "cgroup")
+    return found
+
+
+def of_machine(proc: Path) -> Memory:
+    info = proc / "meminfo"
+    if info.is_file():
+        values: dict[str, str] = dict(re.findall(r"^(\w+):\s+(\d+) kB$", info.read_text(encoding="ascii"), re.MULTILINE))
+        total = int(values.get("MemTotal", 0)) * 1024
+        return Memory(total, int(values.get("MemAvailable", "0")) * 1024)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Memory(total, total)
+
+
+def cgroup_directories(proc: Path, root: Path) -> list[Path]:
+    """The directories of this process's memory cgroup, innermost first, for version 2 and for version 1."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = []
+    for line in lines or ["0::/"]:
+        _, controllers, place = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        inner = base / place.strip("/")
+        found += [path for path in (inner, *inner.parents) if path == base or base in path.parents]
+    return found
+
+
+def cgroup_usage(directory: Path) -> tuple[int | None, int]:
+    """The limit (None: none) and what is in use, less the file pages that the kernel can drop."""
+    for limit_name, used_name, stat_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (directory / limit_name).read_text(encoding="ascii").strip()
+            used = int((directory / used_name).read_text(encoding="ascii"))
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):
+            continue
+        return (None if limit == "max" else int(limit)), used - int(stat.get(stat_key, 0))
+    return None, 0

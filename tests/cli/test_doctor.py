@@ -13,6 +13,7 @@ from archerfish import ModelConverter, WeightLoader
 from archerfish.cli import doctor, facts, fit
 from archerfish.cli.main import main
 from archerfish.config import HubConfig
+from archerfish.kernels.machine import Memory, memory
 
 GB = 10**9
 
@@ -35,7 +36,7 @@ def model(tmp_path: Path) -> Path:
 
 def judge(model: Path, available: int, total: int, gpus: list[facts.Gpu]) -> dict[str, Any]:
     found = fit.measure(str(model), HubConfig())
-    return doctor.judge_model(found, facts.Memory(total, available), gpus)
+    return doctor.judge_model(found, Memory(total, available), gpus)
 
 
 def test_sizes_come_from_headers_alone(model: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
     assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
     elsewhere = fit.measure("some-org/some-model-that-nobody-has", hub)
     assert elsewhere.num_parameters == 0 and "archerfish pull" in elsewhere.remark
-    assert doctor.judge_model(elsewhere, facts.Memory(GB, GB), [])["cpu"] == "unknown"
+    assert doctor.judge_model(elsewhere, Memory(GB, GB), [])["cpu"] == "unknown"
 
 
 def test_a_damaged_builtin_does_not_stop_the_report(model: Path) -> None:
@@ -76,14 +77,14 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
     (proc / "self" / "cgroup").write_text("0::/box/inner\n")
-    assert facts.memory(proc, cgroup) == facts.Memory(16_000_000 * 1024, 8_000_000 * 1024)
+    assert memory(proc, cgroup) == Memory(16_000_000 * 1024, 8_000_000 * 1024)
     inner = cgroup / "box" / "inner"
     inner.mkdir(parents=True)
     for directory, limit in ((inner, "max"), (inner.parent, str(4 * GB))):
         (directory / "memory.max").write_text(limit)
         (directory / "memory.current").write_text(str(3 * GB))
         (directory / "memory.stat").write_text(f"anon 5\ninactive_file {GB}\n")
-    assert facts.memory(proc, cgroup) == facts.Memory(4 * GB, 2 * GB, "cgroup")
+    assert memory(proc, cgroup) == Memory(4 * GB, 2 * GB, "cgroup")
 
 
 def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(str(2 * GB))
     (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(str(GB))
     (cgroup / "memory" / "box" / "memory.stat").write_text("total_inactive_file 0\n")
-    assert facts.memory(proc, cgroup) == facts.Memory(2 * GB, GB, "cgroup")
+    assert memory(proc, cgroup) == Memory(2 * GB, GB, "cgroup")
 
 
 @pytest.fixture

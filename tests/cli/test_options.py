@@ -13,7 +13,7 @@ import pytest
 from archerfish.cli import reference
 from archerfish.cli.main import COMMANDS, main, make_parser
 from archerfish.cli.options import Parser, add_common, add_options, flag_name, section
-from archerfish.config import SECTIONS, ConversionConfig, EmbedConfig, HubConfig, Options, ServeConfig, env_name
+from archerfish.config import SECTIONS, ConversionConfig, EmbedConfig, EngineConfig, HubConfig, Options, ServeConfig, env_name
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 
 ALL = [(cls, spec) for cls in SECTIONS for spec in dataclasses.fields(cls)]
@@ -29,6 +29,9 @@ def other_value(spec: dataclasses.Field[Any]) -> Any:
         return next(choice for choice in spec.metadata["choices"] if choice != default)
     if isinstance(default, str):
         return "something"
+    maximum = spec.metadata["maximum"]
+    if maximum is not None and default + 1 > maximum:
+        return spec.metadata["minimum"] if spec.metadata["minimum"] is not None else default
     return type(default)(default + 1 if default < 65535 else default - 1)
 
 
@@ -44,20 +47,21 @@ def test_every_option_is_a_flag_a_variable_and_a_key(
     cls: type[Options], spec: dataclasses.Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = other_value(spec)
+    name = "max_num_seqs" if spec.name in ("max_batch_size", "max_concurrent_requests") and cls is EngineConfig else spec.name
     flag = "--" + spec.name.replace("_", "-")
     if isinstance(wanted, bool):
         given = [flag if wanted else flag.replace("--", "--no-", 1)]
     else:
         given = [flag, str(wanted)]
-    assert getattr(section(cls, parser_for(cls).parse(given)), spec.name) == wanted
+    assert getattr(section(cls, parser_for(cls).parse(given)), name) == wanted
 
     text = str(wanted).lower() if isinstance(wanted, bool) else f'"{wanted}"' if isinstance(wanted, str) else wanted
     file = tmp_path / "options.toml"
     file.write_text(f"[{cls.section}]\n{spec.name} = {text}\n")
-    assert getattr(section(cls, parser_for(cls).parse(["--config", str(file)])), spec.name) == wanted
+    assert getattr(section(cls, parser_for(cls).parse(["--config", str(file)])), name) == wanted
 
     monkeypatch.setenv(env_name(cls, spec.name), str(wanted))
-    assert getattr(section(cls, parser_for(cls).parse([])), spec.name) == wanted
+    assert getattr(section(cls, parser_for(cls).parse([])), name) == wanted
 
 
 def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

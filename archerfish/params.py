@@ -1,0 +1,133 @@
+"""How one request wants its tokens chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
+
+MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
+MAX_LOGPROBS, MAX_N = 64, 128
+MAX_BIASES = 1024
+MAX_SEED = 2**64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling options of a request, checked when made. Penalties and filters apply in the order of the fields below."""
+
+    n: int = 1  # sequences per prompt, each with draws of its own
+    max_tokens: int | None = 16  # None: as many as the model's length and the memory allow
+    min_tokens: int = 0  # neither an end token nor a stop counts before this many
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    repetition_penalty: float = 1.0  # logits of tokens of prompt and output: divided if positive, else multiplied
+    presence_penalty: float = 0.0  # subtracted once from tokens of the output
+    frequency_penalty: float = 0.0  # subtracted for every time that a token stands in the output
+    temperature: float = 1.0  # 0: the most likely token
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    seed: int | None = None  # None: drawn when the request arrives
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # of each output token, with this many of the likeliest beside it
+    prompt_logprobs: int | None = None
+
+    def __new__(cls, **values: Any) -> Self:
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UnknownOptionError(f"Unknown sampling parameter: {name!r}.", hint=did_you_mean(name, known))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else items_of("stop", self.stop, "a string or a list of strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", items_of("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be true or false, not {getattr(self, name)!r}.")
+        self._check_numbers()
+        self._check_stops(stop)
+        self._check_bias()
+
+    def _check_numbers(self) -> None:
+        whole = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
+        optional = {"max_tokens": (1, None), "seed": (0, MAX_SEED - 1), "logprobs": (0, MAX_LOGPROBS),
+                    "prompt_logprobs": (0, MAX_LOGPROBS)}
+        for name, (low, high) in {**whole, **optional}.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if type(value) is not int or value < low or (high is not None and value > high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise InvalidInputError(f"{name} must be a whole number {bounds}, not {value!r}.")
+        floats = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
+                  "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0)}
+        for name, (lowest, highest) in floats.items():
+            value = getattr(self, name)
+            if not is_number(value) or not lowest <= value <= highest:
+                raise InvalidInputError(f"{name} must be a number from {lowest:g} to {highest:g}, not {value!r}.")
+        if self.top_p == 0.0:
+            raise InvalidInputError("top_p must be above 0.", hint="Use temperature=0 for the most likely token.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).")
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidInputError("n is above 1 at temperature 0: all sequences would be equal.", hint="Raise temperature.")
+
+    def _check_stops(self, stop: tuple[str, ...]) -> None:
+        if len(stop) > MAX_STOP_STRINGS:
+            raise InvalidInputError(f"stop has {len(stop):,} strings; the limit is {MAX_STOP_STRINGS}.")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidInputError(f"stop must hold strings that are not empty, not {text!r}.")
+            if len(text.encode(errors="replace")) > MAX_STOP_BYTES:
+                raise InvalidInputError(f"A stop string has more than {MAX_STOP_BYTES} bytes.")
+        if len(self.stop_token_ids) > MAX_STOP_STRINGS:
+            raise InvalidInputError(f"stop_token_ids has {len(self.stop_token_ids):,} ids; the limit is {MAX_STOP_STRINGS}.")
+        if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
+            raise InvalidInputError("stop_token_ids must be whole numbers of at least 0.")
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidInputError(f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}.")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise InvalidInputError(f"logit_bias has {len(self.logit_bias):,} tokens; the limit is {MAX_BIASES:,}.")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for token_id, bias in self.logit_bias.items():
+            if type(token_id) is not int or token_id < 0:
+                raise InvalidInputError(f"logit_bias must map token ids to numbers; {token_id!r} is no token id.")
+            if not is_number(bias) or not -100 <= bias <= 100:
+                raise InvalidInputError(f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}.")
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)  # an int may be too long to be made a float
+
+
+def items_of(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    """A list as a tuple; None, as JSON writes it, is an empty one."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidInputError(f"{name} must be {what}, not {type(values).__name__}.")
+    return tuple(values)

@@ -1,0 +1,148 @@
+"""What passes between the scheduler and the runner: sequences, plans, results. Ids and counts, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+from archerfish.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+class Namespace(NamedTuple):
+    """What separates cached contexts: equal tokens in two namespaces share nothing."""
+
+    tenant: str = ""
+    adapter: str = ""  # anything else that changes the KV, such as a LoRA adapter
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a caller sends, after tokenising."""
+
+    request_id: str
+    prompt_token_ids: SequenceOf[int]
+    params: SamplingParams
+    max_tokens: int  # params.max_tokens, or what model and memory leave room for
+    stop_token_ids: frozenset[int] = frozenset()  # end tokens of the caller, and of the model unless they are ignored
+    namespace: Namespace = field(default_factory=Namespace)
+    priority: int = 0  # higher runs first
+    deadline: float | None = None  # on the scheduler's clock
+    arrival: float = 0.0  # set by the scheduler
+    seed: int = 0
+    needs_host_token: bool = False  # the next token must be known on the host before the following step (grammars)
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
+
+    __slots__ = (
+        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "node", "num_cached", "num_computed",
+        "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "request", "row", "status", "times",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int = 0) -> None:
+        self.request = request
+        self.index = index  # which of the request's n
+        self.tokens: list[int] = list(request.prompt_token_ids)  # prompt and output, as far as the host knows it
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
+        self.num_pending = 0  # tokens sampled by steps in flight
+        self.num_in_flight = 0  # steps in flight that read or write its blocks
+        self.num_emitted = 0  # output tokens that deltas have told of
+        self.num_cached = 0  # prompt tokens that the cache gave at first admission
+        self.num_preemptions = 0
+        self.blocks: list[int] = []  # physical block of each logical one
+        self.row = -1  # its place in the runner's buffers while running
+        self.node: Any = None  # the cache node that it locks
+        self.hit: Any = None  # the HitRecord of its first admission
+        self.cached_logits: Any = None  # logits of its last token, out of the LogitsCache
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.times = SequenceTimes()
+
+    @property
+    def num_known(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.tokens) + self.num_pending - self.num_prompt
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.request_id, self.index
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Moments on the scheduler's clock; 0: not yet."""
+
+    arrived: float = 0.0
+    admitted: float = 0.0  # first time
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step computes: for sequence i the tokens starts[i] to starts[i] + counts[i].
+
+    Sequences with one new token stand first (num_decodes of them), then longer ones, then those with none, whose logits come
+    out of the LogitsCache. Where the last token is still in flight, the runner fills it in from the step before.
+    """
+
+    step: int
+    sequences: list[Sequence]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]  # whether the step gives the sequence a token
+    keeps_logits: list[int]  # indices of sequences whose logits are to be handed back for the LogitsCache
+    copies: list[tuple[int, int]]  # blocks to copy (from, to) before anything else
+    num_decodes: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, its rank from 1, and the likeliest tokens, likeliest first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner hands back for a plan; entries of sequences that were not sampled mean nothing."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the plan
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens starts[i]+1 .. in order
+    logits: dict[int, Any] = field(default_factory=dict)  # for keeps_logits: opaque rows
+    errors: dict[int, BaseException] = field(default_factory=dict)  # sequences that failed alone
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a step adds to a sequence. Exactly one delta of every accepted sequence has a finish_reason."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
