@@ -1,0 +1,98 @@
+"""Do the books of the cache balance? Everything is counted afresh, so this is for tests and idle moments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.eviction import EvictionPolicy
+from archerfish.cache.key import PathHash, first_token
+from archerfish.cache.node import Node, Tree
+from archerfish.errors import InvariantError
+
+
+def check_cache(
+    blocks: BlockManager,
+    trees: Sequence[Tree],
+    order: EvictionPolicy[Node],
+    num_evictable: int,
+    path_hash: PathHash,
+    owned: Iterable[Iterable[int]] | None,
+) -> None:
+    """Raise InvariantError at the first thing that is not as it must be."""
+    cached: Counter[int] = Counter()  # references of nodes, by block
+    num_leaves = found_evictable = 0
+    holder: dict[int, Node] = {}  # the topmost node that has the block
+    for tree in trees:
+        num_nodes = num_tokens = evictable_tokens = 0
+        for node in tree.nodes():
+            _check_node(node, blocks.block_size, path_hash)
+            _check_holders(node, holder, blocks.block_size)
+            cached.update(node.blocks)
+            num_nodes += 1
+            num_tokens += node.num_tokens
+            if not node.lock_count:
+                evictable_tokens += node.num_tokens
+                found_evictable += node.num_own_blocks
+            is_unlocked_leaf = not node.lock_count and not node.children
+            num_leaves += is_unlocked_leaf
+            require((node in order) == is_unlocked_leaf, f"{node!r} is in the eviction order iff it is an unlocked leaf")
+        locks = sum(child.lock_count for child in tree.root.children.values())
+        require(locks <= tree.root.lock_count, "the root has its children's locks")
+        counted = (num_nodes, num_tokens, evictable_tokens)
+        kept = (tree.num_nodes, tree.num_tokens, tree.evictable_tokens)
+        require(counted == kept, f"nodes, tokens, evictable tokens are {counted}, kept as {kept}")
+    require(len(order) == num_leaves, f"the eviction order has {len(order)} nodes for {num_leaves} unlocked leaves")
+    require(found_evictable == num_evictable, f"{found_evictable} blocks are evictable, kept as {num_evictable}")
+    _check_references(blocks, cached, owned)
+
+
+def require(condition: bool, expected: str) -> None:
+    if not condition:
+        raise InvariantError(f"The cache is broken. Expected: {expected}.")
+
+
+def _check_node(node: Node, block_size: int, path_hash: PathHash) -> None:
+    parent = node.parent
+    assert parent is not None
+    require(not node.is_stale, f"{node!r} is of this generation")
+    require(node.num_tokens > 0 and node.start == parent.end, f"{node!r} begins where its parent {parent!r} ends")
+    first = first_token(node.edge)
+    require(node.first_token == first and parent.children.get(first) is node, f"{node!r} is found by its first token")
+    require(len(node.blocks) == -(-node.end // block_size) - node.start // block_size, f"{node!r} has the blocks of its tokens")
+    require(node.lock_count >= sum(child.lock_count for child in node.children.values()), f"{node!r} has its children's locks")
+    expected = path_hash.extend(parent.path_hash, node.start, node.edge, 0, node.num_tokens)
+    require(node.path_hash == expected, f"{node!r} has the hash of its path")
+
+
+def _check_holders(node: Node, holder: dict[int, Node], block_size: int) -> None:
+    """Only ancestors may have a block of this node, and then only its first one; `shares_first` says so."""
+    for index, block in enumerate(node.blocks):
+        top = holder.setdefault(block, node)
+        is_shared = top is not node
+        if index == 0:
+            require(node.shares_first == is_shared, f"shares_first of {node!r} says whether an ancestor has its first block")
+        if is_shared:
+            require(index == 0 and node.start % block_size != 0, f"block {block} of {node!r} is its own")
+            above = node.parent
+            while above is not None and above is not top:
+                above = above.parent
+            require(above is top, f"block {block} of {node!r} is held by no node but its ancestors, yet {top!r} has it")
+
+
+def _check_references(blocks: BlockManager, cached: Counter[int], owned: Iterable[Iterable[int]] | None) -> None:
+    if owned is None:
+        num_used = 0
+        for block in range(blocks.num_total):
+            count = blocks.ref_count(block)
+            num_used += count > 0
+            require(count >= cached[block], f"block {block} has the {cached[block]} owners that are nodes, not {count}")
+    else:
+        owners = Counter(block for table in owned for block in table)
+        for block in range(blocks.num_total):
+            wanted = cached[block] + owners[block]
+            require(blocks.ref_count(block) == wanted, f"block {block} has {wanted} owners, not {blocks.ref_count(block)}")
+        num_used = len(cached.keys() | owners.keys())
+    num_free, num_total = blocks.num_free, blocks.num_total
+    require(num_free + num_used == num_total, f"{num_free} free + {num_used} used = {num_total} blocks")

@@ -1,0 +1,397 @@
+"""The prefix cache: one radix tree of tokens per namespace, whose nodes own blocks of KV.
+
+How a sequence uses it: `match_prefix`, `lock` the match, `BlockManager.share` the full blocks that it reads (copying the last
+one where the match ends inside a block), allocate the rest, compute. When it has computed more that is worth keeping: `insert`,
+lock the new node, unlock the old one. When it ends: insert, unlock, free its blocks.
+
+A sequence has references of its own to all of its blocks, and locks the path of those that are in the tree. So a clear takes
+nothing from under a running sequence, and `num_evictable` is exactly what `evict` can bring back.
+
+After `clear`, handles from before it are stale. `lock` and `insert` with one raise StaleHandleError: its KV may be of other
+weights. `unlock` of one does nothing, so that a sequence that ran through a clear ends as any other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.check import check_cache
+from archerfish.cache.eviction import EvictionPolicy, eviction_policy
+from archerfish.cache.hits import CacheStats, HitReason, HitRecord
+from archerfish.cache.key import TOKEN_BYTES, PathHash, RadixKey, as_namespace, common_length, first_token
+from archerfish.cache.node import Match, Node, Tree
+from archerfish.errors import InvalidInputError, InvariantError, StaleHandleError
+from archerfish.sequence import Namespace
+
+__all__ = ["CacheStats", "HitRecord", "Match", "Node", "RadixCache", "RadixKey"]
+
+# Other adapters of a tenant that are looked at to tell "adapter_differs" from "never_seen".
+MAX_ADAPTERS_COMPARED = 16
+
+
+class RadixCache:
+    """Longest-prefix lookup over blocks, shared by all sequences of an engine. Not for several threads at once."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        policy: str | EvictionPolicy[Any] = "lru",
+        is_enabled: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[Node], None] | None = None,
+        num_ghosts: int = 8192,
+    ) -> None:
+        """`on_drop` is told of every node that goes; `num_ghosts` evictions are remembered for each namespace."""
+        self.blocks = blocks
+        self.block_size = blocks.block_size
+        self.is_enabled = is_enabled
+        self.order: EvictionPolicy[Node] = eviction_policy(policy) if isinstance(policy, str) else policy
+        self.num_evictable = 0  # blocks that evict() can bring back
+        self._clock = clock
+        self._on_drop = on_drop
+        self._num_ghosts = num_ghosts
+        self._path_hash = PathHash()
+        self._tick = 0
+        self._trees: dict[Namespace, Tree] = {}
+        self._trees_of_tenant: dict[str, list[Tree]] = {}
+
+    # Lookup
+
+    def match_prefix(self, key: RadixKey, *, limit: int | None = None, counts: bool = True) -> Match:
+        """The longest cached prefix of at most `limit` tokens. Its nodes become the most recent ones.
+
+        `counts=False` leaves the counters alone: for a request that is looked up again before it could be admitted.
+        """
+        tree, most = self._tree(key.namespace), self._limit(key, limit)
+        node, matched = self._descend(tree, key, most)
+        record = self._record(tree, key, most, node, matched)
+        if counts:
+            tree.hit_tokens += matched
+            tree.miss_tokens += len(key) - matched
+            tree.request_hits += matched > 0
+            tree.request_misses += matched == 0
+        blocks = self._gather(node, matched)
+        if node.parent is not None:
+            self._touch(node, num_hits=1)
+        return Match(matched, blocks, node, matched - node.start, record, tree.generation)
+
+    def peek(self, key: RadixKey, *, limit: int | None = None) -> int:
+        """How many tokens match_prefix would find; changes nothing."""
+        tree = self._trees.get(key.namespace)
+        return self._descend(tree, key, self._limit(key, limit))[1] if tree is not None else 0
+
+    def explain(self, key: RadixKey, *, limit: int | None = None) -> HitRecord:
+        """The record that match_prefix would give; changes neither recency nor counters."""
+        tree = self._trees.get(key.namespace) or Tree(key.namespace)
+        most = self._limit(key, limit)
+        node, matched = self._descend(tree, key, most)
+        return self._record(tree, key, most, node, matched)
+
+    # Growth
+
+    def insert(self, key: RadixKey, blocks: Sequence[int], *, handle: Match | Node | None = None) -> Node:
+        """Cache a path whose tokens i * B to (i + 1) * B are in blocks[i]. Returns the node that ends where the key ends.
+
+        The tree takes a reference of its own to the blocks of the new part; those of a part that it has already stay the
+        caller's alone. With `handle` (what the sequence has locked) it is refused if the namespace was cleared meanwhile.
+        """
+        if handle is not None:
+            self._fresh(handle)
+        tree = self._tree(key.namespace)
+        if not self.is_enabled:
+            return tree.root
+        length = len(key)
+        if len(blocks) * self.block_size < length:
+            raise InvalidInputError(
+                f"{length} tokens need {-(-length // self.block_size)} blocks of {self.block_size}, not {len(blocks)}."
+            )
+        node, matched = self._descend(tree, key, length)
+        if matched < node.end:
+            node = self._split(node, matched - node.start)
+        if matched < length:
+            node = self._add_leaf(node, key, blocks)
+        if node.parent is not None:
+            self._touch(node)
+        return node
+
+    # Protection
+
+    def lock(self, handle: Match | Node) -> None:
+        """Keep a node and its ancestors from being evicted, until as many calls of unlock."""
+        node = self._fresh(handle)
+        if not node.lock_count and not node.children and node.parent is not None:
+            self.order.remove(node)
+        current: Node | None = node
+        while current is not None:
+            if not current.lock_count:
+                self._count_evictable(current, -1)
+            current.lock_count += 1
+            current = current.parent
+
+    def unlock(self, handle: Match | Node) -> None:
+        """Undo one lock; counts as a use of the path. Of a node from before a clear: nothing happens."""
+        node = handle.node if isinstance(handle, Match) else handle
+        if node.is_stale:
+            return
+        if not node.lock_count:
+            raise InvariantError(f"{node!r} is unlocked but was not locked.")
+        self._tick += 1
+        current: Node | None = node
+        while current is not None:
+            current.lock_count -= 1
+            current.last_access = self._tick
+            if not current.lock_count:
+                self._count_evictable(current, 1)
+            current = current.parent
+        if not node.lock_count and not node.children and node.parent is not None:
+            self.order.add(node)
+
+    # Removal
+
+    def evict(self, num_blocks: int) -> int:
+        """Drop unlocked leaves in the policy's order until that many blocks have come back, or no leaf is left.
+
+        Returns how many blocks came back: more than asked where the last leaf had more.
+        """
+        freed = 0
+        while freed < num_blocks and len(self.order):
+            freed += self._evict_leaf(self.order.pop())
+        return freed
+
+    def clear(self, namespace: str | Namespace | None = None) -> None:
+        """Forget everything in a namespace (a string: the tenant's without an adapter), or in all of them.
+
+        Locked nodes go too: the sequences that locked them keep their own references to the blocks.
+        """
+        if namespace is None:
+            trees = list(self._trees.values())
+        else:
+            tree = self._trees.get(as_namespace(namespace))
+            trees = [] if tree is None else [tree]
+        for tree in trees:
+            nodes = list(tree.nodes())
+            tree.generation += 1
+            tree.cleared_at = self._clock()
+            for node in nodes:
+                if not node.lock_count:
+                    self.num_evictable -= node.num_own_blocks
+                    if not node.children:
+                        self.order.remove(node)
+                self.blocks.free(node.blocks)
+                if self._on_drop is not None:
+                    self._on_drop(node)
+            tree.start_over()
+
+    # Figures
+
+    def stats(self, namespace: str | Namespace | None = None) -> CacheStats:
+        """Counters since the start, and sizes now, of one namespace or of all."""
+        if namespace is None:
+            trees = list(self._trees.values())
+        else:
+            tree = self._trees.get(as_namespace(namespace))
+            trees = [] if tree is None else [tree]
+        hits, misses = sum(t.hit_tokens for t in trees), sum(t.miss_tokens for t in trees)
+        cached, evictable = sum(t.num_tokens for t in trees), sum(t.evictable_tokens for t in trees)
+        capacity = self.blocks.num_total * self.block_size
+        return CacheStats(
+            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
+            hits=hits,
+            misses=misses,
+            request_hits=sum(t.request_hits for t in trees),
+            request_misses=sum(t.request_misses for t in trees),
+            evictable_size=evictable,
+            protected_size=cached - evictable,
+            total_cached=cached,
+            total_capacity=capacity,
+            evictions=sum(t.evictions for t in trees),
+            evicted_tokens=sum(t.evicted_tokens for t in trees),
+            node_count=sum(t.num_nodes for t in trees),
+            utilization=cached / capacity,
+        )
+
+    def check(self, owned: Iterable[Iterable[int]] | None = None) -> None:
+        """Raise InvariantError unless the books balance; exactly so with `owned`, the block lists of all sequences."""
+        check_cache(self.blocks, list(self._trees.values()), self.order, self.num_evictable, self._path_hash, owned)
+
+    # Inside
+
+    def _tree(self, namespace: Namespace) -> Tree:
+        tree = self._trees.get(namespace)
+        if tree is None:
+            tree = self._trees[namespace] = Tree(namespace)
+            self._trees_of_tenant.setdefault(namespace.tenant, []).append(tree)
+        return tree
+
+    def _limit(self, key: RadixKey, limit: int | None) -> int:
+        if not self.is_enabled:
+            return 0
+        return len(key) if limit is None else max(0, min(limit, len(key)))
+
+    @staticmethod
+    def _fresh(handle: Match | Node) -> Node:
+        node = handle.node if isinstance(handle, Match) else handle
+        if node.is_stale:
+            raise StaleHandleError("This cache handle is stale: its node was cleared or evicted.")
+        return node
+
+    @staticmethod
+    def _descend(tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int]:
+        """The deepest node that shares a token with the key, and how many tokens of the key are cached."""
+        node, matched = tree.root, 0
+        tokens, data = key.tokens, key.data
+        while matched < limit:
+            child = node.children.get(tokens[matched])
+            if child is None:
+                break
+            if child.end <= limit and data.startswith(child.edge, matched * TOKEN_BYTES):
+                node, matched = child, child.end
+                continue
+            return child, matched + common_length(data, matched, child.edge, min(child.end, limit) - matched)
+        return node, matched
+
+    def _gather(self, node: Node, matched: int) -> list[int]:
+        """The blocks of the first `matched` tokens of the path to `node`; where several nodes have one, the deepest wins."""
+        size = self.block_size
+        missing = -(-matched // size)  # logical blocks below this one are still to be found
+        parts: list[list[int]] = []
+        current: Node | None = node
+        while current is not None and missing:
+            first = current.start // size
+            if first < missing:
+                parts.append(current.blocks[: missing - first])
+                missing = first
+            current = current.parent
+        if len(parts) == 1:
+            return parts[0]
+        return [block for part in reversed(parts) for block in part]
+
+    def _touch(self, node: Node, num_hits: int = 0) -> None:
+        self._tick += 1
+        tick = self._tick
+        current = node
+        while current.parent is not None:
+            current.last_access = tick
+            current.num_hits += num_hits
+            current = current.parent
+        if not node.lock_count and not node.children:
+            self.order.touch(node)
+
+    def _count_evictable(self, node: Node, sign: int) -> None:
+        self.num_evictable += sign * node.num_own_blocks
+        node.tree.evictable_tokens += sign * node.num_tokens
+
+    def _split(self, node: Node, offset: int) -> Node:
+        """Cut a node in two; returns the upper one. It stays the lower, so that handles and locks mean the whole path."""
+        parent, size = node.parent, self.block_size
+        assert parent is not None and 0 < offset < node.num_tokens
+        cut = node.start + offset
+        first = node.start // size
+        edge = node.edge[: offset * TOKEN_BYTES]
+        path_hash = self._path_hash.extend(parent.path_hash, node.start, edge, 0, offset)
+        above = node.blocks[: -(-cut // size) - first]
+        upper = Node(node.tree, parent, edge, node.first_token, node.start, above, path_hash, 0)
+        upper.created, upper.last_access, upper.num_hits = node.created, node.last_access, node.num_hits
+        upper.lock_count, upper.shares_first = node.lock_count, node.shares_first
+        parent.children[node.first_token] = upper
+
+        node.parent, node.start = upper, cut
+        node.edge = node.edge[offset * TOKEN_BYTES :]
+        node.first_token = first_token(node.edge)
+        node.blocks = node.blocks[cut // size - first :]
+        node.shares_first = cut % size != 0
+        if node.shares_first:
+            self.blocks.share(node.blocks[:1])
+        upper.children[node.first_token] = node
+        node.tree.num_nodes += 1
+        return upper
+
+    def _add_leaf(self, parent: Node, key: RadixKey, blocks: Sequence[int]) -> Node:
+        start, length, tree = parent.end, len(key), parent.tree
+        own = list(blocks[start // self.block_size : -(-length // self.block_size)])
+        self.blocks.share(own)
+        path_hash = self._path_hash.extend(parent.path_hash, start, key.data, start, length - start)
+        self._tick += 1
+        node = Node(tree, parent, key.data[start * TOKEN_BYTES :], key.tokens[start], start, own, path_hash, self._tick)
+        node.shares_first = self._is_of_ancestor(parent, start, own[0])
+        if parent.parent is not None and not parent.children and not parent.lock_count:
+            self.order.remove(parent)
+        parent.children[node.first_token] = node
+        tree.num_nodes += 1
+        tree.num_tokens += node.num_tokens
+        tree.ghosts.pop((parent.path_hash, node.first_token), None)
+        self._count_evictable(node, 1)
+        self.order.add(node)
+        return node
+
+    def _is_of_ancestor(self, parent: Node, start: int, block: int) -> bool:
+        """Whether a node above has this physical block too, for the logical block that `start` is inside of."""
+        logical_start = start - start % self.block_size
+        current: Node | None = parent
+        while current is not None and current.end > logical_start:
+            if current.blocks[-1] == block:
+                return True
+            current = current.parent
+        return False
+
+    def _evict_leaf(self, node: Node) -> int:
+        parent, tree = node.parent, node.tree
+        assert parent is not None
+        del parent.children[node.first_token]
+        if not parent.children and not parent.lock_count and parent.parent is not None:
+            self.order.add(parent)
+        self._count_evictable(node, -1)
+        tree.num_nodes -= 1
+        tree.num_tokens -= node.num_tokens
+        tree.evictions += 1
+        tree.evicted_tokens += node.num_tokens
+        ghost = (parent.path_hash, node.first_token)
+        tree.ghosts[ghost] = self._clock()
+        tree.ghosts.move_to_end(ghost)
+        if len(tree.ghosts) > self._num_ghosts:
+            tree.ghosts.popitem(last=False)
+        node.generation = -1
+        node.parent = None
+        freed = self.blocks.free(node.blocks)
+        if self._on_drop is not None:
+            self._on_drop(node)
+        return freed
+
+    def _record(self, tree: Tree, key: RadixKey, limit: int, node: Node, matched: int) -> HitRecord:
+        length = len(key)
+        reason: HitReason = "never_seen"
+        evicted_at: float | None = None
+        if not self.is_enabled:
+            reason = "cache_off"
+        elif matched == length:
+            reason = "full"
+        elif matched == limit:
+            reason = "limit"
+        else:
+            evicted_at = self._evicted_at(tree, key, node, matched)
+            if evicted_at is not None:
+                reason = "evicted"
+            elif self._other_adapter_has(tree, key, matched + 1):
+                reason = "adapter_differs"
+        record = HitRecord(length, matched, reason, None, tree.generation, None)
+        if evicted_at is not None:
+            record.evicted_seconds_ago = self._clock() - evicted_at
+        if tree.cleared_at is not None:
+            record.cleared_seconds_ago = self._clock() - tree.cleared_at
+        return record
+
+    def _evicted_at(self, tree: Tree, key: RadixKey, node: Node, matched: int) -> float | None:
+        if not tree.ghosts:
+            return None
+        path_hash = node.path_hash
+        if matched < node.end and node.parent is not None:
+            path_hash = self._path_hash.extend(node.parent.path_hash, node.start, node.edge, 0, matched - node.start)
+        return tree.ghosts.get((path_hash, key.tokens[matched]))
+
+    def _other_adapter_has(self, tree: Tree, key: RadixKey, length: int) -> bool:
+        trees = self._trees_of_tenant.get(tree.namespace.tenant, [])[-MAX_ADAPTERS_COMPARED:]
+        return any(other is not tree and self._descend(other, key, length)[1] == length for other in trees)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, OutOfBlocksError
+
+
+def test_allocates_distinct_blocks_and_takes_them_back() -> None:
+    blocks = BlockManager(4, 16)
+    first, second = blocks.allocate(3), blocks.allocate(1)
+    assert sorted(first + second) == [0, 1, 2, 3]
+    assert blocks.num_free == 0 and blocks.num_total == 4
+    assert blocks.free(first) == 3
+    assert blocks.num_free == 3
+    assert sorted(blocks.allocate(3)) == sorted(first)
+
+
+def test_allocating_too_many_takes_none() -> None:
+    blocks = BlockManager(2, 16)
+    assert blocks.can_allocate(2) and not blocks.can_allocate(3)
+    with pytest.raises(OutOfBlocksError, match="3 blocks are wanted; 2 of 2 are free") as caught:
+        blocks.allocate(3)
+    assert caught.value.status == 503
+    assert blocks.num_free == 2
+    assert blocks.allocate(0) == []
+
+
+def test_a_shared_block_comes_back_with_its_last_owner() -> None:
+    blocks = BlockManager(2, 16)
+    taken = blocks.allocate(1)
+    blocks.share(taken)
+    assert blocks.ref_count(taken[0]) == 2
+    assert blocks.free(taken) == 0 and blocks.num_free == 1
+    assert blocks.free(taken) == 1 and blocks.num_free == 2
+    assert blocks.ref_count(taken[0]) == 0
+
+
+@pytest.mark.parametrize("block", [-1, 0, 2])
+def test_a_block_without_owner_is_neither_freed_nor_shared(block: int) -> None:
+    blocks = BlockManager(2, 16)
+    with pytest.raises(InvariantError):
+        blocks.free([block])
+    with pytest.raises(InvariantError):
+        blocks.share([block])
+    assert blocks.num_free == 2
+
+
+@pytest.mark.parametrize("block", [-1, 2])
+def test_a_block_that_does_not_exist_is_no_other(block: int) -> None:
+    blocks = BlockManager(2, 16)
+    blocks.allocate(2)
+    with pytest.raises(InvariantError):
+        blocks.free([block])
+    with pytest.raises(InvariantError):
+        blocks.share([block])
+    with pytest.raises(InvalidInputError):
+        blocks.ref_count(block)
+
+
+def test_freeing_twice_in_one_call_is_refused() -> None:
+    blocks = BlockManager(2, 16)
+    taken = blocks.allocate(1)
+    with pytest.raises(InvariantError):
+        blocks.free(taken * 2)
+
+
+def test_physical_blocks_of_logical_ones() -> None:
+    blocks = BlockManager(2, 16)
+    assert blocks.get_physical_blocks([2, 0], [7, 8, 9]) == [9, 7]
+    for index in (-1, 3):
+        with pytest.raises(InvalidInputError, match="the sequence has 3"):
+            blocks.get_physical_blocks([index], [7, 8, 9])
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (4, 257)])
+def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(InvalidOptionError):
+        BlockManager(num_blocks, block_size)
