@@ -1,0 +1,283 @@
+"""FastSampler: from logits to tokens, each row by its own request's parameters.
+
+A row's draw depends on its request's seed, its sequence's index, its position and its logits, and on nothing else. The
+numerical work is `Ops.sample`; here stands who has which row, with which parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable
+from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.errors import ArcherfishError, InvalidInputError, ModelError
+from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.sampling import (
+    CHOSEN,
+    NONE_LEFT,
+    SHORT_TOP_K,
+    TOP_K_OFF,
+    Cuts,
+    Drawn,
+    Entries,
+    Logprobs,
+    Penalties,
+    SamplingBatch,
+    TokenCounts,
+    stream_key,
+)
+from archerfish.runtime.logits_view import LogitsView, SamplingConfig
+from archerfish.sequence import Sequence, TokenLogprobs
+
+__all__ = ["FastSampler", "LogitsStore", "LogitsView", "Sampled", "SamplingConfig", "prompt_logprobs"]
+
+ROW = np.dtype([
+    ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
+    ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64), ("is_penalised", np.bool_),
+    ("free_from", np.int64),  # the position from which stop tokens are allowed
+], align=True)  # fmt: skip
+NO_IDS: Ids = np.zeros(0, dtype=np.int64)
+K = TypeVar("K", bound=Hashable, contravariant=True)
+V = TypeVar("V")
+
+
+class LogitsStore(Protocol[K, V]):
+    """What `sample_with_cache` asks of a cache of logits."""
+
+    def get(self, key: K, /) -> V | None: ...
+
+    def insert(self, key: K, value: V, /) -> object: ...
+
+
+class FastSampler(Generic[T]):
+    """Samples tokens for sequences that have a row. One thread at a time may use it."""
+
+    def __init__(self, ops: Ops[T], vocab_size: int, max_rows: int) -> None:
+        self.ops, self.vocab_size, self.max_rows = ops, vocab_size, max_rows
+        self._table: npt.NDArray[Any] = np.zeros(max_rows, dtype=ROW)
+        self._bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]] = {}  # by row
+        self._stop_ids: dict[int, Ids] = {}
+        self._problems: dict[int, str] = {}
+        self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
+        self._batch_key: object = None
+        self._batch: SamplingBatch[T] = SamplingBatch()
+
+    def add(self, sequence: Sequence) -> None:
+        """Take over a sequence's parameters for its row, whoever had the row before. Its tokens count for the penalties."""
+        row, request, params = sequence.row, sequence.request, sequence.request.params
+        self.remove(row)
+        self._table[row] = (
+            stream_key(request.seed, sequence.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
+            params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
+            sequence.num_prompt + params.min_tokens,
+        )  # fmt: skip
+        if params.logit_bias:
+            ids = np.fromiter(params.logit_bias, dtype=np.int64)
+            self._bias[row] = ids, np.fromiter(params.logit_bias.values(), dtype=np.float64)
+            if ids.max() >= self.vocab_size:
+                del self._bias[row]
+                self._problems[row] = f"logit_bias names token {ids.max()}; the vocabulary has {self.vocab_size:,} tokens."
+        if params.min_tokens:
+            self._stop_ids[row] = self._known(sorted(request.stop_token_ids))
+        if params.has_penalties:
+            if self._counts is None:
+                self._counts = self.ops.new_counts(self.max_rows, self.vocab_size)
+            tokens, num_prompt = sequence.tokens, sequence.num_prompt
+            self.ops.set_counts(self._counts, row, self._known(tokens[:num_prompt]), self._known(tokens[num_prompt:]))
+
+    def remove(self, row: int) -> None:
+        """Forget what a row was told."""
+        for known in (self._bias, self._stop_ids, self._problems):
+            known.pop(row, None)
+        self._table[row] = np.zeros((), dtype=ROW)
+        self._batch_key = None
+
+    def sample(self, logits: T, sequences: list[Sequence], positions: list[int]) -> Sampled[T]:
+        """One token for each sequence, out of its row of float32 logits, which are left as they are.
+
+        positions[i] is the number of tokens before the one to choose. Nothing waits for the device.
+        """
+        if logits.shape[0] != len(sequences) or logits.shape[1] != self.vocab_size:
+            raise ArcherfishError(
+                f"Logits of shape {tuple(logits.shape)} came for {len(sequences)} sequences and {self.vocab_size} tokens."
+            )
+        rows = np.fromiter((sequence.row for sequence in sequences), dtype=np.int64)
+        batch = self._batch_for(rows, np.asarray(positions, dtype=np.int64))
+        drawn = self.ops.sample(logits, batch)
+        asking = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+        scores = None
+        if asking:
+            num_top = max(sequences[i].request.params.logprobs or 0 for i in asking)
+            some = None if len(asking) == len(sequences) else np.asarray(asking, dtype=np.int64)
+            tokens = drawn.tokens if some is None else self.ops.rows(drawn.tokens, some)
+            scores = self.ops.token_logprobs(logits, tokens, num_top, rows=some)
+        problems = {i: self._problems[s.row] for i, s in enumerate(sequences) if s.row in self._problems}
+        return Sampled(self.ops, drawn, sequences, asking, scores, problems)
+
+    def sample_optimized(self, logits: T | LogitsView[T], config: SamplingConfig, *, seed: int = 0, position: int = 0) -> int:
+        """A token of one row of float32 logits, or of a view of it, for a seed and a position."""
+        view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
+        row = np.zeros(1, dtype=ROW)
+        row["key"], row["temperature"] = stream_key(seed, 0), config.temperature
+        row["top_k"], row["top_p"] = _limits(config.params.top_k, config.top_p, view.stop - view.start)
+        row["repetition"] = 1.0
+        masked = np.asarray([i - view.start for i in view.masked_in_range], dtype=np.int64)
+        batch = self._build(row, np.zeros(1, dtype=np.int64), {0: masked} if len(masked) else {}, {})
+        batch = dataclasses.replace(batch, positions=self.ops.ids(np.asarray([position])))
+        token, outcome = self.ops.to_ids(self.ops.sample(view.values, batch).report)[:, 0].tolist()
+        if outcome != CHOSEN:
+            raise _failure(outcome, "These logits")
+        return view.start + int(token)
+
+    def sample_with_cache(
+        self, logits: Callable[[], T], config: SamplingConfig, *, cache: LogitsStore[K, T], cache_key: K, seed: int = 0,
+        position: int = 0,
+    ) -> int:
+        """`sample_optimized` of the logits that a cache has under a key; computed and kept there only if it has none."""
+        known = cache.get(cache_key)
+        if known is None:
+            known = logits()
+            cache.insert(cache_key, known)
+        return self.sample_optimized(known, config, seed=seed, position=position)
+
+    def _known(self, token_ids: list[int]) -> Ids:
+        ids = np.asarray(token_ids, dtype=np.int64)
+        return ids[ids < self.vocab_size]
+
+    def _batch_for(self, rows: Ids, positions: Ids) -> SamplingBatch[T]:
+        """The parameters of these rows; those on the device are used again while they stay the same."""
+        part = self._table[rows]
+        waiting = np.flatnonzero(positions < part["free_from"]) if self._stop_ids else NO_IDS
+        key = rows.tobytes(), waiting.tobytes()
+        if key != self._batch_key:
+            banned = {int(i): self._stop_ids[int(rows[i])] for i in waiting if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
+            bias = {i: self._bias[int(row)] for i, row in enumerate(rows) if int(row) in self._bias} if self._bias else {}
+            self._batch, self._batch_key = self._build(part, rows, banned, bias), key
+        if self._batch.temperature is None:
+            return self._batch
+        return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
+
+    def _build(
+        self, part: npt.NDArray[Any], rows: Ids, banned: dict[int, Ids], bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]]
+    ) -> SamplingBatch[T]:
+        """The batch of some rows of the table, less its positions. `banned` and `bias` are by place in the batch."""
+        ops = self.ops
+        batch: SamplingBatch[T] = SamplingBatch(
+            bias=self._entries({i: ids for i, (ids, _) in bias.items()}),
+            bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
+            banned=self._entries(banned),
+            penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
+        )
+        is_greedy = part["temperature"] == 0
+        if is_greedy.all():
+            return batch
+        top_k, top_p = part["top_k"], part["top_p"]
+        is_short = ~is_greedy & (top_k <= SHORT_TOP_K)
+        is_long = ~is_greedy & ~is_short & ((top_k != TOP_K_OFF) | (top_p <= 1))
+        return dataclasses.replace(
+            batch,
+            temperature=ops.floats(np.where(is_greedy, 1.0, part["temperature"])),
+            is_greedy=ops.ids(is_greedy.astype(np.int64)) if is_greedy.any() else None,
+            keys=ops.ids(np.ascontiguousarray(part["key"])),
+            min_p=ops.floats(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
+            short_cuts=self._cuts(part, is_short),
+            long_cuts=self._cuts(part, is_long),
+            has_uncut=not (is_greedy | is_short | is_long).all(),
+        )
+
+    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T] | None:
+        places = np.flatnonzero(is_cut)
+        if not len(places):
+            return None
+        top_k, ops = part["top_k"][places], self.ops
+        return Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
+
+    def _entries(self, ids: dict[int, Ids]) -> Entries[T] | None:
+        if not ids:
+            return None
+        rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
+        return Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
+
+    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> Penalties[T]:
+        assert self._counts is not None
+        places = np.flatnonzero(part["is_penalised"])
+        some = part[places]
+        given = {
+            name: self.ops.floats(np.ascontiguousarray(some[name])) if (some[name] != off).any() else None
+            for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
+        }
+        slots = rows[places]
+        return Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
+
+
+class Sampled(Generic[T]):
+    """What a call of `sample` chose. `tokens` stays on the device; asking for anything else waits for it."""
+
+    def __init__(
+        self, ops: Ops[T], drawn: Drawn[T], sequences: list[Sequence], asking: list[int], scores: Logprobs[T] | None,
+        problems: dict[int, str],
+    ) -> None:
+        self.tokens = drawn.tokens  # (sequences,) int64; 0 where one failed
+        self._ops, self._report_handle, self._sequences = ops, drawn.report, sequences
+        self._asking, self._scores, self._problems = asking, scores, problems
+
+    @cached_property
+    def _report(self) -> Ids:
+        return self._ops.to_ids(self._report_handle)
+
+    def to_host(self) -> list[int]:
+        found: list[int] = self._report[0].tolist()
+        return found
+
+    @cached_property
+    def errors(self) -> dict[int, BaseException]:
+        """Why sequences got no token, by index; the others are not touched by it."""
+        failed: dict[int, BaseException] = {
+            int(i): _failure(int(self._report[1, i]), f"The logits of request {self._sequences[i].request.request_id!r}")
+            for i in np.flatnonzero(self._report[1] != CHOSEN)
+        }
+        return failed | {i: InvalidInputError(problem) for i, problem in self._problems.items()}
+
+    @cached_property
+    def _logprobs(self) -> dict[int, TokenLogprobs]:
+        if self._scores is None:
+            return {}
+        tokens = self.to_host()
+        nums_top = [self._sequences[i].request.params.logprobs or 0 for i in self._asking]
+        found = _read_logprobs(self._ops, self._scores, [tokens[i] for i in self._asking], nums_top)
+        return {i: one for i, one in zip(self._asking, found, strict=True) if i not in self.errors}
+
+    def logprobs(self, indices: Collection[int]) -> dict[int, TokenLogprobs]:
+        """Of the logits as they came, before penalties and temperature; for sequences that asked for them and did not fail."""
+        return {i: self._logprobs[i] for i in indices if i in self._logprobs}
+
+
+def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of the tokens that followed, one for each row of float32 logits."""
+    scores = ops.token_logprobs(logits, ops.ids(np.asarray(next_tokens, dtype=np.int64)), num_top)
+    return _read_logprobs(ops, scores, next_tokens, [num_top] * len(next_tokens))
+
+
+def _read_logprobs(ops: Ops[T], scores: Logprobs[T], token_ids: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
+    """Log-probabilities on the host, where a float32 is all that they are given with."""
+    own, top = ops.to_numpy(scores.logprobs).tolist(), ops.to_numpy(scores.top_logprobs).tolist()
+    ranks, top_ids = ops.to_ids(scores.ranks).tolist(), ops.to_ids(scores.top_ids).tolist()
+    return [
+        TokenLogprobs(token_id, own[i], ranks[i], list(zip(top_ids[i][:num], top[i][:num], strict=True)))
+        for i, (token_id, num) in enumerate(zip(token_ids, nums_top, strict=True))
+    ]
+
+
+def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:
+    """top_k and top_p as the op takes them, where off."""
+    return top_k if 0 < top_k < size else TOP_K_OFF, top_p if top_p < 1 else float("inf")
+
+
+def _failure(outcome: int, what: str) -> ModelError:
+    if outcome == NONE_LEFT:
+        return ModelError(f"{what} rule out every token: all are -inf.", hint="Check min_tokens and the stop tokens.")
+    return ModelError(f"{what} are not finite.", hint="Compute in a wider type (float32), or check the model's weights.")

@@ -1,0 +1,58 @@
+"""Batches from lists."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch_cpu import TorchCpuOps, padded_rows
+from archerfish.runtime.batch import build_batch
+
+
+def test_every_token_gets_its_position_and_slot() -> None:
+    batch = build_batch(
+        TorchOps(), tokens=[[5], np.array([6, 7, 8]), [9, 10]], starts=[4, 0, 3], blocks=[[7, 2, 3], [1], [9, 0]], block_size=4
+    )
+    assert (batch.num_tokens, batch.num_decodes, batch.block_size) == (6, 1, 4)
+    assert batch.query_lens.tolist() == [1, 3, 2]
+    assert batch.context_lens.tolist() == [5, 3, 5]
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert batch.positions.tolist() == [4, 0, 1, 2, 3, 4]
+    assert batch.slots.tolist() == [2 * 4, 4, 5, 6, 9 * 4 + 3, 0]
+    assert batch.block_tables.tolist() == [[7, 2, 3], [1, 0, 0], [9, 0, 0]]
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0, padded_rows(3)), (32, 32)])
+def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> None:
+    ops = TorchCpuOps()
+    batch = build_batch(ops, tokens=[[5], [6], [7]], starts=[1, 2, 3], blocks=[[3], [4], [5]], block_size=8, num_rows=num_rows)
+    assert batch.num_tokens == batch.num_decodes == 3
+    for tensor, real in ((batch.token_ids, [5, 6, 7]), (batch.positions, [1, 2, 3]), (batch.slots, [25, 34, 43])):
+        assert tensor.tolist() == real + [0] * (expected - 3)
+
+
+def test_decodes_after_longer_ones_are_refused() -> None:
+    with pytest.raises(AssertionError, match="first"):
+        build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
+
+
+def test_notes_of_a_batch_are_its_own() -> None:
+    one, two = (build_batch(TorchOps(), tokens=[[1]], starts=[0], blocks=[[0]], block_size=4) for _ in range(2))
+    one.derived["x"] = 1
+    assert two.derived == {}
+
+
+def test_256_decodes_take_a_fraction_of_a_millisecond() -> None:
+    """Generous, for a busy machine: per-token Python would take several times as long."""
+    ops = TorchCpuOps()
+    tokens, starts = [[i] for i in range(256)], list(range(100, 356))
+    blocks = [list(range(start // 16 + 1)) for start in starts]
+    best = 1.0
+    for _ in range(50):
+        begin = time.perf_counter()
+        build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 0.001

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archerfish.errors import InvalidInputError, InvalidOptionError, ModelError, UnknownOptionError
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.sampling import stream_key, uniform
+from archerfish.kernels.torch_sampling import TorchSampling, uniforms
+from archerfish.params import SamplingParams
+from archerfish.runtime.sampler import FastSampler, LogitsView, Sampled, SamplingConfig, prompt_logprobs
+from archerfish.sequence import Request, Sequence
+
+Sampler = FastSampler[torch.Tensor]
+VOCAB = 640
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.3}, {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Threads that wait for each other make small arrays slow on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4 if "to_the_last_bit" in request.node.name else 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sequence_of(
+    row: int, prompt: list[int] | None = None, *, seed: int = 0, index: int = 0, stops: Any = (), **options: Any
+) -> Sequence:
+    params = SamplingParams(max_tokens=100, **options)
+    request = Request(f"r{row}", prompt or [1, 2, 3], params, 100, stop_token_ids=frozenset(stops), seed=seed)
+    sequence = Sequence(request, index)
+    sequence.row = row
+    return sequence
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: Sampler | None = None) -> Sampled[torch.Tensor]:
+    sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
+    for sequence in sequences:
+        sampler.add(sequence)
+    return sampler.sample(logits, sequences, [sequence.num_known for sequence in sequences])
+
+
+def test_uniform_numbers_are_those_of_the_definition() -> None:
+    keys = [stream_key(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in (0, 1, 127)]
+    positions = [0, 1, 5, 2**31, 2**40, 7, 8, 9, 10, 11, 12, 13]
+    found = uniforms(torch.tensor(keys), torch.tensor(positions)).tolist()
+    assert found == [uniform(key, position) for key, position in zip(keys, positions, strict=True)]
+    assert len(set(keys)) == len(keys) and all(0 <= number < 1 for number in found)
+
+
+def test_greedy_takes_the_likeliest_and_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[0, [50, 400, 639]] = 2.0
+    logits[1, [33, 34]] = 1.0
+    assert sample(logits, [sequence_of(row, temperature=0) for row in range(3)]).to_host() == [50, 33, 0]
+
+
+def test_a_draw_is_the_same_alone_and_in_a_batch_of_32() -> None:
+    logits = torch.randn(32, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    sequences = [sequence_of(row, seed=row % 3, index=row, stops=[9], **MIXED[row % len(MIXED)]) for row in range(32)]
+    together = sample(logits, sequences).to_host()
+    for row, sequence in enumerate(sequences):
+        sequence.row = 0
+        assert sample(logits[row : row + 1], [sequence]).to_host() == [together[row]]
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 49_152])
+def test_weights_do_not_depend_on_the_batch_to_the_last_bit(vocab_size: int) -> None:
+    logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(2)) * 5
+    sequences = [sequence_of(row) for row in range(9)]
+    ops = TorchOps()
+    sample(logits, sequences, FastSampler(ops, vocab_size, 9))
+    together = ops._sampling._buffers["sums"][: 9 * math.ceil(vocab_size / 32)].view(9, -1).clone()
+    for row in (0, 4, 8):
+        sample(logits[row : row + 1].clone(), [sequence_of(0)], FastSampler(ops, vocab_size, 1))
+        assert torch.equal(ops._sampling._buffers["sums"][: together.shape[1]], together[row])
+
+
+def test_seed_index_and_position_choose_the_draw() -> None:
+    logits = torch.zeros(1, 4096)
+
+    def draw(seed: int, index: int, num_prompt: int) -> int:
+        return sample(logits, [sequence_of(0, [1] * num_prompt, seed=seed, index=index)]).to_host()[0]
+
+    assert draw(5, 0, 3) == draw(5, 0, 3)
+    assert len({draw(5, 0, 3), draw(6, 0, 3), draw(5, 1, 3), draw(5, 0, 4)}) == 4
+
+
+def test_filters_keep_the_lowest_ids_among_equals() -> None:
+    logits = torch.zeros(40, 20_000)
+
+    def draw(**options: Any) -> set[int]:
+        return set(sample(logits, [sequence_of(row, seed=row, **options) for row in range(40)]).to_host())
+
+    assert draw(top_k=4) == {0, 1, 2, 3}
+    assert draw(top_p=0.0002) == {0, 1, 2, 3}
+    assert max(draw(top_p=0.02)) < 400
+    many = draw(top_k=400)
+    assert max(many) < 400 and len(many) > 25
+
+
+def test_top_k_above_the_vocabulary_is_off() -> None:
+    logits = torch.randn(1, VOCAB)
+    off = sample(logits, [sequence_of(0, seed=3)]).to_host()
+    assert sample(logits, [sequence_of(0, seed=3, top_k=10**9)]).to_host() == off
+
+
+@pytest.mark.parametrize("options", [*MIXED, {"top_p": 0.3, "top_k": 500}, {"temperature": 1e-40}, {"temperature": 100.0}])
+def test_extreme_logits_give_the_only_sensible_token(options: dict[str, Any]) -> None:
+    logits = torch.full((2, VOCAB), -1e4)
+    logits[0, 77] = 1e4
+    logits[1] = -math.inf
+    logits[1, 78] = -3e38
+    assert sample(logits, [sequence_of(row, **options) for row in range(2)]).to_host() == [77, 78]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("vocab_size", [50, VOCAB, 20_000])
+def test_a_bad_row_fails_alone(bad: float, vocab_size: int) -> None:
+    rows = len(MIXED) * 2
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(4))
+    alone = sample(logits.clone(), [sequence_of(row, seed=row, **MIXED[row // 2]) for row in range(rows)])
+    spoilt = logits.clone()
+    if math.isinf(bad) and bad < 0:
+        spoilt[1::2] = bad
+    else:
+        spoilt[1::2, 17] = bad
+    sampled = sample(spoilt, [sequence_of(row, seed=row, **MIXED[row // 2]) for row in range(rows)])
+    assert set(sampled.errors) == set(range(1, rows, 2))
+    assert all(isinstance(error, ModelError) for error in sampled.errors.values())
+    assert sampled.to_host()[::2] == alone.to_host()[::2]
+    assert all(0 <= token < vocab_size for token in sampled.to_host())
+    assert set(sampled.logprobs(range(rows))) == {14}
+
+
+def test_bias_out_of_the_vocabulary_fails_its_request_alone() -> None:
+    sampled = sample(torch.randn(2, VOCAB), [sequence_of(0, logit_bias={VOCAB: 1.0}), sequence_of(1)])
+    assert list(sampled.errors) == [0] and isinstance(sampled.errors[0], InvalidInputError)
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 100.0
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    sequence = sequence_of(0, temperature=0, min_tokens=2, stops=[9, 10**6])
+    sampler.add(sequence)
+    assert [sampler.sample(logits, [sequence], [3 + i]).to_host()[0] for i in range(4)] == [0, 0, 9, 9]
+    nothing_left = sample(torch.zeros(1, 4), [sequence_of(0, min_tokens=1, stops=range(4))])
+    assert isinstance(nothing_left.errors[0], ModelError)
+
+
+def test_penalties_follow_what_was_sampled_without_being_told() -> None:
+    logits = torch.zeros(2, 8)
+    logits[:, :4] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    sampler: Sampler = FastSampler(TorchOps(), 8, 2)
+    sequences = [sequence_of(0, [7], temperature=0, presence_penalty=1.0), sequence_of(1, [7], temperature=0)]
+    for sequence in sequences:
+        sampler.add(sequence)
+    steps = [sampler.sample(logits, sequences, [1 + i, 1 + i]).to_host() for i in range(4)]
+    assert steps == [[0, 0], [1, 0], [2, 0], [3, 0]]
+
+
+def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
+    def run(num_steps: int, sequence: Sequence) -> list[int]:
+        sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+        sampler.add(sequence)
+        for _ in range(num_steps):
+            sequence.tokens += sampler.sample(logits, [sequence], [len(sequence.tokens)]).to_host()
+        return sequence.tokens
+
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    options: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7, "temperature": 0.3}
+    whole = run(300, sequence_of(0, **options))
+    broken = sequence_of(0, **options)
+    run(120, broken)
+    assert run(180, broken) == whole
+
+
+def test_a_row_forgets_who_had_it_before() -> None:
+    logits = torch.zeros(1, VOCAB)
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    heavy = sequence_of(0, temperature=0, repetition_penalty=2.0, logit_bias={5: 9.0}, min_tokens=50, stops=[0])
+    assert sample(logits, [heavy], sampler).to_host() == [5]
+    assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
+    sampler.add(heavy)
+    sampler.remove(0)
+    assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
+
+
+def test_logits_are_left_as_they_came() -> None:
+    logits = torch.randn(len(MIXED), VOCAB)
+    before = logits.clone()
+    sample(logits, [sequence_of(row, stops=[1], **options) for row, options in enumerate(MIXED)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [101, 20_000])
+def test_logprobs_are_of_the_unmodified_logits(vocab_size: int) -> None:
+    logits = (torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(6)) * 3).bfloat16().float()
+    exact = torch.log_softmax(logits.double(), -1).numpy()
+    biased: dict[str, Any] = {"logprobs": 7, "temperature": 0.1, "logit_bias": {4: 100.0}}
+    options: list[dict[str, Any]] = [{"logprobs": 0}, {}, biased, {"logprobs": 3}]
+    sampled = sample(logits, [sequence_of(row, **kw) for row, kw in enumerate(options)])
+    tokens, found = sampled.to_host(), sampled.logprobs(range(4))
+    assert set(found) == {0, 2, 3} and tokens[2] == 4
+    assert list(sampled.logprobs([3])) == [3]
+    for row, one in found.items():
+        assert one.token_id == tokens[row]
+        assert one.logprob == pytest.approx(exact[row, tokens[row]], abs=1e-5)
+        assert one.rank == 1 + (exact[row] > exact[row, tokens[row]]).sum()
+        likeliest = np.lexsort((np.arange(vocab_size), -exact[row]))[: options[row]["logprobs"]]
+        assert [token for token, _ in one.top] == likeliest.tolist()
+        assert [logprob for _, logprob in one.top] == pytest.approx(exact[row, likeliest].tolist(), abs=1e-5)
+
+
+def test_prompt_logprobs_are_of_the_tokens_that_followed() -> None:
+    logits = torch.randn(3, VOCAB)
+    found = prompt_logprobs(TorchOps(), logits, [4, 5, 6], 1)
+    exact = torch.log_softmax(logits.double(), -1)
+    assert [one.logprob for one in found] == pytest.approx([exact[i, 4 + i].item() for i in range(3)], abs=1e-5)
+    assert [one.top[0][0] for one in found] == logits.argmax(-1).tolist()
+    assert [one.token_id for one in found] == [4, 5, 6]
+
+
+def test_large_arrays_are_made_once() -> None:
+    ops = TorchOps()
+    logits = torch.randn(8, 20_001) * 4
+    sequences = [sequence_of(row, stops=[1], **options) for row, options in enumerate(MIXED)]
+    sampler: Sampler = FastSampler(ops, 20_001, 8)
+    sample(logits, sequences, sampler)
+    first = {name: buffer.data_ptr() for name, buffer in ops._sampling._buffers.items()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        sampler.sample(logits, sequences, [3] * 8)
+    assert {name: buffer.data_ptr() for name, buffer in ops._sampling._buffers.items()} == first
+    one_row_bytes = 20_001 * 4
+    largest = max(event.cpu_memory_usage for event in profile.events() or [])
+    assert 0 < largest < 8 * one_row_bytes
+
+
+def test_a_batch_of_other_parameters_is_not_mistaken_for_the_last() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(8))
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 3)
+    sequences = [sequence_of(row, seed=row, temperature=row * 0.5) for row in range(3)]
+    for sequence in sequences:
+        sampler.add(sequence)
+    for pair in ([0, 1], [1, 2], [2, 0], [0, 1]):
+        chosen = [sequences[i] for i in pair]
+        alone = [sampler.sample(logits[i : i + 1], [chosen[i]], [3]).to_host()[0] for i in range(2)]
+        assert sampler.sample(logits, chosen, [3, 3]).to_host() == alone
+
+
+def test_wrong_shape_is_refused() -> None:
+    with pytest.raises(Exception, match="shape"):
+        sample(torch.zeros(2, VOCAB), [sequence_of(0)])
+
+
+class DictStore:
+    def __init__(self) -> None:
+        self.known: dict[str, torch.Tensor] = {}
+
+    def get(self, key: str) -> torch.Tensor | None:
+        return self.known.get(key)
+
+    def insert(self, key: str, value: torch.Tensor) -> None:
+        self.known[key] = value
+
+
+def test_sample_optimized_draws_as_a_request_would() -> None:
+    logits = torch.randn(VOCAB)
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    for seed in range(5):
+        drawn = sampler.sample_optimized(logits, SamplingConfig(top_k=20, top_p=0.9), seed=seed, position=3)
+        assert [drawn] == sample(logits[None], [sequence_of(0, seed=seed, top_k=20, top_p=0.9)]).to_host()
+    with pytest.raises(ModelError, match="finite"):
+        sampler.sample_optimized(torch.full((VOCAB,), math.nan), SamplingConfig())
+
+
+def test_sample_with_cache_computes_once() -> None:
+    calls = []
+
+    def compute(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: calls.append(1) or value  # type: ignore[func-returns-value]
+
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    store, logits = DictStore(), torch.randn(VOCAB)
+    tokens = {
+        sampler.sample_with_cache(compute(logits), SamplingConfig(), cache=store, cache_key="a", seed=1) for _ in range(3)
+    }
+    assert len(tokens) == 1 and len(calls) == 1
+
+
+def test_view_shares_memory_and_keeps_to_its_range_and_mask() -> None:
+    logits = torch.randn(VOCAB)
+    logits[:100] = 50.0
+    view = LogitsView(logits, 128, 192, masked=[130, 131, 5])
+    assert view.values.data_ptr() == logits[128:].data_ptr() and view.values.shape == (1, 64)
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    drawn = {sampler.sample_optimized(view, SamplingConfig(temperature=20.0), seed=seed) for seed in range(600)}
+    assert drawn <= set(range(128, 192)) - {130, 131} and len(drawn) > 50
+    best = 128 + int(torch.argmax(logits[128:192].index_fill(0, torch.tensor([2, 3]), -math.inf)))
+    assert sampler.sample_optimized(view, SamplingConfig(temperature=0)) == best
+    assert view.effective_logit(130) == view.effective_logit(7) == -math.inf
+    assert dict(view.iter_valid()) == {i: view.effective_logit(i) for i in range(128, 192) if i not in (130, 131)}
+    logits[140] = 99.0
+    assert sampler.sample_optimized(view, SamplingConfig(temperature=0)) == 140
+
+
+@pytest.mark.parametrize("bounds", [(-1, 5), (5, 5), (0, VOCAB + 1)])
+def test_view_refuses_a_range_outside(bounds: tuple[int, int]) -> None:
+    with pytest.raises(InvalidInputError, match="range"):
+        LogitsView(torch.zeros(VOCAB), *bounds)
+    with pytest.raises(InvalidInputError, match="one row"):
+        LogitsView(torch.zeros(2, VOCAB))
+
+
+def test_config_refuses_what_is_not_exact() -> None:
+    with pytest.raises(UnknownOptionError, match="distribution"):
+        SamplingConfig(fast_path_threshold=0.9)  # type: ignore[call-arg]
+    with pytest.raises(UnknownOptionError, match="top_k"):
+        SamplingConfig(topk=3)  # type: ignore[call-arg]
+    with pytest.raises(InvalidOptionError, match="use_simd"):
+        SamplingConfig(use_simd=False)
+    with pytest.raises(InvalidInputError, match="temperature"):
+        SamplingConfig(temperature=-1.0)
+    assert SamplingConfig(top_k=5).params.top_k == 5
+
+
+def test_buffers_grow_by_powers_of_two() -> None:
+    sampling = TorchSampling("cpu")
+    first = sampling._buffer("x", 5, 10).data_ptr()
+    assert sampling._buffer("x", 8, 10).data_ptr() == first
+    assert sampling._buffer("x", 2, 40).data_ptr() == first

@@ -1,0 +1,117 @@
+"""FastSampler against the plain reference: each draw, for all combinations of options, and their distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.sampling import stream_key, uniform
+from archerfish.params import SamplingParams
+from archerfish.runtime.sampler import FastSampler
+from archerfish.sequence import Request, Sequence
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, token_at
+
+FEATURES: dict[str, Any] = {
+    "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.06, "repetition_penalty": 1.3, "presence_penalty": 0.6,
+    "frequency_penalty": 0.4, "logit_bias": {2: 1.5, 11: -2.0, 30: 0.75}, "min_tokens": 4,
+}  # fmt: skip
+PROMPT, OUTPUT, STOPS = [1, 5, 5, 7], [5, 20, 20], frozenset({3, 12})
+SUBSETS = list(chain.from_iterable(combinations(FEATURES, size) for size in range(len(FEATURES) + 1)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other make small arrays slow on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int = 0) -> Sequence:
+    sequence = Sequence(Request("r", PROMPT, params, 16, stop_token_ids=STOPS, seed=seed), index)
+    sequence.tokens += OUTPUT
+    sequence.row = row
+    return sequence
+
+
+def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[int]:
+    sampler = FastSampler(TorchOps(), logits.shape[1], len(sequences))
+    for sequence in sequences:
+        sampler.add(sequence)
+    sampled = sampler.sample(torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
+    assert sampled.errors == {}
+    return sampled.to_host()
+
+
+def assert_draws_are_the_references(logits: np.ndarray[Any, Any], all_params: list[SamplingParams], num_draws: int) -> None:
+    places = [(i, j) for i in range(len(all_params)) for j in range(num_draws)]
+    sequences = [sequence_for(all_params[i], i * num_draws + j, seed=i, index=j) for i, j in places]
+    tokens = draw_all(np.repeat(logits, num_draws, axis=0), sequences)
+    num_unclear = 0
+    for i, params in enumerate(all_params):
+        p = probabilities(penalised(logits[i], params, PROMPT, OUTPUT, STOPS), params)
+        for j in range(num_draws):
+            expected, is_unclear = token_at(p, uniform(stream_key(i, j), len(PROMPT) + len(OUTPUT)))
+            num_unclear += is_unclear
+            assert is_unclear or tokens[i * num_draws + j] == expected, params
+    assert num_unclear <= len(sequences) * 0.02 + 1
+
+
+def test_draws_equal_the_reference_for_every_combination_of_options() -> None:
+    rng = np.random.default_rng(1)
+    logits = (rng.normal(size=(len(SUBSETS), 40)) * 2).round(1).astype(np.float32)  # rounded: many are equal
+    params = [SamplingParams(max_tokens=16, **{name: FEATURES[name] for name in subset}) for subset in SUBSETS]
+    assert_draws_are_the_references(logits, params, 24)
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 4.0])
+def test_draws_equal_the_reference_over_a_large_vocabulary(scale: float) -> None:
+    rng = np.random.default_rng(2)
+    options: list[dict[str, Any]] = [
+        {}, {"top_p": 0.9}, {"top_k": 40}, {"top_k": 300}, {"top_k": 5000, "top_p": 0.6}, {"top_p": 0.999, "min_p": 0.01},
+        {"top_k": 19_999}, {"top_k": 50_000}, {"min_p": 0.2}, {"top_p": 1e-9}, {"top_p": 0.5, "temperature": 3.0},
+        {"top_k": 200, "top_p": 0.3, "min_p": 0.001, "repetition_penalty": 0.8}, {"temperature": 0},
+    ]  # fmt: skip
+    logits = (rng.normal(size=(len(options), 20_001)) * scale).astype(np.float32)
+    logits[1::2] = torch.from_numpy(logits[1::2]).bfloat16().float().numpy()  # many equal ones
+    assert_draws_are_the_references(logits, [SamplingParams(**kw) for kw in options], 8)
+
+
+@pytest.mark.parametrize("subset", [s for s in SUBSETS if len(s) in (0, 1, 2, len(FEATURES))], ids="+".join)
+def test_distribution_passes_chi_square(subset: tuple[str, ...]) -> None:
+    num_draws, vocab_size = 2000, 33
+    params = SamplingParams(max_tokens=16, **{name: FEATURES[name] for name in subset})
+    logits = (np.random.default_rng(3).normal(size=vocab_size) * 1.5).astype(np.float32)
+    sequences = [sequence_for(params, row, seed=99, index=row) for row in range(num_draws)]
+    counts = np.bincount(draw_all(np.tile(logits, (num_draws, 1)), sequences), minlength=vocab_size)
+    p = probabilities(penalised(logits, params, PROMPT, OUTPUT, STOPS), params)
+    assert not counts[p == 0].any()
+    statistic, most = chi_square(counts, p)
+    assert statistic < most
+
+
+def test_chi_square_can_fail() -> None:
+    p = np.asarray([0.5, 0.3, 0.2])
+    statistic, most = chi_square(np.asarray([900, 720, 380]), p)
+    assert statistic > most
+
+
+def test_draws_at_other_positions_are_independent() -> None:
+    num_draws = 20_000
+    sampler = FastSampler(TorchOps(), 4, num_draws)
+    sequences = [sequence_for(SamplingParams(), row, seed=7, index=0) for row in range(num_draws)]
+    sequences[0].request = Request("r", [0], SamplingParams(), 16, seed=7)
+    for sequence in sequences:
+        sequence.request = sequences[0].request
+        sampler.add(sequence)
+    drawn = np.asarray(sampler.sample(torch.zeros(num_draws, 4), sequences, list(range(num_draws))).to_host())
+    pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
+    statistic, most = chi_square(pairs, np.full(16, 1 / 16))
+    assert statistic < most
