@@ -24,15 +24,7 @@ class FastTokenizer:
     """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
 
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
-        from tokenizers import Tokenizer
-
-        file = find_tokenizer(Path(tokenizer_path))
-        try:
-            self._base: Tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the tokenizers package raises plain Exception
-            raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
-        self._base.no_padding()
-        self._base.no_truncation()
+        self._base: Tokenizer = open_tokenizer(find_tokenizer(Path(tokenizer_path)))
         self.max_length = max_length
         self._base.enable_truncation(max_length)
         self._by_length: dict[int, Tokenizer] = {self.max_length: self._base}
@@ -82,6 +74,19 @@ class FastTokenizer:
         return found
 
 
+def open_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer.json without its padding and truncation."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers package raises plain Exception
+        raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 def find_tokenizer(path: Path) -> Path:
     """The tokenizer.json at a path, in it, or in the `tokenizer` directory of a converted model."""
     candidates = (path / "tokenizer.json", path / "tokenizer" / "tokenizer.json", path)
@@ -98,7 +103,7 @@ def stated_max_length(settings: dict[str, Any]) -> int | None:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A tokenizer_config.json; empty where there is none."""
+    """A JSON object beside a tokenizer, such as tokenizer_config.json; empty where there is none."""
     if not file.is_file():
         return {}
     try:

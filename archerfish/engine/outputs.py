@@ -1,0 +1,153 @@
+"""What an engine answers: results, pieces of results, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from archerfish.sequence import Delta, FinishReason, TokenLogprobs
+from archerfish.sequence import Sequence as TokenSequence
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n texts of a request.
+
+    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asked for
+    logprobs (`SamplingParams(logprobs=0)` is enough): working it out costs a pass over the vocabulary at every token.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # the token that ended it included
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string, or the id of the token that ended it
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: BaseException | None = None
+    _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Take in what a step brought."""
+        if text:
+            self._pieces.append(text)
+        self.token_ids += token_ids
+        if logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
+
+    def finish(self, delta: Delta) -> None:
+        """Take in why it ended; a stop string that was found before counts for more."""
+        self.finish_reason = delta.finish_reason if self.stop_reason is None else "stop"
+        self.error = delta.error
+        ends = delta.sequence.request.stop_token_ids
+        if self.stop_reason is None and self.finish_reason == "stop" and self.token_ids and self.token_ids[-1] in ends:
+            self.stop_reason = self.token_ids[-1]
+        self.text = "".join(self._pieces)
+        self._pieces.clear()
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """How long a request took, in its parts: queue, prefill (until the first token) and decode (from there to the end)."""
+
+    arrival: float = 0.0  # on the scheduler's clock, in seconds
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    ttft_ms: float = 0.0  # from arrival to the first token
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    tokens_per_second: float = 0.0  # output tokens per second of prefill and decode
+    num_preemptions: int = 0
+
+
+def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
+    """Figures of a request from its sequences: from the first arrival to the last end."""
+    times = [sequence.times for sequence in sequences]
+    arrived = min((moment.arrived for moment in times), default=0.0)
+    finished = max((moment.finished for moment in times), default=0.0)
+    # One that never ran spent all its time in the queue; one without a token all its later time in prefill.
+    admitted = min((moment.admitted for moment in times if moment.admitted), default=finished)
+    first_token = min((moment.first_token for moment in times if moment.first_token), default=finished)
+    num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
+    running_s = finished - admitted
+    return RequestMetrics(
+        arrival=arrived,
+        queue_ms=(admitted - arrived) * 1000,
+        prefill_ms=(first_token - admitted) * 1000,
+        decode_ms=(finished - first_token) * 1000,
+        ttft_ms=(first_token - arrived) * 1000,
+        num_prompt_tokens=sequences[0].num_prompt if sequences else 0,
+        num_output_tokens=num_output,
+        tokens_per_second=num_output / running_s if running_s > 0 else 0.0,
+        num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+    )
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The result of a request. text, token_ids and the like are those of its first output."""
+
+    request_id: str
+    prompt: str | None  # None where the caller gave token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0  # of the prompt, that the cache gave
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    finished: bool = True
+    hit: Any = None  # the HitRecord: where the match in the cache ended, and why
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.outputs[0].logprobs
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What one of a request's outputs has gained: what `stream` yields."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    output: RequestOutput | None = None  # with the last delta of a request: all of it
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since an engine was made, and how it stands now. Times are means over completed requests."""
+
+    total_requests: int = 0
+    completed_requests: int = 0
+    failed_requests: int = 0
+    total_tokens_generated: int = 0
+    avg_queue_time_ms: float = 0.0
+    avg_prefill_time_ms: float = 0.0
+    avg_decode_time_ms: float = 0.0
+    queue_size: int = 0
+    queue_capacity: int = 0
+    concurrent_requests: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0

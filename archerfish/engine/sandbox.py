@@ -1,0 +1,324 @@
+"""The jinja2 environment in which chat templates run: nothing outside of it is reachable, and work and memory are bounded.
+
+A template comes with a model's files, so it is code of strangers. jinja2's sandbox keeps it from Python's insides, but lets it
+loop for hours or build gigabytes. Here every turn of a loop, call and filter is counted, and whatever makes text or lists is
+measured before it is made. The counting is compiled into the template: each loop body and loop condition begins with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000  # turns of loops, calls, filters; a chat of 10,000 messages takes about 200,000
+MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, in-between ones included
+MAX_SECONDS = 3.0  # of this thread on a core
+MAX_WIDTH = 1000  # of padding and indentation
+WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
+WIDTH_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
+TEXT_FILTERS = ("escape", "forceescape", "join", "pprint", "string", "tojson", "urlencode", "xmlattr")
+PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
+
+
+class LimitError(TemplateError):
+    """A template did or made more than it may."""
+
+
+class RaisedError(TemplateError):
+    """What a template says with raise_exception."""
+
+
+class Budget:
+    """What one rendering may still do."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_characters = 0
+        self._deadline = time.thread_time() + MAX_SECONDS
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS:
+            raise LimitError(f"it takes more than {MAX_STEPS:,} steps")
+        if self._num_steps % 64 == 0 and time.thread_time() > self._deadline:
+            raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+    def take(self, num_characters: int) -> None:
+        self._num_characters += num_characters
+        if self._num_characters > MAX_CHARACTERS:
+            raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
+
+    def take_text_of(self, value: object) -> int:
+        """Account for the text of a value: lists that hold each other again and again have more of it than they are big."""
+        pending, before = [value], self._num_characters
+        while pending:
+            self.step()
+            item = pending.pop()
+            if isinstance(item, str):
+                self.take(len(item))
+            elif isinstance(item, Mapping):
+                pending += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple | set | frozenset | range):
+                self.take(len(item))
+                pending += item
+            elif isinstance(item, int):
+                self.take(item.bit_length() // 3)
+        return self._num_characters - before
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`: marks answers for training; here what it holds is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class PublicNamespace(Namespace):
+    """namespace() without names that begin with an underscore, which Python gives a meaning."""
+
+    def __init__(self, *given: Any, **values: Any) -> None:
+        for name in dict(*given, **values):
+            refuse_private(name)
+        super().__init__(*given, **values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        refuse_private(name)
+        super().__setitem__(name, value)
+
+
+class BoundedFormatter(SandboxedFormatter):
+    """str.format with widths and results within bounds."""
+
+    _env: ChatEnvironment
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if any(int(digits) > MAX_WIDTH for digits in re.findall(r"\d+", format_spec[:1000])) or len(format_spec) > 1000:
+            raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+        self._env.budget.take_text_of(value)
+        return super().format_field(value, format_spec)
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """What templates of transformers expect, within bounds."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.measure_output
+        )
+        self.filters["tojson"] = to_json
+        for name, function in list(self.filters.items()):
+            self.filters[name] = self._guarded(name, function)
+        self.globals.pop("lipsum")
+        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace)
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Compiling or rendering inside of this has one budget."""
+        self._local.budget = Budget()
+        try:
+            yield
+        finally:
+            del self._local.budget
+
+    @property
+    def budget(self) -> Budget:
+        found: Budget = self._local.budget
+        return found
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)):
+            line = loop.lineno
+            loop.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), lineno=line))
+            if loop.test is not None:
+                loop.test = nodes.And(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), loop.test, lineno=line)
+        return JoinedByUs().visit(tree)  # type: ignore[no-any-return]
+
+    @property
+    def is_in_bounds(self) -> bool:
+        """True, or an error; counts a step. An attribute, because calls are slow in a sandbox."""
+        self.budget.step()
+        return True
+
+    def join_texts(self, *values: object) -> str:
+        """The operator `~`."""
+        self.budget.take_text_of(values)
+        return "".join(map(str, values))
+
+    def measure_output(self, value: Any) -> Any:
+        """Called on what every {{ ... }} gives."""
+        if isinstance(value, str):
+            self.budget.take(len(value))
+        else:
+            self.budget.take_text_of(value)
+        return value
+
+    def concat(self, texts: Iterable[str]) -> str:
+        """Called on the pieces of a macro, a block or the whole."""
+        pieces = list(texts)
+        self.budget.take(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        budget = self.budget
+        budget.step()
+        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            budget.take(len(left) + len(right))
+        elif operator == "*":
+            budget.take(product_size(left, right))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            budget.take(left.bit_length() * max(0, right))
+        elif operator == "%" and isinstance(left, str):
+            self._check_percent(left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _check_percent(self, text: str, values: object) -> None:
+        if PERCENT_WIDTH.search(text):
+            raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+        num_characters = self.budget.take_text_of((text, values))
+        self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used again and again
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = self.budget
+        budget.step()
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, str | bytes | int):
+            args = self._measured_arguments(owner, name, args, kwargs)
+        result = super().call(context, function, *args, **kwargs)
+        budget.take(size_of(result))
+        return result
+
+    def _measured_arguments(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Arguments of a method of a text or number, after making sure that it will not make too much of them."""
+        if name in WIDTH_METHODS:
+            check_width(args, kwargs)
+        elif name == "replace":
+            self.budget.take(replaced_size(owner, args))
+        elif name == "join":
+            args = tuple(as_list(argument) for argument in args)
+            self.budget.take_text_of(args)
+            self.budget.take(len(owner) * sum(map(size_of, args)))
+        return args
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text, is_map = value.__self__, value.__name__ == "format_map"
+
+        def bounded_format(*args: Any, **kwargs: Any) -> str:
+            values = args[0] if is_map else kwargs
+            return BoundedFormatter(self).vformat(str(text), () if is_map else args, values)
+
+        return functools.update_wrapper(bounded_format, value)
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that is counted and measured."""
+
+        @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
+        def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            budget.step()
+            if name in WIDTH_FILTERS:
+                check_width(args[1:], kwargs)
+            if name == "replace":
+                texts = [str(argument) for argument in args if isinstance(argument, str | int)]
+                budget.take(replaced_size(texts[0], texts[1:]) if texts else 0)
+            elif name == "format":
+                self._check_percent(str(args[0]), (args[1:], kwargs))
+            elif name in TEXT_FILTERS:
+                args = tuple(as_list(argument) for argument in args)
+                budget.take_text_of((args, kwargs))
+                if name == "join":
+                    _, values, *separator = args  # the first argument is jinja2's own
+                    budget.take(len(str(kwargs.get("d", separator[:1]))) * size_of(values))
+            result = function(*args, **kwargs)
+            budget.take(size_of(result))
+            return counted(result, budget) if isinstance(result, Iterator) else result
+
+        return filter_within_bounds
+
+
+class JoinedByUs(NodeTransformer):
+    """Replaces the operator `~`, which jinja2 does not let one intercept."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        method = nodes.EnvironmentAttribute("join_texts", lineno=node.lineno)
+        return nodes.Call(method, node.nodes, [], None, None, lineno=node.lineno)
+
+
+def counted(values: Iterator[Any], budget: Budget) -> Iterator[Any]:
+    for value in values:
+        budget.step()
+        yield value
+
+
+def as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, Iterator) else value
+
+
+def size_of(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def check_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    if any(isinstance(value, int) and value > MAX_WIDTH for value in (*args, *kwargs.values())):
+        raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+
+
+def product_size(left: Any, right: Any) -> int:
+    """Items or digits of a product."""
+    for value, times in ((left, right), (right, left)):
+        if hasattr(value, "__len__") and isinstance(times, int):
+            return len(value) * max(0, times)
+    return left.bit_length() + right.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
+
+
+def replaced_size(text: Any, arguments: Sequence[Any]) -> int:
+    if len(arguments) < 2 or not all(isinstance(argument, str | bytes) for argument in arguments[:2]):
+        return 0
+    return len(text) + int(text.count(arguments[0])) * len(arguments[1])
+
+
+def refuse_private(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def raise_exception(message: object) -> None:
+    raise RaisedError(str(message))
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As in transformers: jinja2's own escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

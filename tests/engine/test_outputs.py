@@ -1,0 +1,71 @@
+"""Results and their figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from archerfish.engine.outputs import CompletionOutput, RequestOutput, request_metrics
+from archerfish.errors import DeviceError
+from archerfish.params import SamplingParams
+from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes, TokenLogprobs
+
+
+def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:
+    made = Sequence(Request("r", [1, 2, 3, 4], SamplingParams(), 16, frozenset((9,))), index)
+    made.tokens += [5] * num_output
+    made.times = SequenceTimes(**times)
+    return made
+
+
+def finished(reason: FinishReason, *token_ids: int, stop: str | None = None) -> CompletionOutput:
+    output = CompletionOutput()
+    output.add("te", token_ids, None)
+    output.add("xt", [], None)
+    output.stop_reason = stop
+    output.finish(Delta(sequence(), [], finish_reason=reason))
+    return output
+
+
+def test_an_output_grows() -> None:
+    output = finished("length", 5, 6)
+    assert (output.text, output.token_ids, output.finish_reason, output.stop_reason) == ("text", [5, 6], "length", None)
+    assert output.logprobs is None and output.cumulative_logprob is None
+
+
+def test_why_an_output_ended() -> None:
+    assert finished("stop", 5, 9).stop_reason == 9
+    assert finished("stop", 5).stop_reason is None
+    late = finished("length", 5, stop="END")  # the sequence reached its length while the stop string was being found
+    assert (late.finish_reason, late.stop_reason) == ("stop", "END")
+    output = CompletionOutput()
+    output.finish(Delta(sequence(), [], finish_reason="error", error=DeviceError("x")))
+    assert isinstance(output.error, DeviceError)
+
+
+def test_log_probabilities_add_up() -> None:
+    output = CompletionOutput()
+    output.add("a", [1], [TokenLogprobs(1, -0.5, 1, [])])
+    output.add("b", [2, 3], [TokenLogprobs(2, -1.0, 2, []), TokenLogprobs(3, -0.25, 1, [])])
+    assert output.cumulative_logprob == pytest.approx(-1.75) and [item.token_id for item in output.logprobs or []] == [1, 2, 3]
+
+
+def test_a_result_shows_its_first_output() -> None:
+    outputs = [CompletionOutput(0, "a", [1], "stop", None, -1.0, []), CompletionOutput(1, "b", [2], "length")]
+    result = RequestOutput("r", "p", [0], outputs)
+    assert (result.text, result.token_ids, result.finish_reason) == ("a", [1], "stop")
+    assert (result.cumulative_logprob, result.logprobs, result.finished) == (-1.0, [], True)
+
+
+def test_figures_of_a_request() -> None:
+    metrics = request_metrics([
+        sequence(3, arrived=10.0, admitted=10.5, first_token=11.0, finished=13.0),
+        sequence(5, 1, arrived=10.0, admitted=10.6, first_token=11.5, finished=12.5),
+    ])  # fmt: skip
+    assert (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms, metrics.ttft_ms) == (500, 500, 2000, 1000)
+    assert (metrics.num_prompt_tokens, metrics.num_output_tokens, metrics.arrival) == (4, 8, 10.0)
+    assert metrics.tokens_per_second == pytest.approx(8 / 2.5)
+
+
+def test_figures_of_a_request_that_never_ran() -> None:
+    metrics = request_metrics([sequence(0, arrived=10.0, finished=12.0)])
+    assert (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms, metrics.tokens_per_second) == (2000, 0, 0, 0)
