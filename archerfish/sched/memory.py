@@ -1,0 +1,183 @@
+"""The blocks of running sequences: where they come from, and what the cache keeps of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
+from archerfish.cache.node import Node
+from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.errors import InvariantError
+from archerfish.sequence import Namespace, Request, Sequence
+
+
+@dataclass(slots=True)
+class Found:
+    """What the cache has for a sequence that is to be admitted."""
+
+    num_tokens: int
+    blocks: list[int]
+    node: Node  # ends where the tokens end; locked
+    logits: Any = None  # with these, num_tokens is all of the sequence
+
+
+class SequenceMemory:
+    """Gives blocks to sequences out of the free list and the cache, and takes them back into the tree.
+
+    A sequence owns a reference to each of its blocks and locks the node up to which its tokens are in the tree, or the root,
+    which keeps nothing from being evicted but tells whether the cache was cleared meanwhile.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, model_state_hash: str, fixed_chunk: int
+    ) -> None:
+        self.blocks = blocks
+        self.cache = cache
+        self.logits_cache = logits_cache if cache.is_enabled else None
+        self.fixed_chunk = fixed_chunk
+        self.num_held_tokens = 0  # of sequences that hold blocks
+        self.num_held_blocks = 0
+        self._block_size = blocks.block_size
+        self._model_state_hash = model_state_hash
+        self._state_hashes: dict[Namespace, str] = {}
+
+    @property
+    def num_available(self) -> int:
+        return self.blocks.num_free + self.cache.num_evictable
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def take(self, num_blocks: int) -> list[int] | None:
+        """Blocks of the free list, and where it is short, of what the cache can spare. None: there are not enough."""
+        blocks = self.blocks
+        short = num_blocks - blocks.num_free
+        if short > 0 and (short > self.cache.num_evictable or self.cache.evict(short) < short):
+            return None
+        return blocks.allocate(num_blocks)
+
+    def grow(self, seq: Sequence, num_blocks: int) -> bool:
+        taken = self.take(num_blocks)
+        if taken is None:
+            return False
+        seq.blocks += taken
+        self.num_held_blocks += num_blocks
+        return True
+
+    # Admission
+
+    def look_up(self, seq: Sequence, num_told: int) -> Found:
+        """The longest prefix that may be taken from the cache, locked. `num_told`: prompt logprobs handed out already."""
+        request, num_known = seq.request, len(seq.tokens)
+        key = RadixKey(seq.tokens, request.namespace)
+        limit = num_known - 1
+        if request.params.prompt_logprobs is not None and seq.index == 0:
+            limit = min(limit, num_told)
+        logits = None
+        if self.logits_cache is not None and num_known == seq.num_prompt and limit == num_known - 1:
+            logits = self.logits_cache.get(CacheKey(key, num_known, self._state_hash(request.namespace)))
+            limit += logits is not None
+        if self.fixed_chunk:
+            limit = min(limit, seq.num_prompt)
+        match = self.cache.match_prefix(key, limit=limit, counts=seq.hit is None)
+        if not seq.num_preemptions:
+            seq.hit = match.record
+        num_tokens, node = match.num_tokens, match.node
+        if num_tokens < num_known:
+            logits = None
+            if self.fixed_chunk:
+                num_tokens -= num_tokens % self.fixed_chunk
+        if num_tokens < node.end:  # cut the node there, so that no more is locked than is used
+            node = self.cache.insert(RadixKey(seq.tokens[:num_tokens], request.namespace), match.blocks, handle=match)
+        self.cache.lock(node)
+        return Found(num_tokens, match.blocks, node, logits)
+
+    def num_blocks_wanted(self, seq: Sequence, found: Found) -> int:
+        """Blocks that the sequence needs for all its tokens beside those that it can share."""
+        return self.num_blocks_for(len(seq.tokens)) - found.num_tokens // self._block_size
+
+    def put_back(self, found: Found) -> None:
+        self.cache.unlock(found.node)
+
+    def without_match(self, found: Found) -> Found:
+        """In place of what was found, nothing: all that the cache has can be evicted."""
+        root = found.node.tree.root
+        self.cache.lock(root)
+        self.put_back(found)
+        return Found(0, [], root)
+
+    def adopt(self, seq: Sequence, found: Found) -> list[tuple[int, int]]:
+        """Hand what was found to the sequence. Returns the block to copy, (from, to), where the match ends inside one.
+
+        The source of the copy gets one more owner: free it when the step is done. One block must be available.
+        """
+        num_full, rest = divmod(found.num_tokens, self._block_size)
+        seq.node = found.node
+        seq.blocks = found.blocks[:num_full]
+        self.blocks.share(seq.blocks)
+        self.num_held_blocks += num_full
+        self.num_held_tokens += found.num_tokens
+        seq.num_computed = found.num_tokens
+        seq.cached_logits = found.logits
+        if not rest:
+            return []
+        source = found.blocks[num_full]
+        self.blocks.share((source,))
+        if not self.grow(seq, 1):
+            raise InvariantError("A sequence was admitted without a block for the one to copy.")
+        return [(source, seq.blocks[-1])]
+
+    # What the cache keeps
+
+    def store_prompt(self, seq: Sequence, logits: Any) -> None:
+        """The prompt is computed: others may have it now, and its logits where there are any."""
+        cache, num_prompt = self.cache, seq.num_prompt
+        if not cache.is_enabled or seq.node.is_stale:
+            return
+        key = RadixKey(seq.tokens[:num_prompt], seq.request.namespace)
+        num_blocks = self.num_blocks_for(num_prompt)
+        node = cache.insert(key, seq.blocks[:num_blocks], handle=seq.node)
+        # Where the tree had the prompt from elsewhere, locking it would keep blocks that this sequence does not use.
+        if node.blocks[-1] == seq.blocks[num_blocks - 1]:
+            cache.lock(node)
+            cache.unlock(seq.node)
+            seq.node = node
+        if logits is not None and self.logits_cache is not None:
+            state_hash = self._state_hash(seq.request.namespace)
+            num_bytes = int(getattr(logits, "nbytes", 0))
+            self.logits_cache.insert(CacheKey(key, num_prompt, state_hash), logits, num_bytes, node)
+
+    def release(self, seq: Sequence, *, keeps: bool) -> None:
+        """Take everything back; `keeps`: what is computed goes into the tree."""
+        num_tokens = min(seq.num_computed, len(seq.tokens))
+        if self.fixed_chunk:  # what came one by one would be computed in chunks by another, with other roundings
+            num_tokens = min(num_tokens, seq.num_prompt)
+        if keeps and num_tokens and self.cache.is_enabled and not seq.node.is_stale:
+            key = RadixKey(seq.tokens[:num_tokens], seq.request.namespace)
+            self.cache.insert(key, seq.blocks[: self.num_blocks_for(num_tokens)], handle=seq.node)
+        self.cache.unlock(seq.node)
+        self.blocks.free(seq.blocks)
+        self.num_held_tokens -= seq.num_computed
+        self.num_held_blocks -= len(seq.blocks)
+        seq.blocks = []
+        seq.node = seq.cached_logits = None
+        seq.num_computed = 0
+
+    def forget_computed(self, seq: Sequence, num_left: int) -> None:
+        """A step failed: only so many tokens of the sequence can be trusted."""
+        if seq.num_computed > num_left:
+            self.num_held_tokens -= seq.num_computed - num_left
+            seq.num_computed = num_left
+
+    def num_cached(self, request: Request) -> int:
+        return self.cache.peek(RadixKey(request.prompt_token_ids, request.namespace))
+
+    def _state_hash(self, namespace: Namespace) -> str:
+        state_hash = self._state_hashes.get(namespace)
+        if state_hash is None:
+            if len(self._state_hashes) > 4096:
+                self._state_hashes.clear()
+            state_hash = self._state_hashes[namespace] = state_hash_of(self._model_state_hash, namespace)
+        return state_hash

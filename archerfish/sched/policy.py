@@ -1,0 +1,198 @@
+"""Who runs next. A policy is a key function over requests; the named ones are below, and users register their own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from archerfish.errors import InvalidOptionError, did_you_mean
+from archerfish.sequence import Request
+
+
+class SchedulingPolicy:
+    """Base of all policies: first come, first served. Override `key`, or `schedule` for full control.
+
+    Requests that are equal by key run in order of arrival. With `is_static` the key must depend on the request alone: it is
+    asked for once, on arrival, so that a step costs the same however many wait. Otherwise `schedule` is called whenever there
+    is room for one more.
+    """
+
+    is_static: ClassVar[bool] = False
+    counts_service: ClassVar[bool] = False  # whether `charge` wants to be told of every token
+
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] = time.monotonic
+        self.num_cached: Callable[[Request], int] = lambda request: 0
+
+    def bind(self, clock: Callable[[], float], num_cached: Callable[[Request], int]) -> None:
+        """Called by the scheduler with its clock, and with a way to ask how many tokens of a prompt are cached."""
+        self.clock = clock
+        self.num_cached = num_cached
+
+    def key(self, request: Request, now: float) -> Any:
+        """Lower runs first."""
+        return request.arrival
+
+    def group(self, request: Request) -> Hashable:
+        """Requests of one group are ordered by `key`; groups among each other by `group_key`, which may change at any time."""
+        return None
+
+    def group_key(self, group: Hashable) -> float:
+        return 0.0
+
+    def schedule(self, requests: Sequence[Request], available_blocks: int) -> list[Request]:
+        """The waiting requests in the order in which to admit them; those left out are not admitted now."""
+        now = self.clock()
+        return sorted(requests, key=lambda r: (self.group_key(self.group(r)), self.key(r, now)))
+
+    def arrived(self, request: Request) -> None:
+        """A request was accepted."""
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Tokens are being computed for a request."""
+
+    def left(self, request: Request) -> None:
+        """A request has ended."""
+
+
+class FirstComeFirstServed(SchedulingPolicy):
+    is_static = True
+
+
+class PriorityFirst(SchedulingPolicy):
+    """Higher `Request.priority` first, then arrival."""
+
+    is_static = True
+
+    def key(self, request: Request, now: float) -> tuple[int, float]:
+        return -request.priority, request.arrival
+
+
+class EarliestDeadlineFirst(SchedulingPolicy):
+    """Earliest deadline first; requests without one last, by arrival."""
+
+    is_static = True
+
+    def key(self, request: Request, now: float) -> tuple[float, float]:
+        return math.inf if request.deadline is None else request.deadline, request.arrival
+
+
+class LongestPrefixFirst(SchedulingPolicy):
+    """What the cache knows most of first, so that it is used before it is evicted.
+
+    Of the `window` oldest requests at most `max_lookups` are looked up per call, those looked up longest ago first. A request
+    that has waited `patience_s` goes before all others, so that nobody starves.
+    """
+
+    def __init__(self, *, window: int = 256, max_lookups: int = 16, patience_s: float = 10.0) -> None:
+        super().__init__()
+        self.window = window
+        self.max_lookups = max_lookups
+        self.patience_s = patience_s
+        self._cached: dict[str, int] = {}  # by request id, least recently looked up first
+
+    def key(self, request: Request, now: float) -> tuple[int, int, float]:
+        if now - request.arrival >= self.patience_s:
+            return 0, 0, request.arrival
+        return 1, -self._cached.get(request.request_id, 0), request.arrival
+
+    def schedule(self, requests: Sequence[Request], available_blocks: int) -> list[Request]:
+        window = requests[: self.window]
+        self._look_up({request.request_id: request for request in window})
+        return super().schedule(window, available_blocks) + list(requests[self.window :])
+
+    def _look_up(self, window: dict[str, Request]) -> None:
+        cached = self._cached
+        fresh = [request_id for request_id in window if request_id not in cached][: self.max_lookups]
+        stale = [request_id for request_id in cached if request_id in window][: self.max_lookups - len(fresh)]
+        for request_id in fresh + stale:
+            cached.pop(request_id, None)
+            cached[request_id] = self.num_cached(window[request_id])
+
+    def left(self, request: Request) -> None:
+        self._cached.pop(request.request_id, None)
+
+
+class FairShare(SchedulingPolicy):
+    """The tenant that was served least first; within a tenant by arrival.
+
+    Service is counted in tokens computed, divided by the tenant's weight (1 unless given). A tenant that comes back starts no
+    lower than the least served of those present: being idle earns nothing.
+    """
+
+    is_static = True
+    counts_service = True
+    MAX_IDLE_TENANTS = 1024
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self.weights = dict(weights or {})
+        for tenant, weight in self.weights.items():
+            if not weight > 0 or not math.isfinite(weight):
+                raise InvalidOptionError(f"The weight of tenant {tenant!r} must be above 0, not {weight!r}.")
+        self._served: dict[str, float] = {}
+        self._num_present: dict[str, int] = {}  # live requests of tenants that have any
+        self._floor = 0.0
+
+    def group(self, request: Request) -> str:
+        return request.namespace.tenant
+
+    def group_key(self, group: Hashable) -> float:
+        return self._served.get(str(group), 0.0)
+
+    def arrived(self, request: Request) -> None:
+        tenant = request.namespace.tenant
+        if tenant not in self._num_present:
+            self._raise_floor()
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
+        self._num_present[tenant] = self._num_present.get(tenant, 0) + 1
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        tenant = request.namespace.tenant
+        self._served[tenant] += num_tokens / self.weights.get(tenant, 1.0)
+
+    def left(self, request: Request) -> None:
+        tenant = request.namespace.tenant
+        self._raise_floor()
+        self._num_present[tenant] -= 1
+        if not self._num_present[tenant]:
+            del self._num_present[tenant]
+            if len(self._served) > 2 * len(self._num_present) + self.MAX_IDLE_TENANTS:
+                self._forget_idle()
+
+    def _raise_floor(self) -> None:
+        if self._num_present:
+            self._floor = max(self._floor, min(self._served[tenant] for tenant in self._num_present))
+
+    def _forget_idle(self) -> None:
+        """Keep the counters of those tenants that are gone for which it matters most: the ones served most."""
+        idle = sorted((tenant for tenant in self._served if tenant not in self._num_present), key=self._served.__getitem__)
+        for tenant in idle[: -self.MAX_IDLE_TENANTS // 2]:
+            del self._served[tenant]
+
+
+_POLICIES: dict[str, type[SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": PriorityFirst,
+    "longest-prefix-first": LongestPrefixFirst,
+    "deadline": EarliestDeadlineFirst,
+    "fair-share": FairShare,
+}
+
+
+def register_scheduling_policy(name: str, cls: type[SchedulingPolicy]) -> None:
+    """Make a policy of one's own known by a name. It is made without arguments, once per scheduler."""
+    if not isinstance(cls, type) or not issubclass(cls, SchedulingPolicy):
+        raise InvalidOptionError(f"A scheduling policy must be a subclass of SchedulingPolicy, not {cls!r}.")
+    if _POLICIES.get(name, cls) is not cls:
+        raise InvalidOptionError(f"There is already a scheduling policy {name!r}.", hint="Choose another name.")
+    _POLICIES[name] = cls
+
+
+def scheduling_policy(name: str) -> SchedulingPolicy:
+    """A new policy of that name."""
+    if name not in _POLICIES:
+        raise InvalidOptionError(f"Unknown scheduling policy: {name!r}.", hint=did_you_mean(name, _POLICIES))
+    return _POLICIES[name]()

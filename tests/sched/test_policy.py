@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from archerfish.errors import InvalidOptionError
+from archerfish.params import SamplingParams
+from archerfish.sched import policy as policies
+from archerfish.sched.policy import (
+    FairShare,
+    LongestPrefixFirst,
+    SchedulingPolicy,
+    register_scheduling_policy,
+    scheduling_policy,
+)
+from archerfish.sched.queue import GroupedQueue, PolicyQueue, queue_for
+from archerfish.sequence import Namespace, Request
+from archerfish.sequence import Sequence as Stream
+from tests.sched.worlds import World
+
+
+def request(name: str, *, tenant: str = "", arrival: float = 0.0, priority: int = 0, deadline: float | None = None) -> Request:
+    return Request(
+        name, [1, 2], SamplingParams(), 4, namespace=Namespace(tenant), arrival=arrival, priority=priority, deadline=deadline
+    )
+
+
+def names(requests: list[Request]) -> str:
+    return "".join(r.request_id for r in requests)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(policies, "_POLICIES", dict(policies._POLICIES))
+    yield
+
+
+def test_the_named_policies_order_requests() -> None:
+    requests = [
+        request("a", arrival=3, priority=0, deadline=None),
+        request("b", arrival=1, priority=0, deadline=9),
+        request("c", arrival=2, priority=5, deadline=4),
+    ]
+    assert names(scheduling_policy("fcfs").schedule(requests, 10)) == "bca"
+    assert names(scheduling_policy("priority").schedule(requests, 10)) == "cba"
+    assert names(scheduling_policy("deadline").schedule(requests, 10)) == "cba"
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
+    with pytest.raises(InvalidOptionError, match="fair-share"):
+        scheduling_policy("fairshare")
+
+
+@pytest.mark.usefixtures("registry")
+def test_ones_own_policy_is_found_by_its_name() -> None:
+    class Mine(SchedulingPolicy):
+        pass
+
+    register_scheduling_policy("mine", Mine)
+    assert isinstance(scheduling_policy("mine"), Mine)
+    with pytest.raises(InvalidOptionError, match="already"):
+        register_scheduling_policy("fcfs", Mine)
+    with pytest.raises(InvalidOptionError, match="subclass"):
+        register_scheduling_policy("other", int)  # type: ignore[arg-type]
+
+
+def test_priority_runs_the_higher_first_then_the_earlier() -> None:
+    world = World(policy="priority", max_num_seqs=1)
+    for priority in (0, 2, 1, 2):
+        world.add(5, priority=priority)
+    world.run()
+    assert world.order_of_ends == ["r1", "r3", "r2", "r0"]
+
+
+def test_deadline_runs_the_earliest_first() -> None:
+    world = World(policy="deadline", max_num_seqs=1)
+    for deadline in (None, 900.0, 500.0):
+        world.add(5, deadline=deadline)
+    world.run()
+    assert world.order_of_ends == ["r2", "r1", "r0"]
+
+
+def test_longest_prefix_runs_what_is_cached_first() -> None:
+    world = World(policy="longest-prefix-first", max_num_seqs=1)
+    world.add(list(range(1, 17)))
+    world.run()
+    world.add(12)
+    world.add([*range(1, 9), 50, 51])
+    world.add([*range(1, 17), 50, 51])
+    before = world.cache.stats()
+    world.step()
+    assert world.cache.stats().request_misses == before.request_misses, "asking must not count as a request"
+    world.run()
+    assert world.order_of_ends == ["r0", "r3", "r2", "r1"]
+
+
+def test_longest_prefix_bounds_its_lookups_and_lets_nobody_starve() -> None:
+    looked_up: list[str] = []
+
+    def num_cached(one: Request) -> int:
+        looked_up.append(one.request_id)
+        return int(one.request_id)
+
+    policy = LongestPrefixFirst(window=10, max_lookups=4, patience_s=5)
+    now = 10.0
+    policy.bind(lambda: now, num_cached)
+    requests = [request(str(i), arrival=float(i)) for i in range(20)]
+    order = policy.schedule(requests, 0)
+    assert len(looked_up) == 4 and len(order) == 20
+    policy.schedule(requests, 0)
+    policy.schedule(requests, 0)
+    assert len(looked_up) == 12 and set(looked_up) == {str(i) for i in range(10)}
+    now = 12.0
+    order = policy.schedule(requests, 0)
+    assert [int(r.request_id) for r in order[:10]] == [0, 1, 2, 3, 4, 5, 6, 7, 9, 8]
+
+
+def test_a_policy_that_overrides_schedule_decides_alone() -> None:
+    class LastFirst(SchedulingPolicy):
+        asked: list[int] = []  # noqa: RUF012
+
+        def schedule(self, requests: Sequence[Request], available_blocks: int) -> list[Request]:
+            self.asked.append(available_blocks)
+            return [r for r in reversed(requests) if r.priority >= 0 or len(requests) == 1]
+
+    policy = LastFirst()
+    world = World(policy=policy, max_num_seqs=1, num_blocks=64)
+    world.add(5, priority=-1)
+    world.add(5, n=2)
+    world.add(5)
+    world.run()
+    assert world.order_of_ends == ["r2", "r1", "r1", "r0"]
+    assert policy.asked[0] == 64
+
+
+def test_a_policy_with_a_key_over_time_is_asked_anew() -> None:
+    class Flip(SchedulingPolicy):
+        def key(self, request: Request, now: float) -> float:
+            return request.arrival if now < 200 else -request.arrival
+
+    world = World(policy=Flip(), max_num_seqs=1)
+    for _ in range(4):
+        world.add(5, max_tokens=2)
+        world.now += 1
+    world.step()
+    world.step()
+    world.now = 200
+    world.run()
+    assert world.order_of_ends == ["r0", "r3", "r2", "r1"]
+
+
+# Fair share
+
+
+def test_fair_share_alternates_between_a_flood_and_a_trickle() -> None:
+    world = World(policy="fair-share", max_num_seqs=1)
+    for _ in range(20):
+        world.add(8, tenant="flood")
+    for _ in range(3):
+        world.add(8, tenant="trickle")
+    world.run()
+    where = [i for i, name in enumerate(world.order_of_ends) if name in {"r20", "r21", "r22"}]
+    assert where[-1] <= 6
+
+
+def test_fair_share_follows_weights() -> None:
+    world = World(policy=FairShare({"big": 3.0}), max_num_seqs=1)
+    for _ in range(12):
+        world.add(8, tenant="big")
+        world.add(8, tenant="small")
+    world.run()
+    first = world.order_of_ends[:8]
+    assert sum(int(name[1:]) % 2 == 0 for name in first) == 6
+    with pytest.raises(InvalidOptionError, match="weight"):
+        FairShare({"x": 0.0})
+
+
+def test_a_tenant_that_was_idle_has_no_credit() -> None:
+    world = World(policy="fair-share", max_num_seqs=1)
+    world.add(4, tenant="idle")
+    world.run()
+    for _ in range(10):
+        world.add(8, tenant="busy")
+    for _ in range(25):
+        world.step()
+    for _ in range(6):
+        world.add(8, tenant="idle")
+    done = len(world.order_of_ends)
+    world.run()
+    tail = [int(name[1:]) > 10 for name in world.order_of_ends[done : done + 6]]
+    assert 2 <= sum(tail) <= 4, "the two must alternate, not the returning one catch up"
+
+
+def test_fair_share_counts_the_tokens_that_are_computed() -> None:
+    policy = FairShare()
+    world = World(policy=policy)
+    world.add(10, max_tokens=5, tenant="a")
+    world.add(6, max_tokens=2, tenant="b")
+    world.run()
+    assert (policy.group_key("a"), policy.group_key("b")) == (14, 7)
+
+
+def test_fair_share_forgets_tenants_that_are_long_gone() -> None:
+    policy = FairShare()
+    policy.MAX_IDLE_TENANTS = 8
+    for i in range(100):
+        one = request(f"{i}", tenant=f"t{i}")
+        policy.arrived(one)
+        policy.charge(one, 1)
+        policy.left(one)
+    assert len(policy._served) <= 10
+
+
+# Queues
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority", "deadline", "fair-share"])
+def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = scheduling_policy(name)
+    queue = queue_for(policy)
+    assert isinstance(queue, GroupedQueue)
+    calls = 0
+    key = policy.key
+
+    def counted(one: Request, now: float) -> object:
+        nonlocal calls
+        calls += 1
+        return key(one, now)
+
+    monkeypatch.setattr(policy, "key", counted)
+    streams = [Stream(request(str(i), arrival=i * 37 % 100, tenant=f"t{i % 3}")) for i in range(1000)]
+    for order, stream in enumerate(streams):
+        policy.arrived(stream.request)
+        queue.push(stream, order)
+    for _ in range(50):
+        assert len(list(queue.ordered(10, 5))) in (5, 15)
+    assert calls == 1000 and len(queue) == 1000
+
+
+@pytest.mark.parametrize("kind", [GroupedQueue, PolicyQueue])
+def test_a_queue_keeps_old_places(kind: type[GroupedQueue | PolicyQueue]) -> None:
+    queue = kind(scheduling_policy("fcfs"))
+    streams = [Stream(request(str(i), arrival=1.0)) for i in range(5)]
+    for order, stream in enumerate(streams):
+        queue.push(stream, order)
+    queue.remove(streams[1])
+    queue.remove(streams[4])
+    queue.push(streams[1], 1)
+    assert list(queue.ordered(0, 10)) == streams[:4]
+    assert len(queue) == 4 and set(queue) == set(streams[:4])

@@ -1,0 +1,170 @@
+"""Any order of events: the books balance, every sequence ends exactly once, and its tokens are those of the model."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from archerfish.errors import OverloadedError
+from archerfish.sequence import Plan, Sequence, StepResult
+from tests.sched.worlds import World
+
+POLICIES = ["fcfs", "priority", "longest-prefix-first", "deadline", "fair-share"]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: World | None = None
+        self.sequences: list[Sequence] = []
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
+
+    @property
+    def w(self) -> World:
+        assert self.world is not None
+        return self.world
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        num_tokens=st.integers(48, 160),
+        policy=st.sampled_from(POLICIES),
+        has_cache=st.booleans(),
+        has_logits_cache=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 30),
+        fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]),
+    )
+    def start(
+        self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, **options: Any
+    ) -> None:
+        self.world = World(
+            num_blocks=num_tokens // block_size,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + max(budget, fixed_chunk),
+            max_queue_size=12,
+            fixed_chunk=fixed_chunk,
+            **options,
+        )
+
+    @rule(
+        family=st.integers(0, 2), shared=st.integers(0, 20), own=st.integers(0, 12), max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 3]), priority=st.integers(-1, 1), tenant=st.sampled_from(["a", "b"]),
+        timeout=st.sampled_from([None, None, None, 3.0]), stop=st.sampled_from([(), (1, 2, 3, 4, 5)]), host=st.booleans(),
+        logprobs=st.sampled_from([None, None, 0]), seed=st.integers(0, 1),
+    )  # fmt: skip
+    def add(
+        self, family: int, shared: int, own: int, timeout: float | None, host: bool, logprobs: int | None, **fields: Any
+    ) -> None:
+        prompt = [100 * family + i for i in range(shared)] + [7000 + 13 * own + i for i in range(own)]
+        deadline = None if timeout is None else self.w.now + timeout
+        options = {"prompt_logprobs": logprobs, "logprobs": logprobs}
+        try:
+            self.sequences += self.w.add(
+                prompt or [1], deadline=deadline, needs_host_token=host, params=options, **fields
+            )
+        except OverloadedError:
+            assert self.w.scheduler.stats().queue_size == 12
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def plan(self) -> None:
+        plan = self.w.scheduler.plan()
+        if plan is not None:
+            assert plan.num_tokens <= self.w.scheduler.max_num_batched_tokens
+            assert len(plan.sequences) <= self.w.scheduler.max_num_seqs
+            self.in_flight.append((plan, self.w.runner.execute(plan)))
+        else:
+            assert self.in_flight or not self.w.scheduler.has_work, "there is work but no plan"
+        self.w.take(self.w.scheduler.take_deltas())
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.w.scheduler.commit(*self.in_flight.popleft())
+        self.w.take(self.w.scheduler.take_deltas())
+
+    @rule(count=st.integers(1, 10), depth=st.integers(0, 1))
+    def go_on(self, count: int, depth: int) -> None:
+        for _ in range(count):
+            if len(self.in_flight) < 2:
+                self.plan()
+            while len(self.in_flight) > depth:
+                self.commit()
+
+    @precondition(lambda self: self.in_flight)
+    @rule(which=st.integers(0, 99))
+    def one_sequence_fails(self, which: int) -> None:
+        plan, result = self.in_flight[0]
+        index = which % len(plan.sequences)
+        alive = plan.sequences[index].finish_reason is None
+        result.errors[index] = RuntimeError("one")
+        self.commit()
+        assert not alive or plan.sequences[index].finish_reason == "error"
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def step_fails(self) -> None:
+        plan, _ = self.in_flight.popleft()
+        self.w.runner.spoil(plan)
+        self.w.scheduler.fail(plan, RuntimeError("all"))
+        self.w.take(self.w.scheduler.take_deltas())
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=st.integers(0, 999), whole=st.booleans())
+    def interrupt(self, which: int, whole: bool) -> None:
+        seq = self.sequences[which % len(self.sequences)]
+        if whole:
+            self.w.scheduler.abort(seq.request.request_id)
+        else:
+            self.w.scheduler.finish(seq)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.w.now += 2.0
+
+    @rule()
+    def clear(self) -> None:
+        self.w.cache.clear()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if self.world is not None:
+            self.w.take(self.w.scheduler.take_deltas())
+            self.w.check()
+
+    def teardown(self) -> None:
+        if self.world is None:
+            return
+        for _ in range(5000):
+            if not self.w.scheduler.has_work:
+                break
+            self.go_on(1, 0)
+        self.w.take(self.w.scheduler.take_deltas())
+        assert not self.w.scheduler.has_work and not self.w.scheduler.owned_blocks()
+        self.w.check()
+        self.w.check_nothing_is_held()
+        for seq in self.sequences:
+            if self.w.ends[seq.key] == "length":
+                self.w.check_output(seq)
+            else:
+                self.w.check_prefix(seq)
+
+
+CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+def test_any_order_of_events() -> None:
+    quick = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+    run_state_machine_as_test(SchedulerMachine, settings=quick)
+
+
+@pytest.mark.slow
+def test_any_order_of_events_at_length() -> None:
+    long = settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS)
+    run_state_machine_as_test(SchedulerMachine, settings=long)

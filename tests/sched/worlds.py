@@ -1,0 +1,127 @@
+"""A scheduler with its cache and a fake runner, and what must hold for them at any moment."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.logits_cache import LogitsCache
+from archerfish.cache.radix import RadixCache
+from archerfish.params import SamplingParams
+from archerfish.sched.fakes import FakeLoop, FakeRunner, expected_output
+from archerfish.sched.policy import SchedulingPolicy
+from archerfish.sched.scheduler import Scheduler
+from archerfish.sequence import Delta, Namespace, Request, Sequence
+
+VOCAB = 50
+
+
+class World:
+    """Everything that a test of the scheduler needs; time stands still unless told."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        depth: int = 0,
+        policy: SchedulingPolicy | str = "fcfs",
+        has_cache: bool = True,
+        has_logits_cache: bool = True,
+        **options: Any,
+    ) -> None:
+        self.now = 100.0
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.logits_cache = LogitsCache(1 << 16, 1e9, clock=lambda: self.now) if has_logits_cache else None
+        on_drop = self.logits_cache.drop if self.logits_cache is not None else None
+        self.cache = RadixCache(self.blocks, is_enabled=has_cache, clock=lambda: self.now, on_drop=on_drop)
+        settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_size": 100, "max_model_len": 1000} | options
+        self.scheduler = Scheduler(
+            blocks=self.blocks,
+            cache=self.cache,
+            logits_cache=self.logits_cache,
+            model_state_hash="model",
+            policy=policy,
+            clock=lambda: self.now,
+            **settings,
+        )
+        self.runner = FakeRunner(num_blocks, block_size, vocab_size=VOCAB)
+        self.loop = FakeLoop(self.scheduler, self.runner, depth)
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], str] = {}
+        self.order_of_ends: list[str] = []
+        self._ids = itertools.count()
+
+    def add(
+        self,
+        prompt: SequenceOf[int] | int,
+        max_tokens: int = 4,
+        *,
+        tenant: str = "",
+        n: int = 1,
+        request_id: str | None = None,
+        stop: SequenceOf[int] = (),
+        params: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Sequence]:
+        """A whole number stands for a prompt of that length which shares nothing with others."""
+        number = next(self._ids)
+        if isinstance(prompt, int):
+            prompt = [1000 + number, *range(1, prompt)]
+        request = Request(
+            request_id or f"r{number}",
+            prompt,
+            SamplingParams(n=n, max_tokens=max_tokens, **(params or {})),
+            max_tokens,
+            stop_token_ids=frozenset(stop),
+            namespace=Namespace(tenant),
+            **fields,
+        )
+        return self.scheduler.add(request)
+
+    def step(self) -> list[Delta]:
+        deltas = self.loop.step()
+        self.take(deltas)
+        return deltas
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            key = delta.sequence.key
+            assert key not in self.ends, f"{key} has ended already"
+            self.outputs.setdefault(key, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.ends[key] = delta.finish_reason
+                self.order_of_ends.append(key[0])
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work
+        self.take(self.scheduler.take_deltas())
+        self.check()
+        assert not self.scheduler.owned_blocks()
+        self.check_nothing_is_held()
+
+    def check_nothing_is_held(self) -> None:
+        assert self.blocks.num_free + self.cache.num_evictable == self.blocks.num_total
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    def check(self) -> None:
+        """The books balance: free + cached + owned = total, and no block has an owner that is not known."""
+        self.cache.check(self.scheduler.owned_blocks())
+
+    def check_output(self, seq: Sequence) -> None:
+        """The whole output of a sequence that was left to end by itself."""
+        tokens, reason = expected_output(seq.request, seq.index, VOCAB)
+        assert self.outputs[seq.key] == tokens
+        assert self.ends[seq.key] == reason
+
+    def check_prefix(self, seq: Sequence) -> None:
+        """What an interrupted sequence has given is the beginning of what it would have given."""
+        tokens, _ = expected_output(seq.request, seq.index, VOCAB)
+        output = self.outputs.get(seq.key, [])
+        assert output == tokens[: len(output)]
