@@ -8,37 +8,53 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from archerfish.config import ConversionConfig, EmbedConfig, HubConfig, ServeConfig
+    from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
     from archerfish.engine.batch_processor import BatchProcessor
     from archerfish.engine.batch_server import BatchInferenceServer
+    from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.inference_core import InferenceCore
+    from archerfish.engine.llm_engine import LLM, LLMEngine
+    from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from archerfish.engine.tokenizer import FastTokenizer
     from archerfish.errors import ArcherfishError
+    from archerfish.models.adapter import ModelAdapter, register_model
+    from archerfish.params import SamplingParams
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
 
 _HOME = {
     "ArcherfishError": "errors",
     "ArrowEngine": "engine.arrow_engine",
+    "AsyncLLMEngine": "engine.async_engine",
     "BatchInferenceServer": "engine.batch_server",
     "BatchProcessor": "engine.batch_processor",
+    "CompletionOutput": "engine.outputs",
     "ConversionConfig": "config",
     "ConversionResult": "store.converter",
     "EmbedConfig": "config",
+    "EngineConfig": "config",
     "FastTokenizer": "engine.tokenizer",
     "HubConfig": "config",
     "InferenceCore": "engine.inference_core",
+    "LLM": "engine.llm_engine",
+    "LLMEngine": "engine.llm_engine",
+    "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
+    "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
+    "SamplingParams": "params",
     "ServeConfig": "config",
+    "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
+    "register_model": "models.adapter",
 }
 
 __all__ = [
-    "ArcherfishError", "ArrowEngine", "BatchInferenceServer", "BatchProcessor", "ConversionConfig", "ConversionResult",
-    "EmbedConfig", "FastTokenizer", "HubConfig", "InferenceCore", "ModelConverter", "RerankResult", "ServeConfig",
-    "WeightLoader",
+    "LLM", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor", "CompletionOutput",
+    "ConversionConfig", "ConversionResult", "EmbedConfig", "EngineConfig", "FastTokenizer", "HubConfig", "InferenceCore",
+    "LLMEngine", "ModelAdapter", "ModelConverter", "RequestOutput", "RerankResult", "SamplingParams", "ServeConfig", "TextDelta",
+    "WeightLoader", "register_model",
 ]
 
 

@@ -138,6 +138,7 @@ def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[facts.Gpu]) -> dic
         dtype: fit.judge(found.weight_bytes(dtype), ram.available_bytes, ram.total_bytes, fit.CPU_OVERHEAD_BYTES)
         for dtype in (default, "float32")
     }
+    row["kv_tokens"] = fit.kv_tokens(found, "cuda" if gpus else "cpu", default)
     row |= {"cpu": phrase(verdicts, default), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
     if not gpus:
         return row | {"gpu": "no GPU", "fits_gpu": None}
@@ -170,13 +171,14 @@ def show(report: dict[str, Any], out: Output) -> None:
         (
             m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
             size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
-            m["cpu"], *([m["gpu"]] if report["gpus"] else []), m["remark"],
+            m["cpu"], *([m["gpu"]] if report["gpus"] else []), f"{m['kv_tokens']:,}" if m.get("kv_tokens") is not None else "-",
+            m["remark"],
         )
         for m in report["models"]
     ]
     gpu = ("on the GPU",) if report["gpus"] else ()
-    columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "source")
-    out.table("What will fit", columns, models, numbers=columns[1:5])
+    columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
+    out.table("What will fit", columns, models, numbers=(*columns[1:5], "KV tokens"))
     out.line()
     for problem in report["problems"]:
         out.line(problem, "bad")

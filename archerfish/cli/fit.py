@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from archerfish.config import HubConfig
-from archerfish.errors import ArcherfishError, UnreachableError
+from archerfish.config import EngineConfig, HubConfig
+from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
 from archerfish.types import DTYPE_BYTES
 
 # Beside the weights: Python, torch and batches on a CPU (MiniLM: 340-430 MB measured); a CUDA context and workspaces on a GPU.
@@ -26,6 +27,7 @@ class ModelSize:
     num_parameters: int
     file_bytes: int
     remark: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
         return self.num_parameters * DTYPE_BYTES[dtype]
@@ -71,9 +73,27 @@ def measure_path(name: str, path: Path) -> ModelSize:
     if is_converted(path):
         metadata = read_metadata(path)
         largest = max((record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0)
-        return ModelSize(name, metadata.total_parameters, largest, f"converted, {metadata.dtype}")
+        return ModelSize(name, metadata.total_parameters, largest, f"converted, {metadata.dtype}", metadata.config)
     source = open_source(path)
-    return ModelSize(name, sum(tensor.info.num_params for tensor in source.tensors), source.num_bytes, source.kind)
+    num_parameters = sum(tensor.info.num_params for tensor in source.tensors)
+    return ModelSize(name, num_parameters, source.num_bytes, source.kind, source.config)
+
+
+def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
+    """Tokens of KV that an LLMEngine with default options would have room for; None for models that keep none."""
+    from archerfish.models.adapter import model_class
+    from archerfish.models.config import Config
+    from archerfish.runtime.kv_pool import plan_memory
+
+    config = Config(found.config)
+    try:
+        shape = model_class(config).kv_shape(config)
+    except UnsupportedModelError:
+        return None
+    try:
+        return plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype)).num_tokens
+    except DeviceError:
+        return 0
 
 
 def measure_all(names: Sequence[str], hub: HubConfig) -> list[ModelSize]:

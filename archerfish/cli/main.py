@@ -35,11 +35,17 @@ class Command:
 
 COMMANDS = (
     Command("serve", "serve", "serve embeddings and reranking over HTTP"),
+    Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
+    Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
     Command("pull", "pull", "download models, or list those that are here", "[MODEL ...] "),
     Command("convert", "convert", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "say what this machine has, which fast paths are on, and what will fit", "[MODEL] "),
     Command("bench embed", "bench_embed", "measure embeddings against the peers that are installed"),
+    Command("bench throughput", "bench_throughput", "measure continuous against static batching, and against peers"),
+    Command("bench latency", "bench_latency", "measure first tokens and gaps between tokens, one request at a time"),
+    Command("bench prefix", "bench_prefix", "measure what the prefix cache gives on prompts that begin alike"),
+    Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
     Command("bench store", "bench_store", "measure opening and converting weights"),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

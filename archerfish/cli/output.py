@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from archerfish.types import Progress, no_progress
 
 BYTES_FROM = 1_000_000  # progress totals from here on are bytes: nothing else that we count gets so long
 UNITS = ("B", "kB", "MB", "GB", "TB")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
 
 
@@ -65,6 +67,11 @@ class Output:
             return
         with drawn_bar(title) as update:
             yield update
+
+
+def printable(text: str) -> str:
+    """A model's text for a terminal: control characters, which could move the cursor or worse, are left out."""
+    return text if text.isprintable() else CONTROL.sub("", text)
 
 
 def styled(text: str, style: str) -> str:

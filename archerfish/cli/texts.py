@@ -18,23 +18,23 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundErr
 Vectors = npt.NDArray[np.float32]
 
 
-def gather_texts(given: Sequence[str], input_file: str) -> list[str]:
+def gather_texts(given: Sequence[str], input_file: str, fields: Sequence[str] = ("text",)) -> list[str]:
     """Texts of the command line, then of a file, or of stdin if neither is given and stdin is not a terminal."""
     texts = list(given)
     if input_file == "-" or (not texts and not input_file and not sys.stdin.isatty()):
         texts += lines_of(sys.stdin)
     elif input_file:
-        texts += read_texts(Path(input_file))
+        texts += read_texts(Path(input_file), fields)
     if not texts:
         raise InvalidInputError("There is no text.", hint="Give texts as arguments, with --input FILE, or on standard input.")
     return texts
 
 
-def read_texts(path: Path) -> list[str]:
-    """The lines of a file; of a .jsonl file the field "text" of every line."""
+def read_texts(path: Path, fields: Sequence[str] = ("text",)) -> list[str]:
+    """The lines of a file; of a .jsonl file the first of the fields that a line has."""
     try:
         with path.open(encoding="utf-8") as file:
-            return json_texts(file, path) if path.suffix == ".jsonl" else lines_of(file)
+            return json_texts(file, path, fields) if path.suffix == ".jsonl" else lines_of(file)
     except FileNotFoundError:
         raise NotFoundError(f"The input file {path} does not exist.") from None
     except OSError as error:
@@ -47,7 +47,7 @@ def lines_of(file: Iterable[str]) -> list[str]:
     return [line.rstrip("\r\n") for line in file]
 
 
-def json_texts(file: Iterable[str], path: Path) -> list[str]:
+def json_texts(file: Iterable[str], path: Path, fields: Sequence[str]) -> list[str]:
     texts = []
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -56,9 +56,9 @@ def json_texts(file: Iterable[str], path: Path) -> list[str]:
             entry = json.loads(line)
         except ValueError as error:
             raise InvalidInputError(f"Line {number} of {path} is not JSON: {error}.") from error
-        text = entry.get("text") if isinstance(entry, dict) else entry
+        text = next((entry[name] for name in fields if name in entry), None) if isinstance(entry, dict) else entry
         if not isinstance(text, str):
-            raise InvalidInputError(f'Line {number} of {path} has no string in the field "text".')
+            raise InvalidInputError(f'Line {number} of {path} has no string in the field "{fields[0]}".')
         texts.append(text)
     return texts
 

@@ -12,7 +12,8 @@ from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Pooling, Segments
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
-from archerfish.models.encoder import Config, TokenBatch, encoder_class
+from archerfish.models.config import Config
+from archerfish.models.encoder import TokenBatch, encoder_class
 
 if TYPE_CHECKING:
     import torch

@@ -11,15 +11,19 @@ means nothing, and `attention` and `pool` leave them out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
+
+if TYPE_CHECKING:
+    from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -55,6 +59,57 @@ class Segments:
     @property
     def num_tokens(self) -> int:
         return int(self.starts[-1])
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of an attention layer; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores, usually head_dim ** -0.5
+    window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
+    softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
+
+
+@dataclass(frozen=True)
+class KVLayer(Generic[T]):
+    """Memory of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each."""
+
+    keys: T
+    values: T
+
+
+@dataclass(frozen=True)
+class Rotary(Generic[T]):
+    """Rotary embedding as a table: (positions, rotary_dim) float32, cosines in the first half of a row, sines in the second.
+
+    The first rotary_dim of each head's dimensions are rotated, dimension i together with i + rotary_dim / 2.
+    """
+
+    cos_sin: T
+    rotary_dim: int
+
+
+@dataclass(frozen=True)
+class PagedBatch(Generic[T]):
+    """Packed tokens of one step over KV blocks. Sequences with one new token stand first.
+
+    Tensors of T may have more rows than there are tokens (a backend's filling): num_tokens counts the real ones.
+    """
+
+    num_tokens: int
+    num_decodes: int  # leading sequences with exactly one new token
+    query_lens: Ids  # host: new tokens of each sequence
+    context_lens: Ids  # host: tokens of each sequence, the new ones included
+    token_ids: T  # (tokens,)
+    positions: T  # (tokens,)
+    slots: T  # (tokens,) where each token's key and value go: block * block_size + offset
+    block_tables: T  # (sequences, most blocks of any) physical blocks, in order; entries past a sequence's last mean nothing
+    block_size: int
+    is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
 
 class LinearWeight(Lazy[tuple[T, T | None]]):
@@ -95,8 +150,8 @@ class Ops(ABC, Generic[T]):
         """A lookup table on the device, at its stored size."""
 
     @abstractmethod
-    def vector(self, weight: T) -> T:
-        """A small parameter (norm weight, bias) on the device in float32."""
+    def vector(self, weight: T, *, plus: float = 0.0) -> T:
+        """A small parameter (norm weight, bias) on the device in float32, with a number added to it."""
 
     @abstractmethod
     def pack_linear(self, weights: Sequence[T], biases: Sequence[T | None]) -> tuple[T, T | None]:
@@ -129,3 +184,102 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def normalize(self, x: T) -> T:
         """Rows scaled to length 1."""
+
+    # Decoders: tokens stand over KV blocks, which `PagedBatch` describes.
+
+    @abstractmethod
+    def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[T]:
+        """Memory for the blocks of one layer, in the compute type."""
+
+    @abstractmethod
+    def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:
+        """In every layer, copy block to block for each (from, to). No block is both source and target."""
+
+    @abstractmethod
+    def lookup(self, table: T, ids: T, *, scale: float = 1.0) -> T:
+        """Rows of a table in the compute type, times a factor."""
+
+    @abstractmethod
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[T]:
+        """A table of the host on the device."""
+
+    @abstractmethod
+    def rms_norm(self, x: T, weight: T, eps: float, *, residual: T | None = None) -> tuple[T, T]:
+        """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, and s itself."""
+
+    @abstractmethod
+    def store_kv(
+        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
+        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
+    ) -> T:
+        """Split (tokens, (heads + 2 kv_heads) * head_dim) into q, k, v; RMS-normalise each head of q and k where norms are
+        given; rotate q and k; write k and v into their slots; give q as (tokens, heads * head_dim)."""
+
+    @abstractmethod
+    def paged_attention(self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape) -> T:
+        """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
+
+    @abstractmethod
+    def gated(self, x: T, activation: Activation) -> T:
+        """activation(first half of the last axis) * second half."""
+
+    @abstractmethod
+    def rows(self, x: T, indices: Ids) -> T:
+        """Rows of x at host indices."""
+
+    @abstractmethod
+    def first_rows(self, x: T, num_rows: int) -> T:
+        """The first rows of x, sharing its memory."""
+
+    @abstractmethod
+    def random_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, T]:
+        """Small random tensors, always the same ones, for measuring without a checkpoint."""
+
+    @abstractmethod
+    def logits(self, x: T, head: LinearWeight[T], *, softcap: float = 0.0) -> T:
+        """float32 scores over the vocabulary, softcap * tanh(scores / softcap) where softcap is not 0."""
+
+    @abstractmethod
+    def concat(self, parts: Sequence[T]) -> T:
+        """Tensors one after the other along the first axis."""
+
+    @abstractmethod
+    def put(self, target: T, indices: Ids, values: T) -> None:
+        """Write rows of values into target at host indices, in place."""
+
+    # Sampling: what the parameters mean stands in `sampling.py`.
+
+    @abstractmethod
+    def floats(self, values: npt.NDArray[np.float64]) -> T:
+        """Numbers of the host as a float64 tensor of the device."""
+
+    @abstractmethod
+    def to_ids(self, x: T) -> Ids:
+        """An integer tensor of the device as an array of the host."""
+
+    @abstractmethod
+    def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:
+        """One token for every row of float32 logits, which stay as they are; then the counts of penalised rows go up."""
+
+    @abstractmethod
+    def token_logprobs(self, logits: T, token_ids: T, num_top: int, *, rows: Ids | None = None) -> Logprobs[T]:
+        """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest beside it."""
+
+    @abstractmethod
+    def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[T]:
+        """Memory for how often each token stands in prompt and output of each row."""
+
+    @abstractmethod
+    def set_counts(self, counts: TokenCounts[T], row: int, prompt: Ids, output: Ids) -> None:
+        """Count the tokens of a row anew."""
+
+    def padded_rows(self, num_rows: int) -> int:
+        """How many rows the products of a batch of num_rows tokens should have."""
+        return num_rows
+
+    def computing(self) -> AbstractContextManager[object]:
+        """What a thread enters while it computes."""
+        return nullcontext()
+
+    def start_thread(self, num_threads: int) -> None:
+        """Called once in a thread that will run whole steps, with the cores that they may use (0: all)."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -10,9 +13,24 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
-from archerfish.kernels.ops import Activation, Ids, LinearWeight, Ops, Pooling, Segments
+from archerfish.kernels.machine import cpu
+from archerfish.kernels.ops import (
+    Activation,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    Ops,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Segments,
+)
+from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
 
 Tensor = torch.Tensor
+DUMMY_SCALE = 0.02  # of random weights
 
 
 class TorchOps(Ops[Tensor]):
@@ -36,8 +54,9 @@ class TorchOps(Ops[Tensor]):
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self.device)
 
-    def vector(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device, torch.float32)
+    def vector(self, weight: Tensor, *, plus: float = 0.0) -> Tensor:
+        vector = weight.to(self.device, torch.float32)
+        return vector + plus if plus else vector
 
     def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -90,6 +109,150 @@ class TorchOps(Ops[Tensor]):
 
     def normalize(self, x: Tensor) -> Tensor:
         return F.normalize(x.float(), dim=-1)
+
+    def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        keys, values = (self._zeros(shape) for _ in range(2))
+        return KVLayer(keys, values)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """On a CPU memory that the system gives when it is first written to; torch.zeros would touch all of it."""
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.torch_dtype, device=self.device)
+        num_bytes = math.prod(shape) * self.torch_dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype).view(shape)
+
+    def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+        for layer in layers:
+            for memory in (layer.keys, layer.values):
+                memory.index_copy_(0, targets, memory.index_select(0, sources))
+
+    def lookup(self, table: Tensor, ids: Tensor, *, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(ids, table).to(self.torch_dtype)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.torch_dtype, device=self.device)
+
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Tensor]:
+        return Rotary(torch.from_numpy(cos_sin).to(self.device), rotary_dim)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
+
+    def store_kv(
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:
+        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split(
+            (heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1
+        )
+        if q_norm is not None:
+            q = F.rms_norm(q.float(), q_norm.shape, q_norm, eps)
+        if k_norm is not None:
+            k = F.rms_norm(k.float(), k_norm.shape, k_norm, eps)
+        if rotary is not None:
+            cos_sin = rotary.cos_sin[batch.positions]
+            q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
+        slots = batch.slots[: batch.num_tokens]
+        for memory, new in ((kv.keys, k), (kv.values, v)):
+            memory.view(-1, *memory.shape[2:])[slots] = new[: batch.num_tokens].to(memory.dtype)
+        return q.to(self.torch_dtype).reshape(len(qkv), -1)
+
+    def paged_attention(self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
+        out = torch.zeros_like(q)
+        start = 0
+        lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+        for table, (num_new, context_len) in zip(batch.block_tables, lengths, strict=True):
+            blocks = table[: -(-context_len // batch.block_size)]
+            keys, values = (memory[blocks].flatten(0, 1)[:context_len] for memory in (kv.keys, kv.values))
+            out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads)
+            start += num_new
+        return out
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, activation) * up
+
+    def rows(self, x: Tensor, indices: Ids) -> Tensor:
+        return x[self.ids(indices)]
+
+    def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        return x[:num_rows]
+
+    def random_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        random = torch.Generator(self.device).manual_seed(0)
+        for name, shape in shapes.items():
+            tensor = torch.randn(shape, generator=random, device=self.device) * DUMMY_SCALE
+            made[name] = (1 + tensor if len(shape) == 1 and name.endswith("norm.weight") else tensor).to(self.torch_dtype)
+        return made
+
+    def computing(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def start_thread(self, num_threads: int) -> None:
+        if self.device == "cpu":
+            torch.set_num_threads(num_threads or cpu().num_cores)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def put(self, target: Tensor, indices: Ids, values: Tensor) -> None:
+        target[self.ids(indices)] = values
+
+    def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
+        scores = self.linear(x, head).float()
+        return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def to_ids(self, x: Tensor) -> Ids:
+        array: Ids = x.cpu().numpy()
+        return array
+
+    @cached_property
+    def _sampling(self) -> TorchSampling:
+        return TorchSampling(self.device)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        return self._sampling.sample(logits, batch)
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None) -> Logprobs[Tensor]:
+        return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
+
+    def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
+        return new_counts(num_rows, vocab_size, self.device)
+
+    def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
+        set_counts(counts, row, prompt, output)
+
+
+def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
+    """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second, rest = x.float().tensor_split((rotary_dim // 2, rotary_dim), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape) -> Tensor:
+    """Causal attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
+    num_new, num_all = len(q), len(keys)
+    grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
+    if heads.softcap:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device), float("-inf"))
+    return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
+
+
+def visible(num_new: int, num_all: int, window: int, device: torch.device) -> Tensor:
+    """(new, all): which keys each of a sequence's last tokens sees."""
+    query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
+    key = torch.arange(num_all, device=device)
+    return (key <= query) & (key > query - window) if window else key <= query
 
 
 def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Generic
 
 from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.ops import LinearWeight, Ops, T
@@ -19,7 +20,7 @@ class Weights(Generic[T]):
     prefix: str = ""
 
     def scope(self, name: str) -> Weights[T]:
-        return Weights(self.source, self.ops, f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def has(self, name: str) -> bool:
         return f"{self.prefix}{name}" in self.source
@@ -37,12 +38,35 @@ class Weights(Generic[T]):
     def table(self, name: str, rows: int, width: int) -> T:
         return self.ops.table(self.tensor(name, rows, width))
 
-    def vector(self, name: str, width: int) -> T:
-        return self.ops.vector(self.tensor(name, width))
+    def vector(self, name: str, width: int, *, plus: float = 0.0) -> T:
+        return self.ops.vector(self.tensor(name, width), plus=plus)
 
-    def linear(self, names: str | tuple[str, ...], out_features: int, in_features: int) -> LinearWeight[T]:
-        """A linear map, or several of equal shape stacked into one product."""
+    def linear(
+        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None
+    ) -> LinearWeight[T]:
+        """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
+
+        bias says whether there must be one; None: where the weights have one.
+        """
         scopes = [self.scope(name) for name in ([names] if isinstance(names, str) else names)]
-        weights = [scope.tensor("weight", out_features, in_features) for scope in scopes]
-        biases = [scope.tensor("bias", out_features) if scope.has("bias") else None for scope in scopes]
+        sizes = (out_features,) * len(scopes) if isinstance(out_features, int) else out_features
+        parts = list(zip(scopes, sizes, strict=True))
+        weights = [scope.tensor("weight", size, in_features) for scope, size in parts]
+        biases = [
+            scope.tensor("bias", size) if bias or (bias is None and scope.has("bias")) else None for scope, size in parts
+        ]
         return self.ops.linear_weight(weights, biases)
+
+
+@dataclass(frozen=True)
+class NotedWeights(Weights[Any]):
+    """Weights that are not there: a model that is built over them leaves the names and shapes of its tensors in `shapes`."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def tensor(self, name: str, *shape: int) -> Any:
+        self.shapes[f"{self.prefix}{name}"] = shape
+        return SimpleNamespace(shape=shape)

@@ -8,7 +8,8 @@ from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import T
 from archerfish.layers.encoder import BlockNames, ClassifierHead, EncoderBlock, LayerNorm
 from archerfish.layers.weights import Weights
-from archerfish.models.encoder import Config, Encoder, TokenBatch
+from archerfish.models.config import Config
+from archerfish.models.encoder import Encoder, TokenBatch
 
 NAMES = BlockNames(
     query="attention.self.query", key="attention.self.key", value="attention.self.value",

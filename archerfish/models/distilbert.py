@@ -5,7 +5,8 @@ from __future__ import annotations
 from archerfish.kernels.ops import T
 from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, LayerNorm
 from archerfish.layers.weights import Weights
-from archerfish.models.encoder import Config, Encoder, TokenBatch
+from archerfish.models.config import Config
+from archerfish.models.encoder import Encoder, TokenBatch
 
 NAMES = BlockNames(
     query="attention.q_lin", key="attention.k_lin", value="attention.v_lin",

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError, did_you_mean
-from archerfish.kernels.ops import Activation, Ids, Ops, Segments, T
+from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.layers.encoder import BlockShape, ClassifierHead
 from archerfish.layers.weights import Weights
-
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
-}
+from archerfish.models.config import Config
 
 
 @dataclass(frozen=True)
@@ -55,56 +50,6 @@ class Encoder(ABC, Generic[T]):
     def max_positions(cls, config: Config) -> int:
         """Longest sequence that its position table allows."""
         return config.integer("max_position_embeddings")
-
-
-@dataclass(frozen=True)
-class Config:
-    """A model's config.json, read with clear errors."""
-
-    values: Mapping[str, Any]
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UnsupportedModelError(f"The model's configuration needs a whole number {name!r}, but has {value!r}.")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UnsupportedModelError(f"The model's configuration needs a number {name!r}, but has {value!r}.")
-        return float(value)
-
-    def activation(self, name: str) -> Activation:
-        value = self.values.get(name, "gelu")
-        if value not in ACTIVATIONS:
-            raise UnsupportedModelError(f"Unknown activation {value!r} in the model's configuration ({name}).")
-        return ACTIVATIONS[value]
-
-    @property
-    def model_type(self) -> str:
-        return str(self.values.get("model_type", ""))
-
-    @property
-    def is_classifier(self) -> bool:
-        return any("ForSequenceClassification" in str(name) for name in self.values.get("architectures") or [])
-
-    @property
-    def num_labels(self) -> int:
-        labels = self.values.get("id2label")
-        return len(labels) if isinstance(labels, dict) and labels else self.integer("num_labels", 2)
-
-    def block_shape(
-        self, width: str = "hidden_size", heads: str = "num_attention_heads", feed_forward: str = "intermediate_size",
-        activation: str = "hidden_act",
-    ) -> BlockShape:
-        shape = BlockShape(
-            self.integer(width), self.integer(heads), self.integer(feed_forward), self.activation(activation),
-            self.number("layer_norm_eps", 1e-12),
-        )
-        if shape.num_heads == 0 or shape.width % shape.num_heads:
-            raise UnsupportedModelError(f"A width of {shape.width} does not divide into {shape.num_heads} heads.")
-        return shape
 
 
 _ENCODERS: dict[str, str | type[Encoder[Any]]] = {

@@ -9,7 +9,8 @@ import numpy as np
 from archerfish.kernels.ops import Ids, T
 from archerfish.layers.encoder import BlockNames, ClassifierHead, EncoderBlock, LayerNorm
 from archerfish.layers.weights import Weights
-from archerfish.models.encoder import Config, Encoder, TokenBatch
+from archerfish.models.config import Config
+from archerfish.models.encoder import Encoder, TokenBatch
 
 NAMES = BlockNames(
     query="attention.attn.q", key="attention.attn.k", value="attention.attn.v",

@@ -8,7 +8,8 @@ from archerfish.kernels.ops import T
 from archerfish.layers.encoder import ClassifierHead
 from archerfish.layers.weights import Weights
 from archerfish.models.bert import BertEncoder
-from archerfish.models.encoder import Config, TokenBatch
+from archerfish.models.config import Config
+from archerfish.models.encoder import TokenBatch
 
 
 class RobertaEncoder(BertEncoder[T]):

@@ -57,6 +57,19 @@ def test_verdicts(model: Path) -> None:
     assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
 
 
+def test_room_for_kv_is_told_for_models_that_keep_it(model: Path) -> None:
+    llama = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
+    }
+    found = fit.ModelSize("tiny", 1000, 4000, config=llama)
+    wide = fit.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
+    tokens = fit.kv_tokens(found, "cpu", "float32")
+    assert tokens is not None and tokens > 1000
+    assert fit.kv_tokens(wide, "cpu", "float32") == pytest.approx(tokens / 2, rel=0.05)
+    assert fit.kv_tokens(fit.measure(str(model), HubConfig()), "cpu", "float32") is None
+
+
 def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
     builtin = fit.measure("all-minilm-l6-v2", hub)

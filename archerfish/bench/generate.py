@@ -1,0 +1,212 @@
+"""Work and measurements of `archerfish bench throughput | latency | prefix`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from archerfish.bench.stats import Summary, percentile, summarize
+from archerfish.config import EngineConfig
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.params import SamplingParams
+from archerfish.types import Progress, no_progress
+
+BATCHES = (8, 16, 32, 64)
+STATIC_TARGETS = {8: 1.8, 16: 1.8, 32: 2.0, 64: 2.5}
+PEER_BATCH, PEER_TARGET = 32, 2.0
+MEAN_OUTPUT, LEAST_OUTPUT, MOST_OUTPUT = 64, 4, 512
+LEAST_PROMPT, MOST_PROMPT = 16, 256
+SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT, PREFIX_REQUESTS = 800, 200, 16, 64
+LATENCY_PROMPTS = (16, 128, 512, 1024)
+LATENCY_OUTPUT = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a workload: its prompt and how many tokens it asks for."""
+
+    prompt: list[int]
+    num_output: int
+
+
+@dataclass
+class Report:
+    """Samples by name, and plain figures."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        self.samples.setdefault(name, []).append(value)
+
+    def summary(self, name: str) -> Summary | None:
+        return summarize(self.samples[name]) if self.samples.get(name) else None
+
+    def ratio(self, ours: str, theirs: str) -> float | None:
+        own, other = self.summary(ours), self.summary(theirs)
+        return None if own is None or other is None or other.median <= 0 else own.median / other.median
+
+    def as_dict(self) -> dict[str, Any]:
+        samples = {name: summarize(values).as_dict() for name, values in self.samples.items()}
+        return {"samples": samples, "figures": self.figures}
+
+
+def mixed_jobs(num_jobs: int, vocab_size: int, seed: int) -> list[Job]:
+    """Prompts of 16 to 256 random tokens, outputs from an exponential of mean 64 cut to 4 to 512."""
+    rng = np.random.default_rng(seed)
+    outputs = np.clip(np.rint(rng.exponential(MEAN_OUTPUT, num_jobs)), LEAST_OUTPUT, MOST_OUTPUT).astype(int)
+    lengths = rng.integers(LEAST_PROMPT, MOST_PROMPT + 1, num_jobs)
+    return [
+        Job(rng.integers(0, vocab_size, length).tolist(), int(output)) for length, output in zip(lengths, outputs, strict=True)
+    ]
+
+
+def params_for(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+
+
+def run_continuous(engine: LLMEngine, jobs: Sequence[Job]) -> float:
+    """Useful tokens a second when requests join and leave at every step."""
+    engine.clear_cache()
+    started = time.perf_counter()
+    outputs = engine.generate([job.prompt for job in jobs], [params_for(job.num_output) for job in jobs])
+    seconds = time.perf_counter() - started
+    assert all(len(output.token_ids) == job.num_output for output, job in zip(outputs, jobs, strict=True))
+    return sum(job.num_output for job in jobs) / seconds
+
+
+def run_static(engine: LLMEngine, jobs: Sequence[Job], batch: int) -> float:
+    """The same in fixed batches: each starts when the one before has ended, and all its rows run as long as its longest."""
+    engine.clear_cache()
+    started = time.perf_counter()
+    for first in range(0, len(jobs), batch):
+        group = jobs[first : first + batch]
+        longest = max(job.num_output for job in group)
+        engine.generate([job.prompt for job in group], params_for(longest))
+    return sum(job.num_output for job in jobs) / (time.perf_counter() - started)
+
+
+Peer = Callable[[Sequence[Job], int], float]  # jobs and batch size to useful tokens a second
+
+
+def measure_throughput(
+    config: EngineConfig, rounds: int, batches: Sequence[int], peers: dict[str, Peer], progress: Progress = no_progress
+) -> Report:
+    """Continuous against static batching at several sizes, and against peers at PEER_BATCH."""
+    report = Report()
+    total = rounds * (2 * len(batches) + len(peers))
+    done = 0
+
+    def advance(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress(done, total, what)
+
+    for batch in batches:
+        with LLMEngine(config, max_num_seqs=batch) as engine:
+            run_continuous(engine, mixed_jobs(batch, engine.facts.vocab_size, 99))  # compiles products, faults memory in
+            for round_index in range(rounds):
+                jobs = mixed_jobs(4 * batch, engine.facts.vocab_size, round_index)
+                report.add(f"continuous {batch}", run_continuous(engine, jobs))
+                advance(f"continuous, {batch} sequences")
+                report.add(f"static {batch}", run_static(engine, jobs, batch))
+                advance(f"static, {batch} sequences")
+                if batch == PEER_BATCH:
+                    for name, peer in peers.items():
+                        report.add(name, peer(jobs, batch))
+                        advance(name)
+            report.figures[f"kv utilisation {batch}"] = engine.scheduler.stats().kv_utilization
+    return report
+
+
+@contextmanager
+def engines(config: EngineConfig, *variants: dict[str, Any]) -> Iterator[list[LLMEngine]]:
+    made: list[LLMEngine] = []
+    try:
+        made.extend(LLMEngine(config, **variant) for variant in variants)
+        yield made
+    finally:
+        for engine in made:
+            engine.close()
+
+
+def measure_prefix(config: EngineConfig, rounds: int, progress: Progress = no_progress) -> Report:
+    """64 prompts of 1,000 tokens, 800 of them shared, with the cache and without; first tokens of hit, miss and repeat."""
+    report = Report()
+    with engines(config, {"enable_prefix_caching": True}, {"enable_prefix_caching": False}) as (cached, plain):
+        vocab_size = cached.facts.vocab_size
+        for round_index in range(rounds):
+            rng = np.random.default_rng(round_index)
+            shared = rng.integers(0, vocab_size, SHARED_TOKENS).tolist()
+            prompts = [shared + rng.integers(0, vocab_size, OWN_TOKENS).tolist() for _ in range(PREFIX_REQUESTS)]
+            for name, engine in (("cache on", cached), ("cache off", plain)):
+                engine.clear_cache()
+                started = time.perf_counter()
+                outputs = engine.generate(prompts, params_for(PREFIX_OUTPUT))
+                report.add(f"requests/s, {name}", len(prompts) / (time.perf_counter() - started))
+                if engine is cached:
+                    report.add("hit rate, requests", sum(o.num_cached_tokens > 0 for o in outputs) / len(outputs))
+                    report.add("hit rate, tokens", sum(o.num_cached_tokens for o in outputs) / sum(map(len, prompts)))
+            measure_first_tokens(report, cached, prompts[0])
+            progress(round_index + 1, rounds, "")
+    return report
+
+
+def measure_first_tokens(report: Report, engine: LLMEngine, prompt: list[int]) -> None:
+    """Milliseconds to the first token: unknown prompt; all but its last token known; the very same prompt."""
+    engine.clear_cache()
+    report.add("first token, miss, ms", first_token_ms(engine, prompt))
+    report.add("first token, full hit, ms", first_token_ms(engine, [*prompt, 1]))
+    before = engine.runner.num_forward_passes
+    report.add("first token, exact repeat, ms", first_token_ms(engine, prompt))
+    report.add("forward passes of an exact repeat", engine.runner.num_forward_passes - before)
+
+
+def first_token_ms(engine: LLMEngine, prompt: list[int]) -> float:
+    started = time.perf_counter()
+    stream = engine.stream(prompt, params_for(1))
+    next(stream)
+    seconds = time.perf_counter() - started
+    list(stream)
+    return seconds * 1000
+
+
+LatencyPeer = Callable[[list[int], int], list[float]]  # prompt and output length to the moments of the tokens, from 0
+
+
+def our_moments(engine: LLMEngine) -> LatencyPeer:
+    def run(prompt: list[int], num_output: int) -> list[float]:
+        engine.clear_cache()
+        started = time.perf_counter()
+        return [time.perf_counter() - started for delta in engine.stream(prompt, params_for(num_output)) if delta.token_ids]
+
+    return run
+
+
+def measure_latency(
+    config: EngineConfig, rounds: int, peers: dict[str, LatencyPeer], progress: Progress = no_progress
+) -> Report:
+    """One request at a time: time to the first token by prompt length, then the gaps between tokens."""
+    report = Report()
+    with LLMEngine(config) as engine:
+        runs = {"archerfish": our_moments(engine), **peers}
+        for run in runs.values():
+            run([5] * LATENCY_PROMPTS[0], 4)
+        for round_index in range(rounds):
+            rng = np.random.default_rng(round_index)
+            for length in LATENCY_PROMPTS:
+                prompt = rng.integers(0, engine.facts.vocab_size, length).tolist()
+                for name, run in runs.items():
+                    moments = run(prompt, LATENCY_OUTPUT)
+                    gaps = np.diff(moments) * 1000
+                    report.add(f"{name}: first token after {length} tokens, ms", moments[0] * 1000)
+                    report.add(f"{name}: tokens/s after {length} tokens", (len(moments) - 1) / (moments[-1] - moments[0]))
+                    report.add(f"{name}: gap p50, ms", percentile(gaps.tolist(), 0.5))
+                    report.add(f"{name}: gap p99, ms", percentile(gaps.tolist(), 0.99))
+            progress(round_index + 1, rounds, "")
+    return report

@@ -1,0 +1,21 @@
+"""`archerfish bench latency`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from archerfish.cli import bench_generate
+from archerfish.cli.output import Output
+
+add_arguments = bench_generate.add_arguments
+
+
+def run(arguments: Namespace, out: Output) -> int:
+    config = bench_generate.engine_config(arguments)
+    from archerfish.bench.generate import measure_latency
+    from archerfish.bench.generate_peers import find_peers
+
+    peers = {} if arguments.no_peers else find_peers(config)[1]
+    with out.progress("Measuring") as progress:
+        report = measure_latency(config, arguments.rounds, peers, progress)
+    return bench_generate.show(report, [], config, arguments, out)

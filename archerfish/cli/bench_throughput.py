@@ -1,0 +1,41 @@
+"""`archerfish bench throughput`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from archerfish.cli import bench_generate
+from archerfish.cli.options import Parser
+from archerfish.cli.output import Output
+from archerfish.errors import InvalidOptionError
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--batches", default="", metavar="A,B", help="numbers of sequences at once (default: 8,16,32,64)")
+    bench_generate.add_arguments(parser)
+
+
+def run(arguments: Namespace, out: Output) -> int:
+    config = bench_generate.engine_config(arguments)
+    from archerfish.bench import generate
+    from archerfish.bench.generate_peers import find_peers
+
+    try:
+        batches = [int(word) for word in arguments.batches.split(",")] if arguments.batches else list(generate.BATCHES)
+    except ValueError:
+        raise InvalidOptionError(f"--batches must be numbers with commas between, not {arguments.batches!r}.") from None
+    peers = {} if arguments.no_peers else find_peers(config)[0]
+    with out.progress("Measuring") as progress:
+        report = generate.measure_throughput(config, arguments.rounds, batches, peers, progress)
+    bars: list[bench_generate.Bar] = [
+        (f"continuous over static at {batch}", report.ratio(f"continuous {batch}", f"static {batch}"), "at least",
+         generate.STATIC_TARGETS[batch])
+        for batch in batches if batch in generate.STATIC_TARGETS
+    ]  # fmt: skip
+    bars += [
+        (f"over {name} at {generate.PEER_BATCH}", report.ratio(f"continuous {generate.PEER_BATCH}", name), "at least",
+         generate.PEER_TARGET)
+        for name in peers
+    ]  # fmt: skip
+    bars += [(name, value, "at least", 0.9) for name, value in report.figures.items() if name.startswith("kv utilisation")]
+    return bench_generate.show(report, bars, config, arguments, out)

@@ -1,0 +1,87 @@
+"""What `generate` and `chat` share: the engine, and the flags of SamplingParams."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from archerfish.cli.options import Parser
+from archerfish.cli.output import Output
+from archerfish.config import EngineConfig, HubConfig
+from archerfish.errors import InvalidOptionError
+from archerfish.params import SamplingParams
+
+if TYPE_CHECKING:
+    from archerfish.engine.llm_engine import LLMEngine
+
+PREFIX = "sampling."
+# What each field of SamplingParams does; a test compares the names.
+MEANINGS = {
+    "n": "texts per prompt, each with draws of its own",
+    "max_tokens": "most tokens of an answer; 0: as many as model and memory allow",
+    "min_tokens": "neither an end token nor a stop counts before this many",
+    "logit_bias": "add BIAS to the logit of the token ID; may be given several times",
+    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
+    "presence_penalty": "subtracted once from the logits of tokens in the output",
+    "frequency_penalty": "subtracted for every time that a token stands in the output",
+    "temperature": "0: the most likely token; higher: more varied",
+    "top_k": "draw from this many of the likeliest; 0: from all",
+    "top_p": "draw from the likeliest tokens that make up this share",
+    "min_p": "leave out tokens less likely than this share of the likeliest",
+    "seed": "makes the draws repeatable",
+    "stop": "end the answer before this text; may be given several times",
+    "stop_token_ids": "end the answer at this token; may be given several times",
+    "include_stop_str_in_output": "show the text or token that ended the answer",
+    "ignore_eos": "go on after the model's end token",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "logprobs": "log-probabilities of the tokens, with this many of the likeliest beside them",
+    "prompt_logprobs": "the same for the prompt",
+}
+LISTS = {"stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", str)}
+
+
+def add_sampling(parser: Parser, **defaults: Any) -> None:
+    """A flag for every field of SamplingParams. Flags that are not given leave no trace in the namespace."""
+    group = parser.add_argument_group("sampling")
+    for spec in dataclasses.fields(SamplingParams):
+        default = defaults.get(spec.name, spec.default)
+        shown = f" (default: {default})" if type(default) in (int, float) else ""
+        keywords: dict[str, Any] = {
+            "dest": PREFIX + spec.name, "default": argparse.SUPPRESS, "help": MEANINGS.get(spec.name, "") + shown,
+        }
+        flag = "--" + spec.name.replace("_", "-")
+        if isinstance(spec.default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+        elif spec.name in LISTS:
+            metavar, kind = LISTS[spec.name]
+            group.add_argument(flag, action="append", metavar=metavar, type=kind, **keywords)
+        else:
+            is_float = isinstance(spec.default, float)
+            group.add_argument(flag, metavar="X" if is_float else "N", type=float if is_float else int, **keywords)
+
+
+def sampling(arguments: Namespace, **defaults: Any) -> SamplingParams:
+    """The SamplingParams of a command line."""
+    given = {key.removeprefix(PREFIX): value for key, value in vars(arguments).items() if key.startswith(PREFIX)}
+    if given.get("max_tokens") == 0:
+        given["max_tokens"] = None
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(parse_bias(text) for text in given["logit_bias"])
+    return SamplingParams(**{**defaults, **given})
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise InvalidOptionError(f"--logit-bias takes ID=BIAS, such as 42=-1.5, not {text!r}.") from None
+
+
+def open_engine(config: EngineConfig, hub: HubConfig, out: Output) -> LLMEngine:
+    from archerfish.engine.llm_engine import LLMEngine
+
+    with out.progress(f"Loading {config.model}") as progress:
+        return LLMEngine(config, hub=hub, progress=progress)

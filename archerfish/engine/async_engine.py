@@ -1,0 +1,89 @@
+"""AsyncLLMEngine: an LLMEngine with a thread that steps it, for programs with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
+from archerfish.engine.outputs import RequestOutput, TextDelta
+from archerfish.errors import StoppedError
+from archerfish.params import SamplingParams
+
+
+class AsyncLLMEngine:
+    """Awaitable face of an LLMEngine. All that one step brings reaches an event loop in one wake-up."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._outbox: deque[tuple[asyncio.Queue[TextDelta | None], TextDelta | None]] = deque()
+        self._open: set[asyncio.Queue[TextDelta | None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="archerfish-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        engine = self.engine
+        while not self._is_closing.is_set():
+            if engine.wait_for_work(engine.config.schedule_interval_ms / 1000):
+                engine.step()
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[TextDelta]:
+        """What an answer gains, as it comes. Leaving the loop, or being cancelled, aborts the request."""
+        if self._is_closing.is_set():
+            raise StoppedError("This engine has been closed.")
+        loop = self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[TextDelta | None] = asyncio.Queue()
+        params = params or SamplingParams()
+
+        def post(delta: TextDelta) -> None:
+            self._outbox.append((queue, delta))
+            if len(self._outbox) == 1:
+                loop.call_soon_threadsafe(self._drain)
+
+        self._open.add(queue)
+        num_open, request_id = params.n, ""
+        try:
+            request_id = await asyncio.to_thread(self.engine.add_request, prompt, params, listener=post, **options)
+            while num_open:
+                delta = await queue.get()
+                if delta is None:
+                    raise StoppedError("The engine was closed before the answer was complete.")
+                num_open -= delta.finish_reason is not None
+                yield delta
+        finally:
+            self._open.discard(queue)
+            if num_open and request_id:
+                self.engine.abort(request_id)
+            self.engine.forget(request_id)
+
+    def _drain(self) -> None:
+        while self._outbox:
+            queue, delta = self._outbox.popleft()
+            queue.put_nowait(delta)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RequestOutput:
+        """The whole answer."""
+        result: RequestOutput | None = None
+        async for delta in self.stream(prompt, params, **options):
+            result = delta.output
+        assert result is not None  # the last delta of a request carries all of it
+        return result
+
+    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
+        """The answer to a conversation."""
+        prompt = await asyncio.to_thread(self.engine.render_chat, messages)
+        return await self.generate(prompt, params, **options)
+
+    async def close(self) -> None:
+        """Abort what runs, wake who waits, stop the thread."""
+        self._is_closing.set()
+        await asyncio.to_thread(self.engine.close)
+        await asyncio.to_thread(self._thread.join)
+        self._drain()
+        for queue in self._open:
+            queue.put_nowait(None)

@@ -1,0 +1,431 @@
+"""LLMEngine: prompts in, text out.
+
+Whoever waits for an answer drives the engine: one of the waiting threads runs a step for all, the others wait for what it
+brings. So nothing runs while nobody waits, and several threads may submit at once. AsyncLLMEngine has a thread for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeGuard
+
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.hits import HitRecord
+from archerfish.cache.logits_cache import LogitsCache
+from archerfish.cache.radix import CacheStats, RadixCache, RadixKey
+from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.chat_template import ChatTemplate
+from archerfish.engine.live_request import Listener, LiveRequest
+from archerfish.engine.llm_loading import load_adapter, read_facts
+from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
+from archerfish.engine.progress import progress_bar
+from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
+from archerfish.params import SamplingParams
+from archerfish.runtime.kv_pool import kv_pool_class
+from archerfish.runtime.runner import ModelRunner
+from archerfish.sched.scheduler import Scheduler
+from archerfish.sequence import Delta, Namespace, Plan, Request, StepResult
+from archerfish.types import Progress, no_progress
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+MAX_KEPT_OUTPUTS = 4096  # results of add_request that nobody has fetched
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+DETERMINISTIC_CHUNK = 256
+
+
+class LLMEngine:
+    """Generation over paged KV with a prefix cache and continuous batching. Safe to use from several threads at once."""
+
+    def __init__(
+        self, model: str | EngineConfig | None = None, *, hub: HubConfig | None = None, progress: Progress = no_progress,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, EngineConfig):
+            self.config = model.replace(**options) if options else model
+        else:
+            self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
+        facts = self.facts = read_facts(self.config, hub or HubConfig(), progress)
+        self.model_name = facts.name
+        self.tokenizer = TextTokenizer.find(facts.directory, facts.config.values, facts.generation_config)
+        adapter = load_adapter(facts, self.config)
+        pool = kv_pool_class(facts.device)(adapter.ops, facts.kv_shape, facts.memory.num_blocks, facts.memory.block_size)
+        self.runner = ModelRunner(
+            adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
+            is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
+        )
+        self.scheduler = self._make_scheduler()
+        self._chat_template: ChatTemplate | None = None
+        self._seeds = random.Random(self.config.seed or None)
+        self._ids = itertools.count()
+        self._live: dict[str, LiveRequest] = {}
+        self._num_ended = 0
+        self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
+        self._in_flight: deque[tuple[Plan, Future[StepResult]]] = deque()
+        self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
+        self._turn = threading.Condition(self._lock)  # notified after every step and every submission
+        self._is_stepping = False
+        self._is_closed = False
+
+    def _make_scheduler(self) -> Scheduler:
+        config, facts = self.config, self.facts
+        blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
+        logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+        cache = RadixCache(
+            blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
+        )
+        step_tokens = config.max_num_batched_tokens or (CPU_STEP_TOKENS if facts.device == "cpu" else GPU_STEP_TOKENS)
+        return Scheduler(
+            blocks=blocks, cache=cache, logits_cache=logits if config.enable_prefix_caching else None,
+            model_state_hash=f"{facts.name}/{facts.dtype}", policy=config.scheduling_policy,
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max(step_tokens, config.max_num_seqs + 1),
+            max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
+            fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+        )
+
+    # Submitting
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0,
+        deadline_s: float | None = None, namespace: Namespace | str = "", listener: Listener | None = None,
+    ) -> str:
+        """Queue a request and return its id. It runs when someone steps or waits; `get_output` has its result.
+
+        deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share.
+        """
+        request, text = self._make_request(prompt, params or SamplingParams(), request_id, priority, deadline_s, namespace)
+        self._submit(LiveRequest(request, text, self.tokenizer, listener))
+        return request.request_id
+
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
+        deadline_s: float | None = None, namespace: Namespace | str = "",
+    ) -> tuple[Request, str | None]:
+        token_ids, text = self._tokenize(prompt)
+        room = self.facts.max_len - len(token_ids)
+        if room < 1:
+            raise InputTooLargeError(
+                f"The prompt has {len(token_ids):,} tokens; {self.model_name} takes {self.facts.max_len:,}, output included.",
+                hint="Shorten it.",
+            )
+        if any(not 0 <= i < self.facts.vocab_size for i in (params.logit_bias or ())):
+            raise InvalidInputError(f"logit_bias names a token outside of the vocabulary of {self.facts.vocab_size}.")
+        if params.max_tokens is None:
+            room = min(room, max(1, self.facts.memory.num_tokens - len(token_ids) - self.config.block_size))
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else self._end_tokens())
+        now = self.scheduler.clock()
+        request = Request(
+            request_id=request_id or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
+            max_tokens=min(params.max_tokens or room, room), stop_token_ids=stops,
+            namespace=Namespace(namespace) if isinstance(namespace, str) else namespace, priority=priority,
+            deadline=None if deadline_s is None else now + deadline_s,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+        )
+        return request, text
+
+    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
+            num_bytes = len(prompt) if prompt.isascii() else len(prompt.encode(errors="surrogatepass"))
+            if num_bytes > self.config.max_prompt_bytes:
+                raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {self.config.max_prompt_bytes:,}.")
+            token_ids = self.tokenizer.encode(prompt)
+        elif is_token_ids(prompt) or prompt in ([], ()):
+            token_ids = list(prompt)
+            outside = next((i for i in token_ids if not 0 <= i < self.facts.vocab_size), None)
+            if outside is not None:
+                raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {self.facts.vocab_size}.")
+        else:
+            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+        if not token_ids:
+            raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
+        return token_ids, prompt if isinstance(prompt, str) else None
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        found = self.facts.generation_config.get("eos_token_id", self.facts.config.values.get("eos_token_id"))
+        return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+    def _submit(self, live: LiveRequest) -> None:
+        with self._turn:
+            if self._is_closed:
+                raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
+            self.scheduler.add(live.request)
+            self._live[live.request.request_id] = live
+            self._turn.notify_all()
+
+    # Running
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch one step, take in the one before it, and return the requests that ended."""
+        with self._turn:
+            while self._is_stepping:
+                self._turn.wait()
+            self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            with self._turn:
+                self._is_stepping = False
+                self._turn.notify_all()
+
+    def _step(self) -> list[RequestOutput]:
+        with self._lock:
+            plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append((plan, self.runner.launch(plan)))
+        ended: list[RequestOutput] = []
+        keep = self.config.pipeline_depth if plan is not None else 0
+        while len(self._in_flight) > keep:
+            ended += self._collect(*self._in_flight.popleft())
+        ended += self._deliver()
+        return ended
+
+    def _collect(self, plan: Plan, running: Future[StepResult]) -> list[RequestOutput]:
+        try:
+            result = running.result()
+        except Exception as error:  # a step that fails ends its own requests, not the engine
+            with self._lock:
+                self.scheduler.fail(plan, error)
+        else:
+            with self._lock:
+                self.scheduler.commit(plan, result)
+        return self._deliver()
+
+    def _deliver(self) -> list[RequestOutput]:
+        """Text of all that the scheduler reports; finding a stop string may make it report more."""
+        ended: list[RequestOutput] = []
+        while True:
+            with self._lock:
+                deltas: list[Delta] = self.scheduler.take_deltas()
+            if not deltas:
+                return ended
+            for delta in deltas:
+                live = self._live.get(delta.sequence.request.request_id)
+                if live is None:
+                    continue
+                if live.take(delta):
+                    with self._lock:
+                        self.scheduler.finish(delta.sequence, "stop")
+                if live.result is not None:
+                    ended.append(self._end(live, live.result))
+
+    def _end(self, live: LiveRequest, result: RequestOutput) -> RequestOutput:
+        with self._lock:
+            self._num_ended += 1
+            self._live.pop(live.request.request_id, None)
+            self._kept[live.request.request_id] = result
+            while len(self._kept) > MAX_KEPT_OUTPUTS:
+                self._kept.popitem(last=False)
+        return result
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Step, or let another thread step, until a condition on finished work holds."""
+        while True:
+            with self._turn:
+                while self._is_stepping and not is_done():
+                    self._turn.wait()
+                if is_done():
+                    return
+                if self._is_closed:
+                    raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
+                self._is_stepping = True
+            try:
+                self._step()
+            finally:
+                with self._turn:
+                    self._is_stepping = False
+                    self._turn.notify_all()
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Whether there is something to step; waits for it. A submission ends the wait at once."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self.has_work or self._is_closed, timeout_s) and not self._is_closed
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    # Answers
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        show_progress: bool = False, **request_options: Any,
+    ) -> list[RequestOutput]:
+        """Results of one or more prompts (strings or lists of token ids), in their order.
+
+        All prompts are checked before the first one runs. params is one for all or one for each.
+        """
+        many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
+        made = [self._make_request(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
+        lives = [LiveRequest(request, text, self.tokenizer, None) for request, text in made]
+        for live in lives:
+            self.scheduler.check(live.request)
+        with progress_bar("Generating", show=show_progress, unit="requests") as progress:
+            self._run_all(lives, progress)
+        return [live.result for live in lives if live.result is not None]
+
+    def _run_all(self, lives: list[LiveRequest], progress: Progress) -> None:
+        """Run requests, keeping the queue filled but never over its limit; if interrupted, abort what is left."""
+        left = deque(lives)
+        num_done = 0
+
+        def has_room() -> bool:
+            return bool(left) and self.scheduler.num_queued < self.config.max_queue_size
+
+        try:
+            while num_done < len(lives):
+                with self._lock:
+                    while has_room():
+                        self._submit(left.popleft())
+                    seen = self._num_ended
+                self.wait_until(lambda seen=seen: has_room() or self._num_ended > seen)  # type: ignore[misc]
+                num_done = sum(live.result is not None for live in lives)
+                progress(num_done, len(lives), "")
+        finally:
+            for live in lives:
+                if live.result is None:
+                    self.abort(live.request.request_id)
+                self.forget(live.request.request_id)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **request_options: Any
+    ) -> Generator[TextDelta, None, None]:
+        """What a prompt's answer gains, as it comes. Closing the iterator aborts the request."""
+        arrived: deque[TextDelta] = deque()
+        request_id = self.add_request(prompt, params, listener=arrived.append, **request_options)
+        num_open = (params or SamplingParams()).n
+        try:
+            while num_open:
+                self.wait_until(lambda: bool(arrived))
+                delta = arrived.popleft()
+                num_open -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if num_open:
+                self.abort(request_id)
+            self.forget(request_id)
+
+    def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation, through the model's own chat template, ready for the answer."""
+        if self.tokenizer is None:
+            raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.find(self.facts.directory, self.model_name)
+        return self._chat_template.encode(self.tokenizer, messages, **template_options)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        template_options: Mapping[str, Any] | None = None, **request_options: Any,
+    ) -> RequestOutput:
+        """The answer to a conversation: a list of {"role": ..., "content": ...}."""
+        prompt = self.render_chat(messages, **(template_options or {}))
+        return self.generate([prompt], params, **request_options)[0]
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        template_options: Mapping[str, Any] | None = None, **request_options: Any,
+    ) -> Generator[TextDelta, None, None]:
+        """The answer to a conversation as it comes."""
+        return self.stream(self.render_chat(messages, **(template_options or {})), params, **request_options)
+
+    def get_output(self, request_id: str) -> RequestOutput | None:
+        """The result of add_request; None until it is done. The last 4,096 results are kept."""
+        with self._lock:
+            if request_id in self._kept:
+                return self._kept[request_id]
+            if request_id not in self._live:
+                raise NotFoundError(f"There is no request {request_id!r}.", hint="It never was, or its result is gone.")
+            return None
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its memory goes back. False if it is not there any more."""
+        with self._turn:
+            found = self.scheduler.abort(request_id)
+            is_idle = not self._is_stepping
+            self._turn.notify_all()
+        if found and is_idle:
+            self._deliver()
+        return found
+
+    def forget(self, request_id: str) -> None:
+        """Drop a kept result that nobody will ask for."""
+        with self._lock:
+            self._kept.pop(request_id, None)
+
+    # Looking in
+
+    def explain(self, prompt: Prompt, namespace: Namespace | str = "") -> HitRecord:
+        """What the cache would do for a prompt now, and why; changes nothing."""
+        token_ids, _ = self._tokenize(prompt)
+        with self._lock:
+            return self.scheduler.cache.explain(RadixKey.with_namespace(token_ids, namespace))
+
+    def engine_stats(self) -> EngineStats:
+        with self._lock:
+            counted, cache = self.scheduler.stats(), self.scheduler.cache.stats()
+        return EngineStats(
+            total_requests=counted.total_requests, completed_requests=counted.completed_requests,
+            failed_requests=counted.failed_requests, total_tokens_generated=counted.total_tokens_generated,
+            avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
+            avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
+            concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
+        )
+
+    def cache_stats(self) -> CacheStats:
+        with self._lock:
+            return self.scheduler.cache.stats()
+
+    def clear_cache(self) -> None:
+        """Forget all cached contexts; running requests keep what they use."""
+        with self._lock:
+            self.scheduler.cache.clear()
+
+    def queue_status(self) -> dict[str, Any]:
+        with self._lock:
+            return self.scheduler.queue_status()
+
+    def close(self) -> None:
+        """Abort what runs and refuse further work."""
+        with self._turn:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for request_id in list(self._live):
+                self.scheduler.abort(request_id)
+            while self._is_stepping:
+                self._turn.wait()
+        while self._in_flight:
+            self._collect(*self._in_flight.popleft())
+        self._deliver()
+        self.runner.close()
+        with self._turn:
+            self._turn.notify_all()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LLM(LLMEngine):
+    """LLMEngine under the name that users of vLLM know: LLM(model="...", **options)."""
+
+
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is a list of token ids."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        return False
+    return len(prompt) > 0 and all(type(i) is int for i in prompt)

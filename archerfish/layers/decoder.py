@@ -1,0 +1,113 @@
+"""The parts of a decoder block: normalisation, attention over KV blocks, gated feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, T
+from archerfish.layers.weights import Weights
+
+
+class RMSNorm(Generic[T]):
+    """plus is added to the stored weight: Gemma keeps it as a difference from 1."""
+
+    def __init__(self, weights: Weights[T], name: str, width: int, eps: float, plus: float = 0.0) -> None:
+        self.ops: Ops[T] = weights.ops
+        self.weight, self.eps = weights.vector(f"{name}.weight", width, plus=plus), eps
+
+    def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
+        """The normalised sum of x and residual, and the sum."""
+        return self.ops.rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+@dataclass(frozen=True)
+class HeadNorms(Generic[T]):
+    """Normalisation of each head of queries and keys."""
+
+    query: T
+    key: T
+    eps: float
+
+
+class Attention(Generic[T]):
+    """Queries, keys and values in one product, attention over the sequence's blocks, and the product that joins the heads."""
+
+    def __init__(
+        self, weights: Weights[T], width: int, heads: HeadShape, rotary: Rotary[T] | None, *,
+        is_fused: bool = False, qkv_bias: bool | None = None, out_bias: bool | None = None, norms: HeadNorms[T] | None = None,
+    ) -> None:
+        """is_fused: the checkpoint itself has one tensor, qkv_proj. Biases as in `Weights.linear`."""
+        self.ops: Ops[T] = weights.ops
+        self.heads, self.rotary, self.norms = heads, rotary, norms
+        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        if is_fused:
+            self.qkv = weights.linear("qkv_proj", queries + 2 * keys, width, bias=qkv_bias)
+        else:
+            self.qkv = weights.linear(("q_proj", "k_proj", "v_proj"), (queries, keys, keys), width, bias=qkv_bias)
+        self.out = weights.linear("o_proj", width, queries, bias=out_bias)
+
+    def __call__(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
+        return self.ops.linear(self.ops.paged_attention(self._store(x, batch, kv), kv, batch, self.heads), self.out)
+
+    def _store(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
+        qkv, norms = self.ops.linear(x, self.qkv), self.norms
+        if norms is None:
+            return self.ops.store_kv(qkv, kv, batch, self.heads, self.rotary)
+        return self.ops.store_kv(
+            qkv, kv, batch, self.heads, self.rotary, q_norm=norms.query, k_norm=norms.key, eps=norms.eps
+        )
+
+
+class GatedMLP(Generic[T]):
+    """down(activation(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(
+        self, weights: Weights[T], width: int, feed_forward: int, activation: Activation, *,
+        is_fused: bool = False, bias: bool | None = None,
+    ) -> None:
+        """is_fused: the checkpoint itself has one tensor, gate_up_proj."""
+        self.ops: Ops[T] = weights.ops
+        self.activation: Activation = activation
+        if is_fused:
+            self.gate_up = weights.linear("gate_up_proj", 2 * feed_forward, width, bias=bias)
+        else:
+            self.gate_up = weights.linear(("gate_proj", "up_proj"), feed_forward, width, bias=bias)
+        self.down = weights.linear("down_proj", width, feed_forward, bias=bias)
+
+    def __call__(self, x: T) -> T:
+        ops = self.ops  # nested calls: what has been used is freed before the next product asks for memory
+        return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.activation), self.down)
+
+
+@dataclass(frozen=True)
+class BlockNorms(Generic[T]):
+    """Norms before attention and feed-forward, and after them in architectures that have those."""
+
+    before_attention: RMSNorm[T]
+    before_mlp: RMSNorm[T]
+    after_attention: RMSNorm[T] | None = None
+    after_mlp: RMSNorm[T] | None = None
+
+
+class DecoderBlock(Generic[T]):
+    """Attention and feed-forward, each of a normalised input and added to the stream that runs past it (pre-norm).
+
+    The addition is left to the next norm: a block takes and gives its last result and the stream without it.
+    """
+
+    def __init__(self, attention: Attention[T], mlp: Callable[[T], T], norms: BlockNorms[T]) -> None:
+        self.attention, self.mlp, self.norms = attention, mlp, norms
+
+    def __call__(self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T]:
+        norms = self.norms
+        x, residual = norms.before_attention(x, residual)
+        x = self.attention(x, batch, kv)
+        if norms.after_attention is not None:
+            x, _ = norms.after_attention(x)
+        x, residual = norms.before_mlp(x, residual)
+        x = self.mlp(x)
+        if norms.after_mlp is not None:
+            x, _ = norms.after_mlp(x)
+        return x, residual

@@ -1,0 +1,98 @@
+"""Llama 2 and 3, SmolLM2, and whatever else is a Llama; the other decoders override what they do differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary, T
+from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, HeadNorms, RMSNorm
+from archerfish.layers.rotary import RotaryConfig, read_rotary, rotary_table
+from archerfish.layers.weights import Weights
+from archerfish.models.adapter import ModelAdapter
+from archerfish.models.config import Config
+
+
+class LlamaModel(ModelAdapter[T]):
+    ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
+    norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
+    is_fused: ClassVar[bool] = False  # checkpoints have qkv_proj and gate_up_proj instead of their parts
+    has_qkv_bias: ClassVar[bool] = False  # whatever the configuration says
+    has_head_norms: ClassVar[bool] = False  # each head of queries and keys is normalised
+    eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
+
+    def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
+        super().__init__(weights, config, max_len)
+        self.width, vocab_size = config.integer("hidden_size"), self.vocab_size(config)
+        self.rotaries: dict[tuple[str, float], Rotary[T]] = {}
+        body = weights if weights.has("embed_tokens.weight") else weights.scope("model")
+        self.embedding = body.table("embed_tokens.weight", vocab_size, self.width)
+        self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in range(config.integer("num_hidden_layers"))]
+        self.norm = self.rms_norm(body, "norm")
+        if config.flag("tie_word_embeddings", self.ties_embeddings):
+            self.head = self.ops.linear_weight([self.embedding], [None])
+        else:
+            self.head = weights.linear("lm_head", vocab_size, self.width)
+
+    def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
+        x, residual = self.embed(batch.token_ids), None
+        for block, memory in zip(self.blocks, kv, strict=True):
+            x, residual = block(x, residual, batch, memory)
+        return self.norm(x, residual)[0]
+
+    def embed(self, token_ids: T) -> T:
+        return self.ops.lookup(self.embedding, token_ids)
+
+    def logits(self, hidden: T) -> T:
+        return self.ops.logits(hidden, self.head)
+
+    def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
+        attention, mlp = self.attention(weights.scope("self_attn"), layer), self.mlp(weights.scope("mlp"))
+        return DecoderBlock(attention, mlp, self.norms(weights))
+
+    def attention(self, weights: Weights[T], layer: int) -> Attention[T]:
+        bias = self.config.flag("attention_bias") or None
+        return Attention(
+            weights, self.width, self.heads(layer), self.rotary(layer), is_fused=self.is_fused,
+            qkv_bias=self.has_qkv_bias or bias, out_bias=bias, norms=self.head_norms(weights) if self.has_head_norms else None,
+        )
+
+    def mlp(self, weights: Weights[T]) -> Callable[[T], T]:
+        return GatedMLP(
+            weights, self.width, self.config.integer("intermediate_size"), self.config.activation("hidden_act", "silu"),
+            is_fused=self.is_fused, bias=self.config.flag("mlp_bias") or None,
+        )
+
+    def norms(self, weights: Weights[T]) -> BlockNorms[T]:
+        return BlockNorms(self.rms_norm(weights, "input_layernorm"), self.rms_norm(weights, "post_attention_layernorm"))
+
+    def head_norms(self, weights: Weights[T]) -> HeadNorms[T]:
+        head_dim, eps = self.config.heads().head_dim, self.config.number("rms_norm_eps", self.eps)
+        query, key = (weights.vector(f"{name}.weight", head_dim, plus=self.norm_plus) for name in ("q_norm", "k_norm"))
+        return HeadNorms(query, key, eps)
+
+    def rms_norm(self, weights: Weights[T], name: str) -> RMSNorm[T]:
+        return RMSNorm(weights, name, self.width, self.config.number("rms_norm_eps", self.eps), self.norm_plus)
+
+    def heads(self, layer: int) -> HeadShape:
+        return self.config.heads(window=self.window(layer))
+
+    def window(self, layer: int) -> int:
+        """Sliding window of a layer in tokens; 0: none."""
+        return 0
+
+    def rotary(self, layer: int) -> Rotary[T]:
+        """Layers with the same configuration share a table."""
+        config = self.rotary_config(self.config, layer)
+        key = (config.rope_type, config.theta)
+        if key not in self.rotaries:
+            self.rotaries[key] = self.ops.rotary(*rotary_table(config, self.config.heads().head_dim, self.max_len))
+        return self.rotaries[key]
+
+    @classmethod
+    def rotary_config(cls, config: Config, layer: int) -> RotaryConfig:
+        return read_rotary(config.values)
+
+    @classmethod
+    def max_positions(cls, config: Config) -> int:
+        return max(cls.rotary_config(config, layer).longest for layer in range(config.integer("num_hidden_layers")))

@@ -1,0 +1,169 @@
+"""ModelRunner: a plan becomes buffers, logits and tokens.
+
+Steps run one after the other in a thread of their own, so that the caller can plan the next step while one computes. What a
+plan says is read when it is launched; tokens that the step before it is still choosing are filled in where they are chosen.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Generic
+
+import numpy as np
+
+from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.models.adapter import ModelAdapter
+from archerfish.runtime.batch import build_batch
+from archerfish.runtime.kv_pool import KVCachePool
+from archerfish.runtime.sampler import FastSampler, prompt_logprobs
+from archerfish.sequence import Plan, Sequence, StepResult
+
+DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
+LOGPROB_ROWS = 64  # rows of prompt logits made at a time
+
+
+@dataclass(frozen=True)
+class Pass(Generic[T]):
+    """One forward pass of a step: which sequences of the plan it computes, and what must be filled in before."""
+
+    members: list[int]  # indices into the plan
+    batch: PagedBatch[T]
+    pending_places: Ids  # tokens of the batch that the step before chooses
+    pending_rows: Ids  # rows of their sequences
+    last_places: Ids  # of members that are sampled: where their last token stands
+    sampled: list[int]  # those members, as indices into the plan
+    prompt_spans: list[tuple[int, int, list[int]]] = field(default_factory=list)  # plan index, first place, next tokens
+
+
+class ModelRunner(Generic[T]):
+    """Runs plans of one model over one pool of blocks."""
+
+    def __init__(
+        self, model: ModelAdapter[T], pool: KVCachePool[T], *, vocab_size: int, max_num_seqs: int,
+        is_deterministic: bool = False, num_threads: int = 0,
+    ) -> None:
+        self.model, self.pool = model, pool
+        self.ops: Ops[T] = model.ops
+        self.is_deterministic = is_deterministic
+        self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
+        self.num_forward_passes = 0
+        self._last_tokens = self.ops.ids(np.zeros(max_num_seqs, dtype=np.int64))
+        self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
+        )
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        """Read the plan and start computing it after all that was launched before."""
+        passes = [self._prepare(plan, members) for members in self._split(plan)]
+        entering = []
+        for sequence in plan.sequences:
+            seat = (sequence, sequence.num_preemptions)
+            if self._known[sequence.row] != seat:
+                self._known[sequence.row] = seat
+                entering.append(sequence)
+        return self._thread.submit(self._run, plan, passes, entering)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def _split(self, plan: Plan) -> list[list[int]]:
+        """Which sequences share a forward pass: all of them, unless numbers must not depend on neighbours."""
+        computed = [index for index, count in enumerate(plan.counts) if count]
+        if not self.is_deterministic:
+            return [computed] if computed else []
+        decodes, prefills = computed[: plan.num_decodes], computed[plan.num_decodes :]
+        tiles = [decodes[i : i + DECODE_TILE] for i in range(0, len(decodes), DECODE_TILE)]
+        return [*tiles, *([index] for index in prefills)]
+
+    def _prepare(self, plan: Plan, members: list[int]) -> Pass[T]:
+        tokens: list[list[int]] = []
+        pending_places: list[int] = []
+        pending_rows: list[int] = []
+        last_places: list[int] = []
+        sampled: list[int] = []
+        spans: list[tuple[int, int, list[int]]] = []
+        place = 0
+        for index in members:
+            sequence, start, count = plan.sequences[index], plan.starts[index], plan.counts[index]
+            end = start + count
+            new = sequence.tokens[start:end]
+            if len(new) < count:
+                pending_places.append(place + count - 1)
+                pending_rows.append(sequence.row)
+                new.append(0)
+            if sequence.request.params.prompt_logprobs is not None and start < sequence.num_prompt - 1:
+                spans.append((index, place, sequence.tokens[start + 1 : min(end + 1, sequence.num_prompt)]))
+            tokens.append(new)
+            place += count
+            if plan.samples[index]:
+                last_places.append(place - 1)
+                sampled.append(index)
+        is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
+        batch = build_batch(
+            self.ops, tokens=tokens, starts=[plan.starts[i] for i in members],
+            blocks=[plan.sequences[i].blocks for i in members], block_size=self.pool.block_size,
+            is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if is_decode_tile else 0,
+        )
+        return Pass(members, batch, host_ids(pending_places), host_ids(pending_rows), host_ids(last_places), sampled, spans)
+
+    def _run(self, plan: Plan, passes: list[Pass[T]], entering: list[Sequence]) -> StepResult:
+        result = StepResult([0] * len(plan.sequences))
+        with self.ops.computing():
+            for sequence in entering:
+                self.sampler.add(sequence)
+            self.pool.copy(plan.copies)
+            logits: list[T] = []
+            order: list[int] = []
+            for one in passes:
+                logits += self._forward(plan, one, result)
+                order += one.sampled
+            for index, sequence in enumerate(plan.sequences):
+                if not plan.counts[index]:
+                    logits.append(sequence.cached_logits)
+                    order.append(index)
+            if order:
+                self._sample(plan, logits[0] if len(logits) == 1 else self.ops.concat(logits), order, result)
+        return result
+
+    def _forward(self, plan: Plan, one: Pass[T], result: StepResult) -> list[T]:
+        """Logits of the pass's sampled members: none, or one tensor."""
+        ops, batch = self.ops, one.batch
+        self.num_forward_passes += 1
+        if len(one.pending_places):
+            ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
+        hidden = self.model.forward(batch, self.pool.layers)
+        for index, place, next_tokens in one.prompt_spans:
+            top = plan.sequences[index].request.params.prompt_logprobs or 0
+            found = result.prompt_logprobs.setdefault(index, [])
+            for first in range(0, len(next_tokens), LOGPROB_ROWS):
+                part = next_tokens[first : first + LOGPROB_ROWS]
+                rows = np.arange(place + first, place + first + len(part))
+                found += prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, top)
+        if not one.sampled:
+            return []
+        if self.is_deterministic and batch.num_decodes:
+            return [ops.rows(self.model.logits(hidden), one.last_places)]  # always DECODE_TILE rows
+        if len(one.last_places) == batch.num_tokens:
+            return [ops.first_rows(self.model.logits(hidden), batch.num_tokens)]
+        return [self.model.logits(ops.rows(hidden, one.last_places))]
+
+    def _sample(self, plan: Plan, logits: T, order: list[int], result: StepResult) -> None:
+        ops = self.ops
+        sequences = [plan.sequences[index] for index in order]
+        for index in plan.keeps_logits:
+            result.logits[index] = ops.rows(logits, host_ids([order.index(index)]))
+        positions = [plan.starts[index] + plan.counts[index] for index in order]
+        sampled = self.sampler.sample(logits, sequences, positions)
+        ops.put(self._last_tokens, host_ids([sequence.row for sequence in sequences]), sampled.tokens)
+        wanting = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+        if wanting:
+            result.logprobs = {order[i]: found for i, found in sampled.logprobs(wanting).items()}
+        result.errors = {order[i]: error for i, error in sampled.errors.items()}
+        for index, token in zip(order, sampled.to_host(), strict=True):
+            result.tokens[index] = token
+
+
+def host_ids(values: list[int]) -> Ids:
+    return np.asarray(values, dtype=np.int64)

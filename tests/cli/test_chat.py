@@ -1,0 +1,172 @@
+"""`archerfish chat` with a fake engine and typed lines; ctrl-c as a real signal."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish.cli import chat
+from archerfish.cli.main import main
+from archerfish.config import HubConfig
+from archerfish.errors import InputTooLargeError
+from tests.cli.fake_llm import FakeLLM
+
+Typed = list[str | type[BaseException]]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    fake = FakeLLM()
+    monkeypatch.setattr(chat, "open_engine", lambda config, hub, out: fake)
+    return fake
+
+
+@pytest.fixture
+def talk(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Type lines (or raise what a key raises) and get (exit code, stdout, stderr)."""
+
+    def run(typed: Typed, *flags: str) -> tuple[int, str, str]:
+        left = list(typed)
+
+        def read_line(prompt: str) -> str:
+            line = left.pop(0) if left else EOFError
+            if isinstance(line, str):
+                return line
+            raise line
+
+        @contextmanager
+        def reader(hub: HubConfig) -> Iterator[Callable[[str], str]]:
+            yield read_line
+
+        monkeypatch.setattr(chat, "line_reader", reader)
+        code = main(["chat", *flags])
+        shown = capsys.readouterr()
+        assert left == [], "the chat ended before all was typed"
+        return code, shown.out, shown.err
+
+    return run
+
+
+def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def test_a_conversation_keeps_its_history(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    code, out, err = talk(["Hi", "", "and you?"], "--system", "Be kind.")
+    assert code == 0 and out == "echo Hi\necho and you?\n" and "/help" in err
+    assert roles(engine.prompts[1]) == [
+        ("system", "Be kind."), ("user", "Hi"), ("assistant", "echo Hi"), ("user", "and you?"),
+    ]  # fmt: skip
+    assert engine.is_closed and engine.params[0].temperature == 0.7
+
+
+@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt, "/quit"])
+def test_ctrl_c_and_ctrl_d_at_the_prompt_leave(engine: FakeLLM, talk: Callable[..., Any], key: Any) -> None:
+    assert talk(["Hi", key])[0] == 0
+    assert engine.is_closed and engine.num_aborted == 0
+
+
+def test_ctrl_c_during_an_answer_stops_that_answer_only(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    def press(number: int) -> None:
+        if number == 2 and len(engine.prompts) == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    engine.on_word = press
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = talk(["a b c d e", "next"])
+    assert code == 0 and out == "echo a b \necho next\n" and "(stopped)" in err
+    assert engine.num_aborted == 1
+    assert roles(engine.prompts[1])[:2] == [("user", "a b c d e"), ("assistant", "echo a b ")]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    def press(number: int) -> None:
+        if number == 1 and len(engine.prompts) == 1:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second signal was swallowed")
+
+    engine.on_word = press
+    code, out, err = talk(["a b c", "next"])
+    assert code == 0 and out == "echo \necho next\n" and "(stopped)" in err and engine.num_aborted == 1
+
+
+def test_an_answer_stopped_before_its_first_word_leaves_no_trace(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    def press(number: int) -> None:
+        if len(engine.prompts) == 1:
+            raise KeyboardInterrupt
+
+    engine.on_word = press
+    assert talk(["a", "b"])[0] == 0
+    assert roles(engine.prompts[1]) == [("user", "b")]
+
+
+def test_an_error_is_shown_and_the_chat_goes_on(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    engine.error = InputTooLargeError("The prompt is too long.", hint="Shorten it.")
+    code, out, err = talk(["long", "/reset"])
+    assert code == 0 and out == "" and "The prompt is too long." in err and "Shorten it." in err
+    engine.error = None
+    talk(["short"], "long")
+    assert roles(engine.prompts[-1])[-1] == ("user", "short")
+
+
+def test_commands(engine: FakeLLM, talk: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    _, out, err = talk([
+        "/stats", "/system Speak German.", "Hallo du", "/stats", f"/save {file}", "/reset", "Wieder", "/help", "/sytem x",
+        "/save", "/system", f"/save {tmp_path / 'no' / 'such'}",
+    ])  # fmt: skip
+    assert "There is no answer yet." in err
+    assert "tokens/s" in out and "12.0 ms" in out and "have not been seen before" in out
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert saved["model"] == "fake/llm"
+    assert roles(saved["messages"]) == [("system", "Speak German."), ("user", "Hallo du"), ("assistant", "echo Hallo du")]
+    assert roles(engine.prompts[1]) == [("system", "Speak German."), ("user", "Wieder")]
+    assert all(command.split()[0] in out for command in chat.COMMANDS)
+    assert "'/system'" in err and "needs the name of a file" in err and "System message: Speak German." in err
+    assert "Cannot write" in err
+
+
+def test_a_backslash_continues_a_line(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    talk(["one\\", "two"])
+    assert roles(engine.prompts[0]) == [("user", "one\ntwo")]
+
+
+def test_json_lines(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    _, out, _ = talk(["Hi"], "--json")
+    answer = json.loads(out)
+    assert (answer["role"], answer["content"], answer["finish_reason"]) == ("assistant", "echo Hi", "stop")
+    assert answer["num_cached_tokens"] == 1
+
+
+def test_a_first_message_and_several_answers(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+    assert talk([], "Hello")[1] == "echo Hello\n"
+    assert main(["chat", "--n", "2"]) == 2
+
+
+def test_lines_from_a_pipe(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo"))
+    assert main(["chat", "--quiet"]) == 0
+    assert capsys.readouterr() == ("echo one\necho two\n", "")
+
+
+def test_the_history_of_lines_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    readline = pytest.importorskip("readline")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: readline.add_history("typed") or "typed")
+    hub = HubConfig(cache_dir=str(tmp_path / "cache"))
+    with chat.line_reader(hub) as read_line:
+        assert read_line("> ") == "typed"
+    assert (tmp_path / "cache" / "chat_history").read_text().endswith("typed\n")
+    readline.clear_history()
+    with chat.line_reader(hub):
+        assert readline.get_history_item(readline.get_current_history_length()) == "typed"

@@ -1,0 +1,133 @@
+"""`archerfish generate` with a fake engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from archerfish.cli import generate, llm
+from archerfish.cli.main import main
+from archerfish.cli.options import Parser
+from archerfish.cli.output import Output, printable
+from archerfish.errors import DeviceError
+from archerfish.params import SamplingParams
+from tests.cli.fake_llm import FakeLLM
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    fake = FakeLLM()
+    monkeypatch.setattr(generate, "open_engine", lambda config, hub, out: fake)
+    return fake
+
+
+def test_prompts_to_texts(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "echo one two\n" and "fake/llm: 2 prompt tokens" in shown.err
+    assert engine.is_closed and engine.params[0].max_tokens == 128
+    assert main(["generate", "one", "two", "--quiet"]) == 0
+    assert capsys.readouterr().out == "one\necho one\ntwo\necho two\n"
+
+
+def test_json_lines(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", "b", "--json", "--n", "2"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == ["a", "b"]
+    assert [output["text"] for output in lines[0]["outputs"]] == ["echo a", "echo a"]
+    assert lines[0]["outputs"][0]["finish_reason"] == "stop" and lines[0]["metrics"]["ttft_ms"] == 12.0
+
+
+def test_prompts_from_files_and_standard_input(
+    engine: FakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, entries = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    lines.write_text("one\n\ntwo\n", encoding="utf-8")
+    entries.write_text('{"prompt": "x", "text": "y"}\n{"text": "z"}\n"w"\n', encoding="utf-8")
+    assert generate.gather_prompts([], str(lines)) == ["one", "two"]
+    assert generate.gather_prompts(["zero"], str(entries)) == ["zero", "x", "z", "w"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a document\nof two lines\n"))
+    assert generate.gather_prompts([], "") == ["a document\nof two lines"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert generate.gather_prompts([], "-") == ["one", "two"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate"]) == 2 and "Standard input is empty" in capsys.readouterr().err
+    lines.write_text("\n")
+    assert main(["generate", "--input", str(lines)]) == 2
+
+
+def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
+    assert main([
+        "generate", "a", "--temperature", "0.5", "--top-k", "7", "--seed", "3", "--stop", "x", "--stop", "y",
+        "--stop-token-ids", "5", "--logit-bias", "4=-1.5", "--ignore-eos", "--no-skip-special-tokens", "--max-tokens", "0",
+    ]) == 0  # fmt: skip
+    wanted = SamplingParams(
+        temperature=0.5, top_k=7, seed=3, stop=["x", "y"], stop_token_ids=[5], logit_bias={4: -1.5}, ignore_eos=True,
+        skip_special_tokens=False, max_tokens=None,
+    )
+    assert engine.params == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--temperature", "nan"], "temperature must be a number"), (["--logit-bias", "x"], "ID=BIAS"),
+        (["--top-k", "many"], "--top-k"), (["--temprature", "1"], "--temperature"),
+        (["--n", "2", "--temperature", "0"], "equal"),
+    ],
+)  # fmt: skip
+def test_wrong_flags(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_field_of_sampling_params_is_a_flag() -> None:
+    names = [spec.name for spec in dataclasses.fields(SamplingParams)]
+    assert list(llm.MEANINGS) and set(llm.MEANINGS) == set(names)
+    parser = Parser(prog="test")
+    llm.add_sampling(parser)
+    assert {f"--{name.replace('_', '-')}" for name in names} <= set(parser.flags())
+
+
+def test_one_prompt_streams_to_a_terminal(
+    engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Output, "is_rich", property(lambda self: True))
+    parts: list[str] = []
+    engine.on_word = lambda number: parts.append(capsys.readouterr().out)
+    assert main(["generate", "a \x1b[2Jb"]) == 0
+    parts.append(capsys.readouterr().out)
+    assert parts == ["", "echo ", "a ", "[2Jb\n"]
+
+
+def test_an_interrupt_aborts_and_says_so(
+    engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Output, "is_rich", property(lambda self: True))
+
+    def interrupt(number: int) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+
+    engine.on_word = interrupt
+    assert main(["generate", "a b c"]) == 130
+    assert engine.num_aborted == 1 and engine.is_closed
+
+
+def test_a_request_that_failed_shows_and_counts(
+    engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = engine._result("x", SamplingParams())
+    made.outputs[0].finish_reason, made.outputs[0].error = "error", DeviceError("no memory")
+    monkeypatch.setattr(engine, "generate", lambda *_, **__: [made])
+    assert main(["generate", "x"]) == 1
+    assert "no memory" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    assert printable("a\x1b]0;title\x07b\n\tc\x9b1m\r你🚀") == "a]0;titleb\n\tc1m你🚀"

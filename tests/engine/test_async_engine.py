@@ -1,0 +1,87 @@
+"""AsyncLLMEngine: many callers on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from archerfish.config import EngineConfig
+from archerfish.engine.async_engine import AsyncLLMEngine
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import InvalidInputError, StoppedError
+from archerfish.params import SamplingParams
+from tests.engine.test_llm_engine import TINY, prompts
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> LLMEngine:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = EngineConfig(model=str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=4096, max_num_seqs=16)
+    return LLMEngine(config)
+
+
+def test_gathered_answers_equal_those_of_the_plain_engine(engine: LLMEngine) -> None:
+    many = prompts(12)
+    expected = [output.token_ids for output in engine.generate(many, PARAMS)]
+
+    async def run() -> list[list[int]]:
+        served = AsyncLLMEngine(engine)
+        outputs = await asyncio.gather(*(served.generate(prompt, PARAMS) for prompt in many))
+        await served.close()
+        return [output.token_ids for output in outputs]
+
+    assert asyncio.run(run()) == expected
+
+
+def test_leaving_a_stream_aborts_its_request(engine: LLMEngine) -> None:
+    async def run() -> None:
+        served = AsyncLLMEngine(engine)
+        stream = served.stream(prompts(1)[0], PARAMS.replace(max_tokens=150))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        other = await served.generate(prompts(1, 2)[0], PARAMS)
+        assert len(other.token_ids) == 8
+        assert engine.queue_status()["running"] == 0
+        await served.close()
+
+    asyncio.run(run())
+    engine.scheduler.cache.check([])
+
+
+def test_cancelling_a_task_aborts_its_request(engine: LLMEngine) -> None:
+    async def run() -> None:
+        served = AsyncLLMEngine(engine)
+        task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=150)))
+        await asyncio.sleep(0)
+        await served.generate(prompts(1, 3)[0], PARAMS)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await served.generate(prompts(1, 4)[0], PARAMS)
+        assert engine.queue_status()["running"] == 0
+        await served.close()
+
+    asyncio.run(run())
+
+
+def test_bad_input_raises_and_closing_wakes_who_waits(engine: LLMEngine) -> None:
+    async def run() -> None:
+        served = AsyncLLMEngine(engine)
+        with pytest.raises(InvalidInputError):
+            await served.generate([], PARAMS)
+        task = asyncio.create_task(served.generate(prompts(1)[0], PARAMS.replace(max_tokens=180)))
+        while not engine.queue_status()["running"]:
+            await asyncio.sleep(0)
+        await served.close()
+        output = await task
+        assert output.finish_reason == "abort"
+        with pytest.raises(StoppedError):
+            await served.generate(prompts(1)[0], PARAMS)
+
+    asyncio.run(run())

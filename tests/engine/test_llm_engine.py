@@ -1,0 +1,337 @@
+"""LLMEngine on a tiny random Llama: scheduling must never change what comes out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archerfish.config import EngineConfig
+from archerfish.engine.llm_engine import LLM, LLMEngine
+from archerfish.engine.outputs import RequestOutput
+from archerfish.errors import (
+    ArcherfishError,
+    InputTooLargeError,
+    InvalidInputError,
+    NotFoundError,
+    OverloadedError,
+    StoppedError,
+)
+from archerfish.params import SamplingParams
+
+VOCAB = 96
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": False, "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    (directory / "config.json").write_text(json.dumps(TINY))
+    return directory
+
+
+def make(tiny: Path, **options: Any) -> LLMEngine:
+    usual = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7}
+    return LLMEngine(EngineConfig(model=str(tiny), **(usual | options)))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[LLMEngine]:
+    with make(tiny) as made:
+        yield made
+
+
+def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
+
+
+def prompts(num: int, seed: int = 0, least: int = 1, most: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(least, most + 1)).tolist() for _ in range(num)]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def check_memory(engine: LLMEngine) -> None:
+    engine.scheduler.cache.check([])
+    blocks = engine.scheduler.blocks
+    assert blocks.num_free + engine.scheduler.cache.num_evictable == blocks.num_total
+
+
+def alone(tiny: Path, many: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    with make(tiny, enable_prefix_caching=False, pipeline_depth=0) as engine:
+        return [engine.generate([prompt], params)[0].token_ids for prompt in many]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"pipeline_depth": 0}, {"block_size": 1}, {"block_size": 5}, {"max_num_batched_tokens": 33},
+    {"enable_prefix_caching": False}, {"max_cache_tokens": 256}, {"max_cache_tokens": 112, "pipeline_depth": 0},
+    {"max_num_seqs": 3}, {"scheduling_policy": "fair-share"},
+    {"deterministic": True}, {"eviction_policy": "lfu", "max_cache_tokens": 320},
+], ids=str)
+def test_tokens_do_not_depend_on_scheduling(tiny: Path, options: dict[str, Any]) -> None:
+    shared = prompts(1, 5, 30, 30)[0]
+    many = [*prompts(12), *(shared + prompt for prompt in prompts(8, 1, 1, 20))]
+    expected = alone(tiny, many, greedy())
+    with make(tiny, **options) as engine:
+        assert tokens(engine.generate(many, greedy())) == expected
+        assert tokens(engine.generate(many, greedy())) == expected  # now out of the cache
+        check_memory(engine)
+
+
+def test_little_memory_preempts_and_resuming_is_a_hit(tiny: Path) -> None:
+    many = prompts(10, 3, 20, 30)
+    with make(tiny, max_cache_tokens=160) as engine:
+        outputs = engine.generate(many, greedy(30))
+        assert engine.scheduler.stats().num_preemptions > 0
+        assert tokens(outputs) == alone(tiny, many, greedy(30))
+
+
+def test_exact_repeat_has_its_first_token_without_a_forward_pass(engine: LLMEngine) -> None:
+    prompt = prompts(1, 11, 50, 50)[0]
+    first = engine.generate([prompt], greedy(1))[0]
+    before = engine.runner.num_forward_passes
+    again = engine.generate([prompt], greedy(1))[0]
+    assert engine.runner.num_forward_passes == before
+    assert again.token_ids == first.token_ids
+    assert again.num_cached_tokens == 50
+
+
+def test_n_sequences_share_one_prefill(tiny: Path) -> None:
+    prompt = prompts(1, 12, 40, 40)[0]
+    with make(tiny) as engine:
+        output = engine.generate([prompt], SamplingParams(n=4, max_tokens=8, seed=3, ignore_eos=True))[0]
+        assert len(output.outputs) == 4
+        assert len({tuple(o.token_ids) for o in output.outputs}) > 1
+        assert engine.scheduler.stats().prefill_tokens_computed < 2 * len(prompt)
+        again = engine.generate([prompt], SamplingParams(n=4, max_tokens=8, seed=3, ignore_eos=True))[0]
+        assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(tiny: Path, engine: LLMEngine) -> None:
+    many = prompts(16, 21)
+    params = [SamplingParams(max_tokens=10, seed=i, temperature=0.9, top_p=0.95, top_k=40, ignore_eos=True) for i in range(16)]
+    together = tokens(engine.generate(many, params))
+    with make(tiny, enable_prefix_caching=False) as other:
+        assert together == [other.generate([p], s)[0].token_ids for p, s in zip(many, params, strict=True)]
+
+
+def test_penalties_survive_preemption(tiny: Path) -> None:
+    many = prompts(10, 22, 20, 30)
+    params = greedy(25, repetition_penalty=1.3, frequency_penalty=0.5)
+    with make(tiny, max_cache_tokens=160) as engine:
+        assert tokens(engine.generate(many, params)) == alone(tiny, many, params)
+
+
+def test_stream_gives_what_generate_gives(engine: LLMEngine) -> None:
+    prompt = prompts(1, 31)[0]
+    deltas = list(engine.stream(prompt, greedy(9)))
+    assert [i for delta in deltas for i in delta.token_ids] == engine.generate([prompt], greedy(9))[0].token_ids
+    assert [delta.finish_reason for delta in deltas][-1] == "length"
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+
+
+def test_closing_a_stream_frees_its_memory(tiny: Path) -> None:
+    with make(tiny) as engine:
+        stream = engine.stream(prompts(1, 32)[0], greedy(100))
+        next(stream)
+        stream.close()
+        while engine.has_work:
+            engine.step()
+        check_memory(engine)
+        assert engine.queue_status()["running"] == 0
+
+
+def test_step_by_step(engine: LLMEngine) -> None:
+    request_id = engine.add_request(prompts(1, 33)[0], greedy(5))
+    assert engine.get_output(request_id) is None
+    ended: list[RequestOutput] = []
+    while not ended:
+        ended = engine.step()
+    found = engine.get_output(request_id)
+    assert found is not None and found.token_ids == ended[0].token_ids and len(found.token_ids) == 5
+    with pytest.raises(NotFoundError):
+        engine.get_output("never")
+
+
+def test_several_threads_at_once(tiny: Path) -> None:
+    many = prompts(24, 41)
+    expected = alone(tiny, many, greedy(6))
+    found: dict[int, list[int]] = {}
+    with make(tiny) as engine:
+        def work(first: int) -> None:
+            for i in range(first, len(many), 6):
+                found[i] = engine.generate([many[i]], greedy(6))[0].token_ids
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        check_memory(engine)
+    assert [found[i] for i in range(len(many))] == expected
+
+
+def test_stop_tokens_and_min_tokens(engine: LLMEngine) -> None:
+    prompt = prompts(1, 51)[0]
+    free = engine.generate([prompt], greedy(20))[0].token_ids
+    stop = free[4]
+    at = free.index(stop)
+    stopped = engine.generate([prompt], greedy(20, stop_token_ids=[stop]))[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free[: at + 1]
+    longer = engine.generate([prompt], greedy(20, stop_token_ids=[stop], min_tokens=at + 3))[0]
+    assert len(longer.token_ids) >= at + 3
+    assert stop not in longer.token_ids[: at + 2]
+
+
+def test_logprobs_sum_to_the_cumulative_one(engine: LLMEngine) -> None:
+    output = engine.generate([prompts(1, 52)[0]], greedy(6, logprobs=3))[0]
+    assert output.logprobs is not None and len(output.logprobs) == 6
+    assert all(len(one.top) == 3 and one.rank == 1 and one.top[0][0] == one.token_id for one in output.logprobs)
+    assert output.cumulative_logprob == pytest.approx(sum(one.logprob for one in output.logprobs))
+
+
+@pytest.mark.parametrize("budget", [512, 33])
+def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> None:
+    prompt = prompts(1, 53, 50, 50)[0]
+    with make(tiny, max_num_batched_tokens=budget) as engine:
+        engine.generate([prompt], greedy(1))  # what is cached must not be missing from the answer
+        output = engine.generate([prompt], greedy(1, prompt_logprobs=0))[0]
+        found = output.prompt_logprobs
+        assert found is not None and [one.token_id for one in found] == prompt[1:]
+        for place in (0, 20, 48):
+            forced = greedy(1, logprobs=0, logit_bias={prompt[place + 1]: 100.0})
+            check = engine.generate([prompt[: place + 1]], forced)[0]
+            assert check.logprobs is not None and check.token_ids == [prompt[place + 1]]
+            assert found[place].logprob == pytest.approx(check.logprobs[0].logprob, abs=1e-4)
+
+
+def test_deterministic_mode_gives_bit_equal_logprobs_in_company(tiny: Path) -> None:
+    prompt, others = prompts(1, 61, 40, 40)[0], prompts(31, 62)
+    params = greedy(16, logprobs=0)
+    for dtype in ("float32", "bfloat16"):
+        with make(tiny, deterministic=True, dtype=dtype) as engine:
+            single = engine.generate([prompt], params)[0]
+        with make(tiny, deterministic=True, dtype=dtype) as engine:
+            among = engine.generate([*others[:15], prompt, *others[15:]], params)[15]
+        assert single.token_ids == among.token_ids
+        assert single.logprobs is not None and among.logprobs is not None
+        assert [one.logprob for one in single.logprobs] == [one.logprob for one in among.logprobs]
+
+
+def bad_prompts() -> list[tuple[Any, Any, type[ArcherfishError]]]:
+    return [
+        ([], None, InvalidInputError), ([VOCAB], None, InvalidInputError), ([-1], None, InvalidInputError),
+        ([5] * 256, None, InputTooLargeError), ("text without a tokenizer", None, InvalidInputError),
+        ([1.5], None, InvalidInputError), (None, None, InvalidInputError),
+        ([5], {"logit_bias": {VOCAB: 1.0}}, InvalidInputError),
+        ([5], {"temperature": float("nan")}, InvalidInputError), ([5], {"min_tokens": 9, "max_tokens": 3}, InvalidInputError),
+        ([5], {"stop": ["x"] * 10_000}, InvalidInputError), ([5], {"top_p": 0.0}, InvalidInputError),
+    ]
+
+
+@pytest.mark.parametrize(("prompt", "params", "kind"), bad_prompts(), ids=lambda value: str(value)[:40])
+def test_bad_input_is_refused_and_costs_others_nothing(
+    tiny: Path, engine: LLMEngine, prompt: Any, params: dict[str, Any] | None, kind: type[ArcherfishError]
+) -> None:
+    good = prompts(4, 71)
+    expected = tokens(engine.generate(good, greedy(8)))
+    ids = [engine.add_request(one, greedy(8)) for one in good]
+    engine.step()
+    with pytest.raises(kind):
+        engine.generate([prompt], SamplingParams(**(params or {})))
+    while engine.has_work:
+        engine.step()
+    outputs = [engine.get_output(i) for i in ids]
+    assert [o.token_ids for o in outputs if o is not None] == expected
+
+
+def test_a_request_bigger_than_memory_is_refused_at_once(tiny: Path) -> None:
+    with make(tiny, max_cache_tokens=64) as engine:
+        with pytest.raises(InputTooLargeError):
+            engine.generate([[5] * 50], greedy(100))
+        with pytest.raises(InputTooLargeError):
+            engine.generate([[5] * 100], SamplingParams(max_tokens=None))
+        filling = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+        assert engine.generate([[5] * 20], filling)[0].finish_reason == "length"
+
+
+def test_a_failing_step_ends_its_requests_and_nothing_else(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(tiny) as engine:
+        good = tokens(engine.generate(prompts(2, 81), greedy(4)))
+        real = engine.runner.model.forward
+        calls = 0
+
+        def fail_once(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise RuntimeError("the card fell out")
+            return real(*args)
+
+        monkeypatch.setattr(engine.runner.model, "forward", fail_once)
+        failed = engine.generate([[7, 8, 9]], greedy(6))[0]
+        assert failed.finish_reason == "error"
+        assert "fell out" in str(failed.outputs[0].error)
+        assert tokens(engine.generate(prompts(2, 81), greedy(4))) == good
+        check_memory(engine)
+
+
+def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:
+    with make(tiny, max_queue_size=4, max_num_seqs=2) as engine:
+        assert len(engine.generate(prompts(20, 91), greedy(3))) == 20
+        with pytest.raises(OverloadedError):
+            for prompt in prompts(20, 92):
+                engine.add_request(prompt, greedy(3))
+
+
+def test_a_deadline_ends_a_request(tiny: Path) -> None:
+    with make(tiny) as engine:
+        output = engine.generate([prompts(1, 93)[0]], greedy(50), deadline_s=0.0)[0]
+        assert output.finish_reason == "deadline"
+
+
+def test_namespaces_share_nothing(engine: LLMEngine) -> None:
+    prompt = prompts(1, 94, 48, 48)[0]
+    engine.generate([prompt], greedy(2), namespace="a")
+    assert engine.generate([prompt], greedy(2), namespace="b")[0].num_cached_tokens == 0
+    assert engine.generate([prompt], greedy(2), namespace="a")[0].num_cached_tokens == 48
+    assert engine.explain(prompt, "c").num_matched == 0
+    assert engine.explain(prompt, "a").num_matched == 48
+
+
+def test_statistics_add_up(tiny: Path) -> None:
+    with make(tiny) as engine:
+        engine.generate(prompts(5, 95), greedy(4))
+        stats = engine.engine_stats()
+        assert (stats.total_requests, stats.completed_requests, stats.failed_requests) == (5, 5, 0)
+        assert stats.total_tokens_generated == 20
+        cache = engine.cache_stats()
+        assert cache.total_cached > 0 and cache.protected_size == 0
+        engine.clear_cache()
+        assert engine.cache_stats().total_cached == 0
+
+
+def test_a_closed_engine_refuses(tiny: Path) -> None:
+    engine = make(tiny)
+    engine.close()
+    with pytest.raises(StoppedError):
+        engine.generate([[5]], greedy(1))
+
+
+def test_llm_takes_keywords_as_vllm_does(tiny: Path) -> None:
+    with LLM(model=str(tiny), dtype="float32", load_format="dummy", gpu_memory_utilization=0.9, max_cache_tokens=512) as llm:
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3

@@ -1,0 +1,228 @@
+"""The decoder operations: the reference against its formulas written out, the CPU backend against the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.paged_cpu import SPLIT_SAVES, STEP, group_lengths, padded
+from archerfish.kernels.reference import TorchOps, activate
+from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.runtime.batch import build_batch
+
+BACKENDS = [TorchOps, TorchCpuOps]
+TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+# (new tokens, context) of sequences
+SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))), min_size=1, max_size=8)
+
+
+def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(*shape).to(getattr(torch, dtype))
+
+
+def batch_over(
+    ops: TorchOps, sequences: list[tuple[int, int]], block_size: int, heads: HeadShape, *, is_deterministic: bool = False
+) -> tuple[PagedBatch[torch.Tensor], KVLayer[torch.Tensor]]:
+    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
+    torch.manual_seed(0)
+    sequences = sorted(sequences, key=lambda item: item[0] != 1)
+    needed = [-(-context // block_size) for _, context in sequences]
+    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
+    blocks = [[order.pop() for _ in range(num)] for num in needed]
+    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
+    for memory in (kv.keys, kv.values):
+        memory.fill_(float("nan"))
+        for owned, (_, context) in zip(blocks, sequences, strict=True):
+            slots = [owned[i // block_size] * block_size + i % block_size for i in range(context)]
+            memory.view(-1, heads.num_kv_heads, heads.head_dim)[slots] = random(
+                context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype
+            )
+    tokens = [[7] * new for new, _ in sequences]
+    starts = [context - new for new, context in sequences]
+    return build_batch(
+        ops, tokens=tokens, starts=starts, blocks=blocks, block_size=block_size, is_deterministic=is_deterministic
+    ), kv
+
+
+def test_reference_attention_written_out() -> None:
+    """softmax(cap(q k * scale)) v over what causality and the window leave, head by head."""
+    heads = HeadShape(4, 2, 8, scale=0.3, window=5, softcap=2.0)
+    ops = TorchOps()
+    batch, kv = batch_over(ops, [(3, 9)], 4, heads)
+    q = random(3, 32)
+    out = ops.paged_attention(q, kv, batch, heads)
+    keys, values = (memory[batch.block_tables[0]].flatten(0, 1) for memory in (kv.keys, kv.values))
+    for row, position in enumerate((6, 7, 8)):
+        for head in range(4):
+            seen = range(position - 4, position + 1)
+            scores = [2.0 * math.tanh(float(q[row, head * 8 : head * 8 + 8] @ keys[i, head // 2]) * 0.3 / 2.0) for i in seen]
+            weights = torch.softmax(torch.tensor(scores), 0)
+            expected = sum(weight * values[i, head // 2] for weight, i in zip(weights, seen, strict=True))
+            torch.testing.assert_close(out[row, head * 8 : head * 8 + 8], expected, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEQUENCES, st.sampled_from([1, 4, 16, 24]), st.sampled_from([0, 1, 10, 64]), st.booleans())
+def test_cpu_attention_equals_the_reference(
+    sequences: list[tuple[int, int]], block_size: int, window: int, is_deterministic: bool
+) -> None:
+    heads = HeadShape(6, 2, 16, scale=0.25, window=window)
+    fast = TorchCpuOps()
+    batch, kv = batch_over(fast, sequences, block_size, heads, is_deterministic=is_deterministic)
+    q = random(fast.padded_rows(batch.num_tokens), 96)
+    out = fast.paged_attention(q, kv, batch, heads)
+    assert out.shape == q.shape
+    expected = TorchOps().paged_attention(q, kv, batch, heads)[: batch.num_tokens]
+    torch.testing.assert_close(out[: batch.num_tokens], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_decodes_of_very_different_lengths_are_grouped_and_put_back_in_order() -> None:
+    heads = HeadShape(4, 4, 16, scale=0.25)
+    fast = TorchCpuOps()
+    batch, kv = batch_over(fast, [(1, n) for n in (30, 900, 31, 40, 2000, 33, 850, 5)], 16, heads)
+    q = random(8, 64)
+    torch.testing.assert_close(
+        fast.paged_attention(q, kv, batch, heads), TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4
+    )
+    [layout] = [value for key, value in batch.derived.items() if key[0] == "attention"]
+    assert [group.width for group in layout.decodes] == [2016, 928, 64]
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=64).map(lambda lengths: np.array(lengths, dtype=np.int64)))
+def test_groups_hold_every_sequence_once_and_waste_little(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    order, groups = group_lengths(lengths)
+    assert sorted(i for group in groups for i in group.tolist()) == list(range(len(lengths)))
+    assert order is None or np.array_equal(order, np.concatenate(groups))
+    sizes = [padded(lengths[group]) for group in groups]
+    for size in sizes:
+        longest_first = np.sort(size)[::-1]
+        spared = (longest_first[0] - longest_first) * np.arange(len(size), 0, -1)
+        assert spared.max() <= SPLIT_SAVES
+        assert (size % STEP == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_attention(dtype: str, backend: type[TorchOps]) -> None:
+    heads = HeadShape(6, 2, 64, scale=0.125)
+    ops = backend(dtype=dtype)
+    batch, kv = batch_over(ops, [(1, 100), (1, 3), (40, 40), (5, 60)], 16, heads)
+    q = random(ops.padded_rows(batch.num_tokens), 384, dtype=dtype)
+    wide = KVLayer(kv.keys.float(), kv.values.float())
+    expected = TorchOps().paged_attention(q.float(), wide, batch, heads)[: batch.num_tokens]
+    actual = ops.paged_attention(q, kv, batch, heads)
+    assert actual.dtype == q.dtype
+    torch.testing.assert_close(actual[: batch.num_tokens].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rotary_dim", [0, 8, 16])
+@pytest.mark.parametrize("is_normed", [True, False])
+def test_store_kv_written_out(backend: type[TorchOps], rotary_dim: int, is_normed: bool) -> None:
+    torch.manual_seed(0)
+    heads = HeadShape(4, 2, 16, scale=0.25)
+    ops = backend()
+    batch, kv = batch_over(ops, [(1, 5), (3, 9), (4, 4)], 4, heads)
+    before = [memory.clone() for memory in (kv.keys, kv.values)]
+    table = np.random.default_rng(0).normal(size=(9, max(rotary_dim, 1))).astype(np.float32)
+    rotary = ops.rotary(table, rotary_dim) if rotary_dim else None
+    norms = (random(16), random(16)) if is_normed else (None, None)
+    qkv = random(ops.padded_rows(8), 8 * 16)
+    out = ops.store_kv(qkv, kv, batch, heads, rotary, q_norm=norms[0], k_norm=norms[1], eps=1e-3)
+    assert out.shape == (len(qkv), 64)
+    written = set()
+    for row, (position, slot) in enumerate(zip((4, 6, 7, 8, 0, 1, 2, 3), batch.slots.tolist(), strict=False)):
+        assert batch.positions[row] == position
+        written.add(slot)
+        for head in range(8):
+            x = qkv[row, head * 16 : head * 16 + 16].clone()
+            if head < 6:
+                if norms[0] is not None and norms[1] is not None:
+                    x = x / (x.square().mean() + 1e-3).sqrt() * (norms[0] if head < 4 else norms[1])
+                x = turned(x, table[position], rotary_dim)
+            memory = kv.keys if head < 6 else kv.values
+            place = out[row].view(4, 16)[head] if head < 4 else memory.view(-1, 2, 16)[slot, head % 2]
+            torch.testing.assert_close(place, x, atol=1e-5, rtol=1e-4)
+    untouched = [slot for slot in range(kv.keys.shape[0] * 4) if slot not in written]
+    for memory, old in zip((kv.keys, kv.values), before, strict=True):
+        same = memory.view(-1, 2, 16)[untouched], old.view(-1, 2, 16)[untouched]
+        torch.testing.assert_close(*same, atol=0, rtol=0, equal_nan=True)
+
+
+def turned(x: torch.Tensor, row: np.ndarray[tuple[int], np.dtype[np.float32]], rotary_dim: int) -> torch.Tensor:
+    half, out = rotary_dim // 2, x.clone()
+    for i in range(half):
+        cos, sin = float(row[i]), float(row[half + i])
+        out[i], out[half + i] = x[i] * cos - x[half + i] * sin, x[half + i] * cos + x[i] * sin
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copied_blocks_are_equal_in_every_layer_and_others_stay(backend: type[TorchOps]) -> None:
+    torch.manual_seed(0)
+    ops = backend()
+    layers = [ops.new_kv_layer(6, 4, 2, 8) for _ in range(2)]
+    for layer in layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    ops.copy_blocks(layers, [])
+    ops.copy_blocks(layers, [(0, 3), (0, 5), (2, 1)])
+    for layer, olds in zip(layers, before, strict=True):
+        for memory, old in zip((layer.keys, layer.values), olds, strict=True):
+            assert torch.equal(memory, old[[0, 2, 2, 0, 4, 0]])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_rms_norm(dtype: str, backend: type[TorchOps], has_residual: bool) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = random(5, 48, dtype=dtype) * 3, random(5, 48, dtype=dtype), random(48)
+    normed, total = backend(dtype=dtype).rms_norm(x, weight, 1e-2, residual=residual if has_residual else None)
+    expected_total = (x.float() + residual.float() if has_residual else x.float()).to(x.dtype)
+    expected = expected_total.float() / (expected_total.float().square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
+    assert normed.dtype == total.dtype == x.dtype
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gated(backend: type[TorchOps], activation: Activation) -> None:
+    x = random(5, 24)
+    torch.testing.assert_close(backend().gated(x, activation), activate(x[:, :12], activation) * x[:, 12:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 17])
+def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -> None:
+    torch.manual_seed(0)
+    ops = backend(dtype=TYPES[-1])
+    x, weight = random(num_rows, 32, dtype=TYPES[-1]), random(50, 32, dtype=TYPES[-1])
+    head = ops.linear_weight([weight], [None])
+    plain, capped = ops.logits(x, head), ops.logits(x, head, softcap=2.0)
+    assert plain.dtype == capped.dtype == torch.float32
+    torch.testing.assert_close(plain, x.float() @ weight.float().T, atol=0.1, rtol=0.02)
+    torch.testing.assert_close(capped, 2.0 * torch.tanh(plain / 2.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_put_concat_and_lookup(backend: type[TorchOps]) -> None:
+    ops = backend(dtype="bfloat16")
+    x = torch.arange(12.0).view(6, 2)
+    assert ops.rows(x, np.array([4, 0, 4])).tolist() == [[8, 9], [0, 1], [8, 9]]
+    ops.put(x, np.array([5, 1]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+    assert x[[1, 5]].tolist() == [[2, 2], [1, 1]]
+    assert ops.concat([x[:1], x[5:]]).tolist() == [[0, 1], [1, 1]]
+    found = ops.lookup(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0]), scale=2.0)
+    assert found.dtype == torch.bfloat16
+    assert found.tolist() == [[6, 8], [2, 4]]

@@ -1,0 +1,148 @@
+"""Tiny random decoders of transformers, and a driver that runs ours over shuffled blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from archerfish.kernels.reference import TorchOps
+from archerfish.layers.weights import Weights
+from archerfish.models.adapter import model_class
+from archerfish.models.config import Config
+from archerfish.runtime.batch import build_batch
+
+LENGTH = 60  # of every test sequence: the base of dynamic rotary embeddings depends on it
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_theta": 10000.0, "rope_type": "longrope", "short_factor": [1.0 + i / 5 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 64,
+}
+ALTERNATING = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+GEMMA = {**SIZES, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 4}
+
+
+def llama(**rope: Any) -> tuple[str, dict[str, Any]]:
+    return "Llama", {**SIZES, "rope_parameters": {"rope_theta": 1000.0, **rope}}
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": llama(),
+    "llama-tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama-multi-head": ("Llama", {**SIZES, "num_key_value_heads": 4, "hidden_act": "gelu"}),
+    "llama-one-kv-head": ("Llama", {**SIZES, "num_key_value_heads": 1}),
+    "llama-linear": llama(rope_type="linear", factor=3.0),
+    "llama-dynamic": ("Llama", {**llama(rope_type="dynamic", factor=2.0)[1], "max_position_embeddings": 32}),
+    "llama-llama3": llama(**LLAMA3),
+    "llama-yarn": llama(**YARN),
+    "llama-yarn-mscale": llama(**YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=8.0, beta_slow=2.0, truncate=False),
+    "llama-yarn-factor": llama(**YARN, attention_factor=1.3),
+    "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 32}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "mistral-window-1": ("Mistral", {**SIZES, "sliding_window": 1}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2-uncapped": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 7}),
+    "gemma3-scaled": ("Gemma3", {**GEMMA, **ALTERNATING}),
+    "phi3": ("Phi3", {**SIZES, "sliding_window": 13}),
+    "phi3-partial": ("Phi3", {**SIZES, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("Phi3", {**SIZES, "rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+}  # fmt: skip
+
+
+@cache
+def make(kind: str) -> tuple[Any, dict[str, Any]]:
+    """A random transformers model of a kind, and its config.json."""
+    family, sizes = KINDS[kind]
+    return make_model(family, sizes)
+
+
+def make_model(family: str, sizes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(1)
+    name = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="eager")
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter in model.parameters():  # the default initialisation is too small to show a wrong formula
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model, config.to_dict()
+
+
+def random_tokens(num: int, vocab_size: int = 97) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, vocab_size, (num, LENGTH)).tolist()  # type: ignore[no-any-return]
+
+
+def their_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
+    return logits
+
+
+class Driver:
+    """A model of ours with KV memory, whose sequences own blocks in a shuffled order."""
+
+    def __init__(
+        self, ops: TorchOps, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
+        block_size: int = 16, max_len: int = LENGTH, is_deterministic: bool = False,
+    ) -> None:
+        self.ops, self.block_size, self.is_deterministic = ops, block_size, is_deterministic
+        self.tokens = [list(t) for t in tokens]
+        values = Config(config)
+        architecture = model_class(values)
+        self.model = architecture(Weights(weights, ops), values, max_len)
+        shape = architecture.kv_shape(values)
+        per_sequence = -(-max_len // block_size)
+        num_blocks = per_sequence * len(tokens) + 3
+        sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        self.kv = [ops.new_kv_layer(*sizes) for _ in range(shape.num_layers)]
+        for layer in self.kv:  # whatever stands in memory that a sequence has not written must not matter
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+        order = np.random.default_rng(5).permutation(num_blocks)[: per_sequence * len(tokens)].tolist()
+        self.blocks = [order[i :: len(tokens)] for i in range(len(tokens))]
+        self.num_computed = [0] * len(tokens)
+
+    def step(self, work: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens."""
+        starts = [self.num_computed[i] for i, _ in work]
+        new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
+        for i, count in work:
+            self.num_computed[i] += count
+        blocks = [self.blocks[i][: -(-self.num_computed[i] // self.block_size)] for i, _ in work]
+        batch = build_batch(
+            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size,
+            is_deterministic=self.is_deterministic,
+        )
+        with torch.inference_mode():
+            hidden = self.model.forward(batch, self.kv)
+            logits = self.model.logits(self.ops.rows(hidden, np.arange(batch.num_tokens)))
+        return list(logits.split([count for _, count in work]))
+
+    def greedy(self, num_tokens: int) -> list[list[int]]:
+        """Prefill what is given, then decode all sequences together."""
+        work = sorted(((i, len(t) - self.num_computed[i]) for i, t in enumerate(self.tokens)), key=lambda item: item[1] != 1)
+        added: list[list[int]] = [[] for _ in self.tokens]
+        for _ in range(num_tokens):
+            for (i, _), logits in zip(work, self.step(work), strict=True):
+                added[i].append(int(logits[-1].argmax()))
+                self.tokens[i].append(added[i][-1])
+            work = [(i, 1) for i in range(len(self.tokens))]
+        return added

@@ -1,0 +1,221 @@
+"""Every decoder against transformers, on tiny random weights: red if any formula, name, position, mask or block differs."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+
+from archerfish.errors import TensorError, UnsupportedModelError
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.layers.weights import Weights
+from archerfish.models import adapter
+from archerfish.models.adapter import KVShape, ModelAdapter, model_class, register_model
+from archerfish.models.config import Config
+from archerfish.models.llama import LlamaModel
+from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
+
+BACKENDS = [TorchOps, TorchCpuOps]
+# (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
+STEPS = [
+    [(0, 37)], [(1, 5)], [(0, 1), (1, 16)], [(0, 1), (2, 23), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
+    [(1, 1), (0, 2), (2, 7)], [(2, 1)], [(3, LENGTH)], [(0, 1), (1, 1), (2, 1)], [(1, 26), (0, 16), (2, 26)],
+]  # fmt: skip
+
+
+def check(driver: Driver, model: Any, *, tolerance: float = 1e-4) -> None:
+    theirs = [their_logits(model, tokens) for tokens in driver.tokens]
+    for work in STEPS:
+        before = list(driver.num_computed)
+        for (i, count), logits in zip(work, driver.step(work), strict=True):
+            assert logits.dtype == torch.float32
+            expected = theirs[i][before[i] : before[i] + count]
+            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+    assert driver.num_computed == [LENGTH] * 4
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind: str, backend: type[TorchOps], block_size: int) -> None:
+    model, config = make(kind)
+    check(Driver(backend(), model.state_dict(), config, random_tokens(4), block_size=block_size), model)
+
+
+@pytest.mark.parametrize("block_size", [3, 40, 256])
+def test_block_sizes_that_fit_nothing(block_size: int) -> None:
+    model, config = make("mistral-window")
+    check(Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), block_size=block_size), model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close(kind: str, backend: type[TorchOps], dtype: str) -> None:
+    if backend is TorchCpuOps and not is_available(dtype):
+        pytest.skip(f"no {dtype} products here")
+    model, config = make(kind)
+    weights = {name: w.to(getattr(torch, dtype)) if w.dim() == 2 else w for name, w in model.state_dict().items()}
+    driver = Driver(backend(dtype=dtype), weights, config, random_tokens(1))
+    expected = their_logits(model, driver.tokens[0])
+    error = (torch.cat([driver.step([(0, n)])[0] for n in (LENGTH - 1, 1)]) - expected).norm() / expected.norm()
+    assert error < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma2"])
+def test_deterministic_batches_do_not_mix_sequences(kind: str) -> None:
+    model, config = make(kind)
+    driver = Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), is_deterministic=True)
+    check(driver, model)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "llama-linear", "llama-llama3", "llama-yarn", "qwen2-window", "gemma3", "gemma3-scaled", "phi3-partial"],
+)
+def test_configurations_in_the_form_before_transformers_5(kind: str) -> None:
+    model, config = make(kind)
+    check(Driver(TorchCpuOps(), model.state_dict(), older_form(config), random_tokens(4)), model)
+
+
+def older_form(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta, rope_scaling and rope_local_base_freq instead of rope_parameters; no layer_types."""
+    values = {name: value for name, value in config.items() if name not in ("rope_parameters", "layer_types", "head_dim")}
+    rope = dict(config["rope_parameters"])
+    if config["model_type"] == "gemma3_text":
+        values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        values["sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+        values["head_dim"] = config["head_dim"]
+        rope = dict(rope["full_attention"])
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["partial_rotary_factor"] = rope.pop("partial_rotary_factor", None)
+    values["rope_scaling"] = None if rope.get("rope_type") == "default" else {**rope, "type": rope["rope_type"]}
+    return values
+
+
+def test_checkpoints_without_the_model_prefix() -> None:
+    model, config = make("llama-tied")
+    weights = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    check(Driver(TorchOps(), weights, config, random_tokens(4)), model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_that_are_known_before_loading(kind: str) -> None:
+    model, config = make(kind)
+    values = Config(config)
+    architecture = model_class(values)
+    ours = dict(architecture.dummy_shapes(values))
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        theirs.pop("lm_head.weight", None)
+    assert ours == theirs
+    attention = model.model.layers[0].self_attn
+    kv_shape = KVShape(config["num_hidden_layers"], config["num_key_value_heads"], attention.head_dim)
+    assert architecture.kv_shape(values) == kv_shape
+    assert architecture.vocab_size(values) == 97
+    assert architecture.max_positions(values) == {"phi3-longrope": 64, "llama-dynamic": 32}.get(kind, 128)
+
+
+def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
+    _, config = make("llama-yarn")
+    config = {**config, "rope_parameters": {**config["rope_parameters"], "factor": 40.0}}
+    assert LlamaModel.max_positions(Config(config)) == 40 * 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, "Did you mean 'llama'"),
+        ({"model_type": "zzzzzzzz"}, "Known: .*llama"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs a number 'factor', but has None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
+        ({"rope_parameters": "yes"}, "'yes'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
+        ({"hidden_act": "swoosh"}, "swoosh"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"hidden_size": "big"}, "hidden_size"),
+    ],
+)
+def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
+    model, config = make("llama")
+    with pytest.raises(UnsupportedModelError, match=message):
+        Driver(TorchOps(), model.state_dict(), {**config, **change}, random_tokens(1))
+
+
+def test_longrope_beyond_its_first_length_is_refused_with_the_limit() -> None:
+    model, config = make("phi3-longrope")
+    with pytest.raises(UnsupportedModelError, match="max_model_len to at most 64"):
+        Driver(TorchOps(), model.state_dict(), config, random_tokens(1), max_len=65)
+
+
+def test_gemma_layer_types_that_do_not_fit_are_refused() -> None:
+    model, config = make("gemma3")
+    with pytest.raises(UnsupportedModelError, match="each of 7 layers"):
+        Driver(TorchOps(), model.state_dict(), {**config, "layer_types": ["full_attention"]}, random_tokens(1))
+
+
+def test_a_gemma_that_sees_both_ways_is_refused() -> None:
+    model, config = make("gemma3")
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        Driver(TorchOps(), model.state_dict(), {**config, "use_bidirectional_attention": True}, random_tokens(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "lm_head.weight"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named(kind: str, name: str) -> None:
+    model, config = make(kind)
+    weights = {key: tensor for key, tensor in model.state_dict().items() if key != name}
+    with pytest.raises(TensorError, match=name):
+        Driver(TorchOps(), weights, config, random_tokens(1))
+
+
+def test_a_wrong_shape_is_named_with_both_shapes() -> None:
+    model, config = make("llama")
+    weights = {**model.state_dict(), "model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)}
+    with pytest.raises(TensorError, match=r"k_proj\.weight.*\(64, 64\).*\(32, 64\)"):
+        Driver(TorchOps(), weights, config, random_tokens(1))
+
+
+def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_MODELS", dict(adapter._MODELS))
+    register_model("mine", LlamaModel)
+    assert model_class(Config({"model_type": "mine"})) is LlamaModel
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("archerfish.models.llama:LlamaModel", ""),
+        ("no_such_module:Model", "is broken"),
+        ("archerfish.models.config:Config", "no ModelAdapter"),
+    ],
+)
+def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.MonkeyPatch, value: str, message: str) -> None:
+    point = EntryPoint("packaged", value, "archerfish.models")
+    monkeypatch.setattr(adapter, "entry_points", lambda *, group: [point] if group == "archerfish.models" else [])
+    if not message:
+        assert model_class(Config({"model_type": "packaged"})) is LlamaModel
+        return
+    with pytest.raises(UnsupportedModelError, match=message):
+        model_class(Config({"model_type": "packaged"}))
+    with pytest.raises(UnsupportedModelError, match="Did you mean 'packaged'"):
+        model_class(Config({"model_type": "package"}))
+
+
+def test_an_adapter_without_forward_cannot_be_made() -> None:
+    class Half(ModelAdapter[torch.Tensor]):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden
+
+    with pytest.raises(TypeError, match="forward"):
+        Half(Weights({}, TorchOps()), Config({}), 1)  # type: ignore[abstract]

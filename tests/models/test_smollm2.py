@@ -1,0 +1,74 @@
+"""The real SmolLM2-135M-Instruct, greedy, token by token against transformers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from archerfish.config import HubConfig
+from archerfish.engine.tokenizer import FastTokenizer
+from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.store.converted import ensure_converted
+from archerfish.store.loader import WeightLoader
+from archerfish.store.names import resolve_model
+from tests.models.decoding import Driver
+
+PROMPTS = [
+    "The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,", "1, 2, 3, 4,",
+    "Water boils at", "The archerfish is known for", "import numpy as np\n", "Dear Sir or Madam,", "In 1969,",
+    "The quick brown fox", "A recipe for bread: take", "SELECT name FROM", "The largest planet is", "Roses are red,",
+    "To be, or not to be", "The derivative of x squared is", "List three colours:", "Why is the sky blue?",
+    "The opposite of cold is", "<html><body>",
+]  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def smollm2() -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[int]]]:
+    """Weights, configuration and the prompts' tokens."""
+    directory = ensure_converted(resolve_model("smollm2-135m-instruct", HubConfig()), dtype="float32")
+    loader = WeightLoader(directory)
+    tokens = [list(encoding.ids) for encoding in FastTokenizer(directory / "tokenizer", 512).tokenize(PROMPTS)]
+    return loader.load_weights(), loader.config, tokens
+
+
+def their_choices(model: Any, prompt: list[int], new: list[int]) -> list[int]:
+    """What transformers finds likeliest after the prompt and after each new token but the last.
+
+    If these are the new tokens, then choosing greedily would have given them one by one.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + new[:-1]])).logits[0]
+    choices: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
+    return choices
+
+
+def their_model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+    settings = transformers.LlamaConfig(**config)
+    architecture: Any = transformers.LlamaForCausalLM
+    with torch.device("meta"):
+        model = architecture(settings)
+    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(settings)  # its frequencies are not in the weights
+    return model.eval()
+
+
+def check(num_prompts: int, num_new: int) -> None:
+    weights, config, tokens = smollm2()
+    driver = Driver(TorchCpuOps(), weights, config, tokens[:num_prompts], max_len=128)
+    added, model = driver.greedy(num_new), their_model(weights, config)
+    for prompt, new in zip(tokens, added, strict=False):
+        assert len(new) == num_new
+        assert new == their_choices(model, prompt, new)
+
+
+def test_two_prompts_greedy() -> None:
+    check(2, 16)
+
+
+@pytest.mark.slow
+def test_twenty_prompts_greedy() -> None:
+    check(20, 64)
