@@ -10,9 +10,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
+    from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.batch_processor import BatchProcessor
     from archerfish.engine.batch_server import BatchInferenceServer
-    from archerfish.engine.async_engine import AsyncLLMEngine
     from archerfish.engine.inference_core import InferenceCore
     from archerfish.engine.llm_engine import LLM, LLMEngine
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
@@ -53,8 +53,8 @@ _HOME = {
 __all__ = [
     "LLM", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor", "CompletionOutput",
     "ConversionConfig", "ConversionResult", "EmbedConfig", "EngineConfig", "FastTokenizer", "HubConfig", "InferenceCore",
-    "LLMEngine", "ModelAdapter", "ModelConverter", "RequestOutput", "RerankResult", "SamplingParams", "ServeConfig", "TextDelta",
-    "WeightLoader", "register_model",
+    "LLMEngine", "ModelAdapter", "ModelConverter", "RequestOutput", "RerankResult", "SamplingParams", "ServeConfig",
+    "TextDelta", "WeightLoader", "register_model",
 ]
 
 

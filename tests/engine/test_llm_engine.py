@@ -41,8 +41,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(tiny: Path, **options: Any) -> LLMEngine:
-    usual = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7}
-    return LLMEngine(EngineConfig(model=str(tiny), **(usual | options)))
+    config = EngineConfig(
+        model=str(tiny), dtype="float32", load_format="dummy", max_cache_tokens=4096, max_num_seqs=32, seed=7
+    )
+    return LLMEngine(config, **options)
 
 
 @pytest.fixture(scope="module")
