@@ -36,13 +36,15 @@ class Job:
 
 @dataclass
 class Report:
-    """Samples by name, and plain figures."""
+    """Samples by name, and plain figures. `tell` hears of every sample at once: a run takes long."""
 
     samples: dict[str, list[float]] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
+    tell: Callable[[str, float], None] = lambda name, value: None
 
     def add(self, name: str, value: float) -> None:
         self.samples.setdefault(name, []).append(value)
+        self.tell(name, value)
 
     def summary(self, name: str) -> Summary | None:
         return summarize(self.samples[name]) if self.samples.get(name) else None
@@ -95,10 +97,10 @@ Peer = Callable[[Sequence[Job], int], float]  # jobs and batch size to useful to
 
 
 def measure_throughput(
-    config: EngineConfig, rounds: int, batches: Sequence[int], peers: dict[str, Peer], progress: Progress = no_progress
-) -> Report:
-    """Continuous against static batching at several sizes, and against peers at PEER_BATCH."""
-    report = Report()
+    config: EngineConfig, report: Report, rounds: int, batches: Sequence[int], peers: dict[str, Peer],
+    progress: Progress = no_progress,
+) -> None:
+    """Continuous against static batching at several sizes, and against peers at PEER_BATCH; all of them in every round."""
     total = rounds * (2 * len(batches) + len(peers))
     done = 0
 
@@ -107,21 +109,20 @@ def measure_throughput(
         done += 1
         progress(done, total, what)
 
-    for batch in batches:
-        with LLMEngine(config, max_num_seqs=batch) as engine:
+    with engines(config, *({"max_num_seqs": batch} for batch in batches)) as made:
+        for batch, engine in zip(batches, made, strict=True):
             run_continuous(engine, mixed_jobs(batch, engine.facts.vocab_size, 99))  # compiles products, faults memory in
-            for round_index in range(rounds):
+        for round_index in range(rounds):
+            for batch, engine in zip(batches, made, strict=True):
                 jobs = mixed_jobs(4 * batch, engine.facts.vocab_size, round_index)
                 report.add(f"continuous {batch}", run_continuous(engine, jobs))
                 advance(f"continuous, {batch} sequences")
                 report.add(f"static {batch}", run_static(engine, jobs, batch))
                 advance(f"static, {batch} sequences")
-                if batch == PEER_BATCH:
-                    for name, peer in peers.items():
-                        report.add(name, peer(jobs, batch))
-                        advance(name)
-            report.figures[f"kv utilisation {batch}"] = engine.scheduler.stats().kv_utilization
-    return report
+                for name, peer in peers.items() if batch == PEER_BATCH else ():
+                    report.add(name, peer(jobs, batch))
+                    advance(name)
+                report.figures[f"kv utilisation {batch}"] = engine.scheduler.stats().kv_utilization
 
 
 @contextmanager
@@ -135,9 +136,8 @@ def engines(config: EngineConfig, *variants: dict[str, Any]) -> Iterator[list[LL
             engine.close()
 
 
-def measure_prefix(config: EngineConfig, rounds: int, progress: Progress = no_progress) -> Report:
+def measure_prefix(config: EngineConfig, report: Report, rounds: int, progress: Progress = no_progress) -> None:
     """64 prompts of 1,000 tokens, 800 of them shared, with the cache and without; first tokens of hit, miss and repeat."""
-    report = Report()
     with engines(config, {"enable_prefix_caching": True}, {"enable_prefix_caching": False}) as (cached, plain):
         vocab_size = cached.facts.vocab_size
         for round_index in range(rounds):
@@ -154,7 +154,6 @@ def measure_prefix(config: EngineConfig, rounds: int, progress: Progress = no_pr
                     report.add("hit rate, tokens", sum(o.num_cached_tokens for o in outputs) / sum(map(len, prompts)))
             measure_first_tokens(report, cached, prompts[0])
             progress(round_index + 1, rounds, "")
-    return report
 
 
 def measure_first_tokens(report: Report, engine: LLMEngine, prompt: list[int]) -> None:
@@ -189,10 +188,9 @@ def our_moments(engine: LLMEngine) -> LatencyPeer:
 
 
 def measure_latency(
-    config: EngineConfig, rounds: int, peers: dict[str, LatencyPeer], progress: Progress = no_progress
-) -> Report:
+    config: EngineConfig, report: Report, rounds: int, peers: dict[str, LatencyPeer], progress: Progress = no_progress
+) -> None:
     """One request at a time: time to the first token by prompt length, then the gaps between tokens."""
-    report = Report()
     with LLMEngine(config) as engine:
         runs = {"archerfish": our_moments(engine), **peers}
         for run in runs.values():
@@ -209,4 +207,3 @@ def measure_latency(
                     report.add(f"{name}: gap p50, ms", percentile(gaps.tolist(), 0.5))
                     report.add(f"{name}: gap p99, ms", percentile(gaps.tolist(), 0.99))
             progress(round_index + 1, rounds, "")
-    return report

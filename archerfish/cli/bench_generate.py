@@ -31,6 +31,15 @@ def engine_config(arguments: Namespace) -> EngineConfig:
     return section(EngineConfig, arguments)
 
 
+def new_report(out: Output) -> Report:
+    """A report that notes every sample where no progress bar shows that something is going on."""
+    from archerfish.bench.generate import Report
+
+    if out.is_rich or out.quiet:
+        return Report()
+    return Report(tell=lambda name, value: out.note(f"{name}: {value:,.4g}"))
+
+
 def show(report: Report, bars: Sequence[Bar], config: EngineConfig, arguments: Namespace, out: Output) -> int:
     """The samples as a table, then the bars."""
     from archerfish.bench.report import machine

@@ -16,6 +16,7 @@ def run(arguments: Namespace, out: Output) -> int:
     from archerfish.bench.generate_peers import find_peers
 
     peers = {} if arguments.no_peers else find_peers(config)[1]
+    report = bench_generate.new_report(out)
     with out.progress("Measuring") as progress:
-        report = measure_latency(config, arguments.rounds, peers, progress)
+        measure_latency(config, report, arguments.rounds, peers, progress)
     return bench_generate.show(report, [], config, arguments, out)

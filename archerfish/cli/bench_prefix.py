@@ -14,8 +14,9 @@ def run(arguments: Namespace, out: Output) -> int:
     config = bench_generate.engine_config(arguments)
     from archerfish.bench.generate import measure_prefix
 
+    report = bench_generate.new_report(out)
     with out.progress("Measuring") as progress:
-        report = measure_prefix(config, arguments.rounds, progress)
+        measure_prefix(config, report, arguments.rounds, progress)
     hit_rate, passes = report.summary("hit rate, requests"), report.summary("forward passes of an exact repeat")
     bars: list[bench_generate.Bar] = [
         ("rate with the cache over without", report.ratio("requests/s, cache on", "requests/s, cache off"), "at least", 2.5),

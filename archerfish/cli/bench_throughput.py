@@ -25,8 +25,9 @@ def run(arguments: Namespace, out: Output) -> int:
     except ValueError:
         raise InvalidOptionError(f"--batches must be numbers with commas between, not {arguments.batches!r}.") from None
     peers = {} if arguments.no_peers else find_peers(config)[0]
+    report = bench_generate.new_report(out)
     with out.progress("Measuring") as progress:
-        report = generate.measure_throughput(config, arguments.rounds, batches, peers, progress)
+        generate.measure_throughput(config, report, arguments.rounds, batches, peers, progress)
     bars: list[bench_generate.Bar] = [
         (f"continuous over static at {batch}", report.ratio(f"continuous {batch}", f"static {batch}"), "at least",
          generate.STATIC_TARGETS[batch])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeGuard
 
+from archerfish.background import Lazy
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.hits import HitRecord
 from archerfish.cache.logits_cache import LogitsCache
@@ -61,7 +62,7 @@ class LLMEngine:
             is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
         )
         self.scheduler = self._make_scheduler()
-        self._chat_template: ChatTemplate | None = None
+        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name))
         self._seeds = random.Random(self.config.seed or None)
         self._ids = itertools.count()
         self._live: dict[str, LiveRequest] = {}
@@ -80,13 +81,15 @@ class LLMEngine:
         cache = RadixCache(
             blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
         )
-        step_tokens = config.max_num_batched_tokens or (CPU_STEP_TOKENS if facts.device == "cpu" else GPU_STEP_TOKENS)
+        fixed_chunk = DETERMINISTIC_CHUNK if config.deterministic else 0
+        usual = CPU_STEP_TOKENS if facts.device == "cpu" else GPU_STEP_TOKENS
+        step_tokens = config.max_num_batched_tokens or max(usual, config.max_num_seqs + max(1, fixed_chunk))
         return Scheduler(
             blocks=blocks, cache=cache, logits_cache=logits if config.enable_prefix_caching else None,
             model_state_hash=f"{facts.name}/{facts.dtype}", policy=config.scheduling_policy,
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=max(step_tokens, config.max_num_seqs + 1),
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=step_tokens,
             max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
-            fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+            fixed_chunk=fixed_chunk,
         )
 
     # Submitting
@@ -178,26 +181,42 @@ class LLMEngine:
                 self._turn.notify_all()
 
     def _step(self) -> list[RequestOutput]:
+        ended = self._collect_down_to(self.config.pipeline_depth)  # more are open only where ctrl-c came between
         with self._lock:
             plan = self.scheduler.plan()
         if plan is not None:
-            self._in_flight.append((plan, self.runner.launch(plan)))
+            self._launch(plan)
+        ended += self._collect_down_to(self.config.pipeline_depth if plan is not None else 0)
+        return ended + self._deliver()
+
+    def _collect_down_to(self, num_in_flight: int) -> list[RequestOutput]:
         ended: list[RequestOutput] = []
-        keep = self.config.pipeline_depth if plan is not None else 0
-        while len(self._in_flight) > keep:
-            ended += self._collect(*self._in_flight.popleft())
-        ended += self._deliver()
+        while len(self._in_flight) > num_in_flight:
+            ended += self._collect()
         return ended
 
-    def _collect(self, plan: Plan, running: Future[StepResult]) -> list[RequestOutput]:
+    def _launch(self, plan: Plan) -> None:
+        try:
+            self._in_flight.append((plan, self.runner.launch(plan)))
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            self._in_flight.append((plan, failed))
+
+    def _collect(self) -> list[RequestOutput]:
+        """Take in the oldest step in flight. It stays there while it is waited for, so that ctrl-c loses nothing."""
+        plan, running = self._in_flight[0]
+        error: Exception | None = None
         try:
             result = running.result()
-        except Exception as error:  # a step that fails ends its own requests, not the engine
-            with self._lock:
-                self.scheduler.fail(plan, error)
-        else:
-            with self._lock:
+        except Exception as raised:  # a step that fails ends its own requests, not the engine
+            error = raised
+        self._in_flight.popleft()
+        with self._lock:
+            if error is None:
                 self.scheduler.commit(plan, result)
+            else:
+                self.scheduler.fail(plan, error)
         return self._deliver()
 
     def _deliver(self) -> list[RequestOutput]:
@@ -321,9 +340,12 @@ class LLMEngine:
         """Token ids of a conversation, through the model's own chat template, ready for the answer."""
         if self.tokenizer is None:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate.find(self.facts.directory, self.model_name)
-        return self._chat_template.encode(self.tokenizer, messages, **template_options)
+        return self.chat_template.encode(self.tokenizer, messages, **template_options)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own; an error says so where it has none."""
+        return self._chat_template.get()
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *,
@@ -406,8 +428,7 @@ class LLMEngine:
                 self.scheduler.abort(request_id)
             while self._is_stepping:
                 self._turn.wait()
-        while self._in_flight:
-            self._collect(*self._in_flight.popleft())
+        self._collect_down_to(0)
         self._deliver()
         self.runner.close()
         with self._turn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,30 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(tiny: Path, monkeypat
         assert "fell out" in str(failed.outputs[0].error)
         assert tokens(engine.generate(prompts(2, 81), greedy(4))) == good
         check_memory(engine)
+
+
+def test_ctrl_c_while_a_step_runs_loses_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = prompts(6, 82)
+    expected = alone(tiny, many, greedy(8))
+    with make(tiny) as engine:
+        ids = [engine.add_request(prompt, greedy(8)) for prompt in many]
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Future, "result", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(Future, "result", interrupted)
+            engine.generate([[5, 6, 7]], greedy(50))
+        while engine.has_work:
+            engine.step()
+        outputs = [engine.get_output(i) for i in ids]
+        assert [output.token_ids for output in outputs if output is not None] == expected
+        check_memory(engine)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:

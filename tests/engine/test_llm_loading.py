@@ -1,0 +1,84 @@
+"""LLMEngine from each kind of file, against transformers on the same tiny random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from archerfish import HubConfig, LLMEngine, SamplingParams
+from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
+
+PROMPT = [5, 9, 33, 7, 60, 12]
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(1)
+    shape = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+    }
+    config = getattr(transformers, f"{request.param}Config")(**(shape | CONFIGS[request.param]))
+    return getattr(transformers, f"{request.param}ForCausalLM")(config).eval()
+
+
+def their_tokens(model: Any) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, min_new_tokens=10, do_sample=False, eos_token_id=None
+        )
+    tokens: list[int] = out[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_tokens_are_those_of_transformers(model: Any, kind: str, tmp_path: Path, hub: HubConfig) -> None:
+    model.save_pretrained(tmp_path)
+    if kind == "bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    with LLMEngine(str(tmp_path), dtype="float32", max_cache_tokens=512, hub=hub) as engine:
+        assert engine.generate([PROMPT], GREEDY)[0].token_ids == their_tokens(model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_two_byte_types_run(model: Any, dtype: str, tmp_path: Path, hub: HubConfig) -> None:
+    model.save_pretrained(tmp_path)
+    with LLMEngine(str(tmp_path), dtype=dtype, max_cache_tokens=512, hub=hub) as engine:
+        assert engine.facts.dtype == dtype
+        assert len(engine.generate([PROMPT], GREEDY)[0].token_ids) == 10
+
+
+def test_an_encoder_is_refused_with_what_there_is(tiny_model: Any, hub: HubConfig) -> None:
+    with pytest.raises(UnsupportedModelError, match="bert"):
+        LLMEngine(str(tiny_model("Bert")), hub=hub)
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path, hub: HubConfig) -> None:
+    transformers.LlamaForCausalLM(  # type: ignore[no-untyped-call]
+        transformers.LlamaConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+            max_position_embeddings=128,
+        )
+    ).save_pretrained(tmp_path)
+    for options, message in (
+        ({"max_model_len": 4096}, "has 128 positions"),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 32}, "max_num_batched_tokens"),
+        ({"eviction_policy": "lur"}, "lru"),
+        ({"scheduling_policy": "fcsf"}, "fcfs"),
+    ):
+        with pytest.raises(ArcherfishError, match=message):
+            LLMEngine(str(tmp_path), dtype="float32", hub=hub, **options)
+    with pytest.raises(InvalidOptionError, match="tensor_parallel_size"):
+        LLMEngine(str(tmp_path), tensor_parallel_size=2, hub=hub)

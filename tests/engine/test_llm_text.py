@@ -1,0 +1,107 @@
+"""LLMEngine on the real SmolLM2-135M-Instruct: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archerfish import LLM, LLMEngine, SamplingParams
+from archerfish.errors import ArcherfishError, InputTooLargeError, InvalidInputError
+from archerfish.store.loader import WeightLoader
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LLMEngine]:
+    with LLMEngine(MODEL, dtype="float32", max_cache_tokens=8192, max_num_seqs=32) as made:
+        yield made
+
+
+def greedy(num_tokens: int = 24, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, **options)
+
+
+def test_a_chat_is_answered(engine: LLMEngine) -> None:
+    output = engine.chat(QUESTION, greedy(40))
+    assert "Paris" in output.text
+    assert output.finish_reason == "stop"
+    assert "<|im_end|>" not in output.text
+    assert output.metrics.num_prompt_tokens == len(output.prompt_token_ids)
+
+
+def test_streamed_text_is_the_whole_text(engine: LLMEngine) -> None:
+    prompt = "Write about 北京 and 🎉:"
+    deltas = list(engine.stream(prompt, greedy(32)))
+    output = deltas[-1].output
+    assert output is not None and "".join(delta.text for delta in deltas) == output.text
+    assert engine.generate(prompt, greedy(32))[0].text == output.text
+    assert "\ufffd" not in output.text[:-1]
+
+
+def test_a_stop_string_ends_the_text_before_it(engine: LLMEngine) -> None:
+    free = engine.generate("Once upon a time", greedy(40))[0].text
+    stop = free[30:36]
+    output = engine.generate("Once upon a time", greedy(40, stop=[stop, "never there"]))[0]
+    assert output.text == free[: free.index(stop)]
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    kept = engine.generate("Once upon a time", greedy(40, stop=stop, include_stop_str_in_output=True))[0]
+    assert kept.text == free[: free.index(stop)] + stop
+    while engine.has_work:  # the step that was in flight when the stop string was found
+        engine.step()
+    engine.scheduler.cache.check([])
+
+
+def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:
+    first = engine.chat(QUESTION, greedy(40))
+    turns = [*QUESTION, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And of Italy?"}]
+    second = engine.chat(turns, greedy(40))
+    assert second.num_cached_tokens >= len(first.prompt_token_ids)
+    assert "tokens came from the cache" in second.hit.explain()
+
+
+def test_bad_text_is_refused(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidInputError, match="empty"):
+        engine.generate("")
+    with pytest.raises(InputTooLargeError, match="bytes"):
+        engine.generate("x" * 5_000_000)
+    with pytest.raises(InputTooLargeError, match="tokens"):
+        engine.generate("fish " * 9000)
+    with pytest.raises(InvalidInputError, match="role"):
+        engine.chat([{"content": "no role"}])
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ArcherfishError, match="template"):
+        type(engine.chat_template)(loop).render(QUESTION)
+
+
+def test_the_snippet_of_vllm_runs() -> None:
+    with LLM(model=MODEL, gpu_memory_utilization=0.9, max_cache_tokens=2048) as llm:
+        outputs = llm.generate(["Hello, my name is", "The sea is"], SamplingParams(temperature=0.7, top_p=0.9, max_tokens=5))
+        assert all(isinstance(output.outputs[0].text, str) and output.outputs[0].text for output in outputs)
+
+
+@pytest.mark.slow
+def test_twenty_prompts_give_what_transformers_gives(engine: LLMEngine) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    values = dict(engine.facts.config.values)
+    model: Any = LlamaForCausalLM(LlamaConfig(**values)).eval()  # type: ignore[no-untyped-call]
+    weights = {name: tensor.clone() for name, tensor in WeightLoader(Path(engine.facts.directory)).load_weights().items()}
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    subjects = ["The sea", "A fish", "My dog", "Paris", "In winter", "The old king", "def main():", "Water boils", "2 + 2 =", "Music"]
+    prompts = [f"{subject}{ending}" for subject in subjects for ending in ("", " was found to be")]
+    ours = engine.generate(prompts, greedy(64, ignore_eos=True))
+    with torch.inference_mode():
+        for output in ours:
+            ids = torch.tensor([output.prompt_token_ids])
+            theirs = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )
+            assert output.token_ids == theirs[0, ids.shape[1] :].tolist(), output.prompt

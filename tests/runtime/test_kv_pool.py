@@ -1,0 +1,76 @@
+"""How much KV fits, and the memory that holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archerfish.bench.memory import status_bytes
+from archerfish.config import EngineConfig
+from archerfish.errors import DeviceError, InvalidOptionError
+from archerfish.kernels.machine import Memory
+from archerfish.kernels.reference import TorchOps
+from archerfish.models.adapter import KVShape
+from archerfish.runtime import kv_pool
+from archerfish.runtime.kv_pool import KVCachePool, kv_pool_class, plan_memory, register_kv_pool
+
+SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
+GIB = 1 << 30
+
+
+def plan(**options: Any) -> kv_pool.MemoryPlan:
+    return plan_memory(EngineConfig(**options), SHAPE, "cpu", "float32", weight_bytes=0)
+
+
+def test_bytes_of_a_token_follow_from_the_model() -> None:
+    assert SHAPE.bytes_per_token(4) == 2 * 2 * 3 * 8 * 4
+    assert plan(max_cache_tokens=1000, block_size=16).block_bytes == SHAPE.bytes_per_token(4) * 16
+
+
+def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:
+    found = plan(max_cache_tokens=1000, block_size=16)
+    assert (found.num_blocks, found.num_tokens) == (62, 992)
+    with pytest.raises(InvalidOptionError, match="less than one block"):
+        plan(max_cache_tokens=10, block_size=16)
+
+
+def test_the_budget_is_a_quarter_of_free_memory_and_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    assert plan().num_bytes == pytest.approx(0.5 * GIB, rel=0.001)
+    assert plan(memory_budget_gib=1.0).num_bytes == pytest.approx(GIB, rel=0.001)
+    with pytest.raises(InvalidOptionError, match="2.0 GiB of memory are free"):
+        plan(memory_budget_gib=3.0)
+    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 1000))
+    with pytest.raises(DeviceError, match="no room"):
+        plan()
+
+
+def test_memory_is_taken_when_it_is_written() -> None:
+    ops = TorchOps("cpu", "float32")
+    before = status_bytes("VmRSS")
+    pool = KVCachePool(ops, KVShape(1, 4, 64), num_blocks=8192, block_size=16)
+    assert status_bytes("VmRSS") - before < 20_000_000 < pool.layers[0].keys.nbytes
+    assert float(pool.layers[0].keys[5].sum()) == 0.0
+
+
+def test_blocks_are_copied_in_every_layer() -> None:
+    pool = KVCachePool(TorchOps("cpu", "float32"), SHAPE, num_blocks=6, block_size=4)
+    for number, layer in enumerate(pool.layers):
+        layer.keys[1], layer.values[2] = number + 1.0, number + 5.0
+    pool.copy([(1, 4), (2, 5)])
+    pool.copy([])
+    for number, layer in enumerate(pool.layers):
+        assert np.unique(layer.keys[4].numpy()).tolist() == [number + 1.0]
+        assert np.unique(layer.values[5].numpy()).tolist() == [number + 5.0]
+
+
+def test_a_pool_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(KVCachePool[Any]):
+        pass
+
+    monkeypatch.setattr(kv_pool, "_POOLS", dict(kv_pool._POOLS))
+    register_kv_pool("cpu", Mine)
+    assert kv_pool_class("cpu") is Mine
+    assert kv_pool_class("cuda") is KVCachePool
