@@ -15,29 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
-
-if TYPE_CHECKING:
-    from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.handle import Handle as Handle
+from archerfish.kernels.handle import Ids as Ids
+from archerfish.kernels.handle import T as T
+from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
-Ids = npt.NDArray[np.int64]
-
-
-class Handle(Protocol):
-    """All that a model may ask of a tensor."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-T = TypeVar("T", bound=Handle)
 
 
 @dataclass(frozen=True)

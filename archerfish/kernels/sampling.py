@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from archerfish.kernels.ops import Ids, T
+from archerfish.kernels.handle import Ids, T
 
 WORD = (1 << 64) - 1
 GAMMA, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's constants
