@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 COMMANDS = [
+    'archerfish generate "An archerfish is a fish that" --max-tokens 48 --temperature 0',
     'archerfish embed "An archerfish spits water." "A fish that shoots flies." "The stock market fell." --similarity',
-    "archerfish pull --list",
     "archerfish doctor",
 ]
 WIDTH = 118

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it once
 
 from archerfish import ArrowEngine, HubConfig
 from archerfish.store.names import resolve_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,17 @@ def choose_ops(device: str, dtype: str) -> TorchOps:
 
         if is_available(dtype) and (dtype != "bfloat16" or cpu().has_fast_bfloat16):
             return TorchCpuOps(device, dtype)
+    if device == "cuda" and has_triton():
+        from archerfish.kernels.triton_ops import TritonOps
+
+        return TritonOps(device, dtype)
     from archerfish.kernels.reference import TorchOps
 
     return TorchOps(device, dtype)
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def fast_paths() -> list[FastPath]:
@@ -66,11 +75,13 @@ def fast_paths() -> list[FastPath]:
     amx = "oneDNN runs bfloat16 products on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"
     bf16 = "avx512_bf16" if "avx512_bf16" in found.flags else "AMX" if found.has_amx else "neither avx512_bf16 nor AMX"
     cuda = torch.cuda.is_available()
-    cuda_reason = "the torch reference path, packed" if cuda else "this torch sees no CUDA device"
+    cuda_reason = "products by torch" if cuda else "this torch sees no CUDA device"
+    triton_reason = "norms, rotary, KV and attention in our own kernels" if has_triton() else "triton is not installed"
     return [
         FastPath("AMX bfloat16", found.has_amx, amx),
         FastPath("bfloat16 by default", found.has_fast_bfloat16, f"CPU has {bf16}"),
         FastPath("packed oneDNN products", is_available("float32"), "bias, activation and residual fused"),
         FastPath("float16 products", found.has_fast_float16 and is_available("float16"), "on request: --dtype float16"),
         FastPath("CUDA", cuda, cuda_reason),
+        FastPath("Triton kernels", cuda and has_triton(), triton_reason if cuda else cuda_reason),
     ]

@@ -40,7 +40,7 @@ def test_the_budget_is_a_quarter_of_free_memory_and_no_more_than_there_is(monkey
     monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     assert plan().num_bytes == pytest.approx(0.5 * GIB, rel=0.001)
     assert plan(memory_budget_gib=1.0).num_bytes == pytest.approx(GIB, rel=0.001)
-    with pytest.raises(InvalidOptionError, match="2.0 GiB of memory are free"):
+    with pytest.raises(InvalidOptionError, match="GiB of memory are free"):
         plan(memory_budget_gib=3.0)
     monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 1000))
     with pytest.raises(DeviceError, match="no room"):

@@ -1,0 +1,75 @@
+"""Triton kernels over the rows of activations: RMS normalisation with the residual added on the way, and the gated product.
+
+Each reads its input once and writes its output once, which is all that bounds it. No `from __future__ import annotations` in
+files with kernels: Triton's interpreter knows `tl.constexpr` only as an object.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+MAX_WIDTH = 16384  # of a row that one program normalises
+GATED_BLOCK = 2048  # columns of a program
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, normed, total, eps, x_stride, residual_stride,
+    width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    is_inside = columns < width
+    values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0)
+    if has_residual:
+        added = tl.load(residual + row * residual_stride + columns, mask=is_inside, other=0.0)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * width + columns, values, mask=is_inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    factors = tl.load(weight + columns, mask=is_inside, other=0.0)
+    tl.store(normed + row * width + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=is_inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`Ops.rms_norm` for rows of at most MAX_WIDTH, x and residual of one type."""
+    num_rows, width = x.shape
+    normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normed)
+    if not num_rows:
+        return normed, total
+    added = x if residual is None else residual
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(num_rows,)](
+        x, added, weight, normed, total, eps, x.stride(0), added.stride(0), width=width, block=block,
+        has_residual=residual is not None, num_warps=max(1, min(16, block // 512)),
+    )
+    return normed, total
+
+
+@triton.jit
+def gated_kernel(x, out, x_stride, width: tl.constexpr, block: tl.constexpr, is_silu: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_inside = columns < width
+    gate = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + width + columns, mask=is_inside, other=0.0).to(tl.float32)
+    if is_silu:
+        slope = gate
+    else:  # gelu: (1 + tanh(y)) / 2 is the logistic function of 2 y
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + row * width + columns, (gate / (1.0 + tl.exp(-slope)) * up).to(out.dtype.element_ty), mask=is_inside)
+
+
+def gated(x: Tensor, is_silu: bool) -> Tensor:
+    """`Ops.gated` with silu, or else with gelu_tanh."""
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if num_rows:
+        block = min(triton.next_power_of_2(width), GATED_BLOCK)
+        gated_kernel[(num_rows, triton.cdiv(width, block))](
+            x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
+        )
+    return out

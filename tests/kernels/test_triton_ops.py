@@ -1,0 +1,329 @@
+"""The Triton backend against the reference: on a GPU where there is one, else in Triton's interpreter, without bfloat16."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
+triton = pytest.importorskip("triton")
+if not HAS_CUDA and "Interpreted" not in type(triton.language.sum).__name__:
+    pytest.skip("triton was imported before it was told to interpret", allow_module_level=True)
+
+
+def teach_interpreter_new_numpy() -> None:
+    """Its scalars are arrays of one element, which numpy 2.5 no longer takes for numbers."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if not HAS_CUDA:
+    teach_interpreter_new_numpy()
+
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch  # noqa: E402
+from archerfish.kernels.reference import TorchOps  # noqa: E402
+from archerfish.kernels.triton_attention import PLACES, Places, Tile, choose_splits, find_places  # noqa: E402
+from archerfish.kernels.triton_ops import TritonOps  # noqa: E402
+from archerfish.runtime.batch import build_batch  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+Tensor = torch.Tensor
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+TYPES = ["float32", "float16", "bfloat16"] if HAS_CUDA else ["float32", "float16"]
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+SMALL = Tile(16, 16, 4, 2)
+MIXED = ((1, 37), (1, 5), (1, 1), (9, 30), (17, 17))  # (new tokens, context) of sequences
+LONG = ((1, 1000), (1, 4099), (1, 64), (1, 16), (2, 300), (130, 700), (300, 300))
+
+
+def random(*shape: int, dtype: str = "float32") -> Tensor:
+    return torch.randn(*shape).to(DEVICE, getattr(torch, dtype))
+
+
+def batch_over(
+    ops: TorchOps, sequences: tuple[tuple[int, int], ...], block_size: int, heads: HeadShape, *, is_deterministic: bool = False,
+    num_rows: int = 0,
+) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
+    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
+    torch.manual_seed(0)
+    needed = [-(-context // block_size) for _, context in sequences]
+    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
+    blocks = [[order.pop() for _ in range(num)] for num in needed]
+    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
+    for memory in (kv.keys, kv.values):
+        memory.fill_(float("nan"))
+        for owned, (_, context) in zip(blocks, sequences, strict=True):
+            position = torch.arange(context, device=DEVICE)
+            block = torch.tensor(owned, device=DEVICE)[position // block_size]
+            memory[block, position % block_size] = random(context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype)
+    batch = build_batch(
+        ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences], blocks=blocks,
+        block_size=block_size, is_deterministic=is_deterministic, num_rows=num_rows,
+    )
+    return batch, kv
+
+
+def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
+    return KVLayer(kv.keys.float().contiguous(), kv.values.float().contiguous())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of one shape."""
+
+    heads: HeadShape
+    block_size: int = 16
+    sequences: tuple[tuple[int, int], ...] = MIXED
+    tile: Tile | None = SMALL
+
+
+ATTENTION = [
+    Case(HeadShape(2, 2, 64, 0.125)),
+    Case(HeadShape(6, 2, 32, 0.2), block_size=1),
+    Case(HeadShape(8, 2, 96, 0.1), block_size=64),
+    Case(HeadShape(8, 1, 128, 0.09)),
+    Case(HeadShape(3, 1, 16, 0.25, window=1), block_size=24),
+    Case(HeadShape(3, 1, 80, 0.25, window=10), block_size=16),
+    Case(HeadShape(4, 1, 64, 0.25, softcap=2.0), block_size=8),
+    Case(HeadShape(4, 2, 32, 0.25, window=20, softcap=3.0), block_size=256),
+    Case(HeadShape(40, 2, 16, 0.25), sequences=((1, 20), (5, 21)), tile=None),  # a group larger than the least tile
+    Case(HeadShape(4, 1, 256, 0.06), sequences=((1, 70), (40, 70)), tile=None),
+    Case(HeadShape(4, 1, 64, 0.125, window=40), sequences=((1, 200), (1, 130), (33, 190)), tile=None),
+    Case(HeadShape(4, 1, 64, 0.125), sequences=((50, 50),), tile=None),
+    Case(HeadShape(2, 1, 128, 0.1, window=30), sequences=((1, 9), (70, 130)), tile=None),
+    Case(HeadShape(2, 1, 128, 0.1, softcap=5.0), sequences=((70, 130), (3, 3)), tile=None, block_size=32),
+    Case(HeadShape(2, 1, 64, 0.1), sequences=((2, 130),), tile=None),  # few new tokens: keys are read where they lie
+    Case(HeadShape(2, 1, 64, 0.125), sequences=tuple((1, 3 + 11 * i) for i in range(12))),
+]
+if HAS_CUDA:
+    ATTENTION += [
+        Case(HeadShape(num_heads, num_kv_heads, head_dim, 0.1, window=window, softcap=softcap), block_size, LONG, None)
+        for num_heads, num_kv_heads, head_dim, block_size in (
+            (32, 8, 128, 16), (16, 8, 128, 16), (9, 3, 64, 16), (8, 1, 128, 1), (4, 4, 96, 64), (8, 4, 256, 16),
+            (64, 8, 128, 256),
+        )
+        for window, softcap in ((0, 0.0), (128, 0.0), (0, 20.0))
+    ]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", ATTENTION)
+def test_attention(case: Case, dtype: str) -> None:
+    heads = case.heads
+    if not HAS_CUDA and dtype == "float16" and heads.head_dim not in (16, 64, 128):
+        pytest.skip("other sizes take the same way in float32")
+    ops = TritonOps(DEVICE, dtype)
+    if case.tile is not None and dtype != "float32":
+        ops.decode_tile = ops.prefill_tile = case.tile
+    elif case.tile is not None:
+        ops.decode_tile = ops.prefill_tile = replace(case.tile, num_stages=1)
+    batch, kv = batch_over(ops, case.sequences, case.block_size, heads, num_rows=60 if case.sequences == MIXED else 0)
+    q = random(len(batch.token_ids), heads.num_heads * heads.head_dim, dtype=dtype)
+    out = ops.paged_attention(q, kv, batch, heads)
+    assert out.dtype == q.dtype
+    expected = TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_a_deterministic_decode_does_not_depend_on_the_batch() -> None:
+    heads = HeadShape(4, 2, 32, 0.2)
+    ops = TritonOps(DEVICE, "float16")
+    ops.decode_tile = SMALL
+    sequences = ((1, 90), (1, 33), (1, 2), (1, 57), (1, 41))
+    batch, kv = batch_over(ops, sequences, 8, heads, is_deterministic=True)
+    q = random(5, 128, dtype="float16")
+    together = ops.paged_attention(q, kv, batch, heads)
+    for row, (_, context) in enumerate(sequences):
+        blocks = batch.block_tables[row].tolist()
+        alone = build_batch(
+            ops, tokens=[[7]], starts=[context - 1], blocks=[blocks], block_size=8, is_deterministic=True
+        )
+        assert torch.equal(ops.paged_attention(q[row : row + 1], kv, alone, heads)[0], together[row])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_lengths_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+    """What a captured graph relies on."""
+    heads = HeadShape(4, 2, 32, 0.2)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = SMALL
+    batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
+    q = random(3, 128)
+    lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
+    batch.derived[PLACES] = Places(lengths, lengths, lengths, num_splits=num_splits)
+    out = ops.paged_attention(q, kv, batch, heads)
+    shorter = replace(batch, context_lens=np.array([50, 20, 7]), derived={})
+    expected = TorchOps(DEVICE).paged_attention(q, in_float32(kv), shorter, heads)
+    expected[2] = 0
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_device_is_kept_busy_by_parts_of_decodes() -> None:
+    assert [choose_splits(num, 8, 132) for num in (1, 8, 24, 32, 256, 10_000)] == [64, 8, 2, 1, 1, 1]
+
+
+def test_a_neighbour_full_of_nan_does_not_spread() -> None:
+    """Not even where the keys of two sequences are laid side by side."""
+    heads = HeadShape(2, 1, 64, 0.125)
+    ops = TritonOps(DEVICE, "float16")
+    batch, kv = batch_over(ops, ((20, 20), (30, 30)), 16, heads)
+    q = random(50, 128, dtype="float16")
+    expected = ops.paged_attention(q, kv, batch, heads)[:20]
+    for block in batch.block_tables[1].tolist():
+        kv.keys[block], kv.values[block] = float("nan"), float("nan")
+    out = ops.paged_attention(q, kv, batch, heads)
+    assert torch.equal(out[:20], expected)
+    assert out[20:].isnan().all()
+
+
+def test_layers_share_what_is_found_of_a_batch() -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = ops.prefill_tile = replace(SMALL, num_stages=1)
+    batch, kv = batch_over(ops, ((1, 5), (3, 9)), 4, heads)
+    q = random(4, 32)
+    ops.paged_attention(q, kv, batch, heads)
+    places = find_places(batch, q.device)
+    before = [id(x) for pair in (*places.tiles.values(), *places.scratch.values()) for x in pair]
+    ops.paged_attention(q, kv, batch, replace(heads, window=2))
+    assert find_places(batch, q.device) is places
+    assert [id(x) for pair in (*places.tiles.values(), *places.scratch.values()) for x in pair] == before
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "is_normed", "block_size"),
+    [
+        (4, 2, 64, 64, False, 16), (6, 2, 128, 128, True, 1), (3, 3, 96, 96, True, 4), (8, 1, 64, 16, False, 64),
+        (4, 4, 80, 20, True, 16), (9, 3, 64, 0, True, 16), (2, 1, 16, 0, False, 256),
+    ],
+)
+def test_store_kv(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, is_normed: bool, block_size: int, dtype: str
+) -> None:
+    heads = HeadShape(num_heads, num_kv_heads, head_dim, 1.0)
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    batch, kv = batch_over(ops, ((1, 5), (1, 30), (3, 9), (4, 4)), block_size, heads, num_rows=11)
+    wide = in_float32(kv)
+    table = np.random.default_rng(0).normal(size=(30, max(rotary_dim, 1))).astype(np.float32)
+    rotary = ops.rotary(table, rotary_dim) if rotary_dim else None
+    q_norm, k_norm = (random(head_dim), random(head_dim)) if is_normed else (None, None)
+    qkv = random(11, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    q = ops.store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
+    expected = reference.store_kv(qkv.float(), wide, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
+    assert q.dtype == qkv.dtype
+    error, num = TOLERANCE[dtype], batch.num_tokens
+    torch.testing.assert_close(q[:num].float(), expected[:num], atol=error, rtol=error)
+    for memory, other in ((kv.keys, wide.keys), (kv.values, wide.values)):
+        torch.testing.assert_close(memory.float(), other, atol=error, rtol=error, equal_nan=True)
+
+
+def test_a_negative_slot_is_not_stored() -> None:
+    heads = HeadShape(2, 1, 16, 1.0)
+    ops = TritonOps(DEVICE, "float32")
+    batch, kv = batch_over(ops, ((1, 5), (1, 3)), 4, heads)
+    batch.slots[1] = -1
+    before = kv.values.clone()
+    qkv = random(2, 64)
+    ops.store_kv(qkv, kv, batch, heads, None)
+    slot = int(batch.slots[0])
+    before[slot // 4, slot % 4] = qkv[0, 48:]
+    torch.testing.assert_close(kv.values, before, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [48, 576, 4096, 16384])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_rms_norm(dtype: str, width: int, has_residual: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = random(7, 2 * width, dtype=dtype)[:5, :width] * 3, random(width)
+    residual = random(5, width, dtype=dtype) if has_residual else None
+    normed, total = TritonOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
+    expected, expected_total = TorchOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
+    assert normed.dtype == total.dtype == x.dtype
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_wider_rows_and_other_types_are_left_to_torch() -> None:
+    x = random(2, 16400)
+    ops = TritonOps(DEVICE, "float32")
+    torch.testing.assert_close(
+        ops.rms_norm(x, torch.ones(16400, device=DEVICE), 1e-5)[0], x / x.square().mean(-1, keepdim=True).sqrt(),
+        atol=1e-4, rtol=1e-4,
+    )
+    half = ops.rms_norm(x[:, :64].half(), torch.ones(64, device=DEVICE), 1e-5, residual=x[:, :64])[1]
+    assert half.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("width", [12, 5000])
+def test_gated(activation: Activation, dtype: str, width: int) -> None:
+    torch.manual_seed(0)
+    x = random(3, 2 * width, dtype=dtype) * 4
+    x[0, 0], x[0, 1] = 60, -60
+    out = TritonOps(DEVICE, dtype).gated(x, activation)
+    assert out.dtype == x.dtype
+    expected = TorchOps(DEVICE).gated(x.float(), activation)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_copied_blocks_are_equal_in_every_layer_and_others_stay(dtype: str) -> None:
+    torch.manual_seed(0)
+    ops = TritonOps(DEVICE, dtype)
+    layers = [ops.new_kv_layer(6, 4, 3, 176) for _ in range(2)]
+    for layer in layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    ops.copy_blocks(layers, [])
+    for _ in range(2):
+        ops.copy_blocks(layers, [(0, 3), (0, 5), (2, 1)])
+    for layer, olds in zip(layers, before, strict=True):
+        for memory, old in zip((layer.keys, layer.values), olds, strict=True):
+            assert torch.equal(memory, old[[0, 2, 2, 0, 4, 0]])
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+def test_decodes_can_be_captured() -> None:
+    """One graph over static buffers serves other lengths, other tokens and filling."""
+    heads = HeadShape(8, 2, 64, 0.125)
+    ops = TritonOps(DEVICE, "bfloat16")
+    sequences = ((1, 500), (1, 33), (1, 7), (1, 1200))
+    batch, kv = batch_over(ops, sequences, 16, heads)
+    lengths = torch.tensor([10, 10, 0, 10], dtype=torch.int32, device=DEVICE)
+    static = replace(batch, derived={PLACES: Places(lengths, lengths, lengths)})
+    rotary = ops.rotary(np.random.default_rng(0).normal(size=(1200, 64)).astype(np.float32), 64)
+    qkv, weight = random(4, 12 * 64, dtype="bfloat16"), random(512)
+
+    def step() -> Tensor:
+        out = ops.paged_attention(ops.store_kv(qkv, kv, static, heads, rotary), kv, static, heads)
+        return ops.gated(ops.rms_norm(out, weight, 1e-5, residual=out)[0], "silu")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    qkv.normal_()
+    lengths.copy_(torch.tensor([context for _, context in sequences], dtype=torch.int32))
+    graph.replay()
+    captured = out.clone()
+    static = batch
+    torch.testing.assert_close(captured, step())
