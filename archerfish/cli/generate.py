@@ -36,6 +36,8 @@ def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
     params = sampling(arguments, **DEFAULTS)
     prompts = gather_prompts(arguments.prompts, arguments.input)
+    if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
+        out.note("Log-probabilities are part of the JSON: add --json.")
     with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and out.is_rich:

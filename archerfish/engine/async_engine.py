@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput, TextDelta
 from archerfish.errors import StoppedError
@@ -15,10 +16,13 @@ from archerfish.params import SamplingParams
 
 
 class AsyncLLMEngine:
-    """Awaitable face of an LLMEngine. All that one step brings reaches an event loop in one wake-up."""
+    """Awaitable face of an LLMEngine, or of one made from a model's name and options, which `close` closes with it.
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
+    All that one step brings reaches an event loop in one wake-up.
+    """
+
+    def __init__(self, engine: LLMEngine | EngineConfig | str, **options: Any) -> None:
+        self.engine = engine if isinstance(engine, LLMEngine) else LLMEngine(engine, **options)
         self._outbox: deque[tuple[asyncio.Queue[TextDelta | None], TextDelta | None]] = deque()
         self._open: set[asyncio.Queue[TextDelta | None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -32,13 +36,15 @@ class AsyncLLMEngine:
             if engine.wait_for_work(engine.config.schedule_interval_ms / 1000):
                 engine.step()
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncIterator[TextDelta]:
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[TextDelta]:
         """What an answer gains, as it comes. Leaving the loop, or being cancelled, aborts the request."""
         if self._is_closing.is_set():
             raise StoppedError("This engine has been closed.")
         loop = self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TextDelta | None] = asyncio.Queue()
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
 
         def post(delta: TextDelta) -> None:
             self._outbox.append((queue, delta))
@@ -66,18 +72,28 @@ class AsyncLLMEngine:
             queue, delta = self._outbox.popleft()
             queue.put_nowait(delta)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RequestOutput:
+    async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestOutput:
         """The whole answer."""
         result: RequestOutput | None = None
-        async for delta in self.stream(prompt, params, **options):
+        async for delta in self.stream(prompt, sampling_params, **options):
             result = delta.output
         assert result is not None  # the last delta of a request carries all of it
         return result
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> RequestOutput:
+    async def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> RequestOutput:
         """The answer to a conversation."""
         prompt = await asyncio.to_thread(self.engine.render_chat, messages)
-        return await self.generate(prompt, params, **options)
+        return await self.generate(prompt, sampling_params, **options)
+
+    async def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[TextDelta]:
+        """The answer to a conversation as it comes."""
+        prompt = await asyncio.to_thread(self.engine.render_chat, messages)
+        async for delta in self.stream(prompt, sampling_params, **options):
+            yield delta
 
     async def close(self) -> None:
         """Abort what runs, wake who waits, stop the thread."""

@@ -26,7 +26,14 @@ from archerfish.engine.llm_loading import load_adapter, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
+from archerfish.errors import (
+    InputTooLargeError,
+    InvalidInputError,
+    NotFoundError,
+    StoppedError,
+    UnknownOptionError,
+    did_you_mean,
+)
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import kv_pool_class
 from archerfish.runtime.runner import ModelRunner
@@ -39,6 +46,7 @@ Message = Mapping[str, Any]
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that nobody has fetched
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
 DETERMINISTIC_CHUNK = 256
+REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace")
 
 
 class LLMEngine:
@@ -95,14 +103,15 @@ class LLMEngine:
     # Submitting
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0,
-        deadline_s: float | None = None, namespace: Namespace | str = "", listener: Listener | None = None,
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
+        priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", listener: Listener | None = None,
     ) -> str:
         """Queue a request and return its id. It runs when someone steps or waits; `get_output` has its result.
 
         deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share.
         """
-        request, text = self._make_request(prompt, params or SamplingParams(), request_id, priority, deadline_s, namespace)
+        params = sampling_params or SamplingParams()
+        request, text = self._make_request(prompt, params, request_id, priority, deadline_s, namespace)
         self._submit(LiveRequest(request, text, self.tokenizer, listener))
         return request.request_id
 
@@ -110,6 +119,8 @@ class LLMEngine:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
         deadline_s: float | None = None, namespace: Namespace | str = "",
     ) -> tuple[Request, str | None]:
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
         token_ids, text = self._tokenize(prompt)
         room = self.facts.max_len - len(token_ids)
         if room < 1:
@@ -276,15 +287,19 @@ class LLMEngine:
     # Answers
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
         show_progress: bool = False, **request_options: Any,
     ) -> list[RequestOutput]:
         """Results of one or more prompts (strings or lists of token ids), in their order.
 
-        All prompts are checked before the first one runs. params is one for all or one for each.
+        All prompts are checked before the first one runs. sampling_params is one for all or one for each.
         """
+        check_request_options(request_options)
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
         many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        is_each = isinstance(sampling_params, Sequence)
+        each: list[Any] = list(sampling_params) if is_each else [sampling_params or SamplingParams()] * len(many)  # type: ignore[arg-type]
         if len(each) != len(many):
             raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
         made = [self._make_request(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
@@ -319,12 +334,13 @@ class LLMEngine:
                 self.forget(live.request.request_id)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **request_options: Any
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **request_options: Any
     ) -> Generator[TextDelta, None, None]:
         """What a prompt's answer gains, as it comes. Closing the iterator aborts the request."""
+        check_request_options(request_options)
         arrived: deque[TextDelta] = deque()
-        request_id = self.add_request(prompt, params, listener=arrived.append, **request_options)
-        num_open = (params or SamplingParams()).n
+        request_id = self.add_request(prompt, sampling_params, listener=arrived.append, **request_options)
+        num_open = (sampling_params or SamplingParams()).n
         try:
             while num_open:
                 self.wait_until(lambda: bool(arrived))
@@ -348,19 +364,19 @@ class LLMEngine:
         return self._chat_template.get()
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
         template_options: Mapping[str, Any] | None = None, **request_options: Any,
     ) -> RequestOutput:
         """The answer to a conversation: a list of {"role": ..., "content": ...}."""
         prompt = self.render_chat(messages, **(template_options or {}))
-        return self.generate([prompt], params, **request_options)[0]
+        return self.generate([prompt], sampling_params, **request_options)[0]
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *,
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
         template_options: Mapping[str, Any] | None = None, **request_options: Any,
     ) -> Generator[TextDelta, None, None]:
         """The answer to a conversation as it comes."""
-        return self.stream(self.render_chat(messages, **(template_options or {})), params, **request_options)
+        return self.stream(self.render_chat(messages, **(template_options or {})), sampling_params, **request_options)
 
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The result of add_request; None until it is done. The last 4,096 results are kept."""
@@ -399,7 +415,8 @@ class LLMEngine:
             counted, cache = self.scheduler.stats(), self.scheduler.cache.stats()
         return EngineStats(
             total_requests=counted.total_requests, completed_requests=counted.completed_requests,
-            failed_requests=counted.failed_requests, total_tokens_generated=counted.total_tokens_generated,
+            failed_requests=counted.failed_requests, aborted_requests=counted.aborted_requests,
+            total_tokens_generated=counted.total_tokens_generated,
             avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
             avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
             concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
@@ -443,6 +460,15 @@ class LLMEngine:
 
 class LLM(LLMEngine):
     """LLMEngine under the name that users of vLLM know: LLM(model="...", **options)."""
+
+
+def check_request_options(given: Mapping[str, Any]) -> None:
+    """An unknown keyword is refused; one that belongs into SamplingParams is sent there."""
+    for name in given:
+        if name not in REQUEST_OPTIONS:
+            is_sampling = name in SamplingParams.__dataclass_fields__
+            hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
+            raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:

@@ -142,6 +142,7 @@ class EngineStats:
     total_requests: int = 0
     completed_requests: int = 0
     failed_requests: int = 0
+    aborted_requests: int = 0
     total_tokens_generated: int = 0
     avg_queue_time_ms: float = 0.0
     avg_prefill_time_ms: float = 0.0
@@ -149,5 +150,5 @@ class EngineStats:
     queue_size: int = 0
     queue_capacity: int = 0
     concurrent_requests: int = 0
-    cache_hits: int = 0
+    cache_hits: int = 0  # prompt tokens that the cache had
     cache_misses: int = 0

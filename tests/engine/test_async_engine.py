@@ -38,6 +38,18 @@ def test_gathered_answers_equal_those_of_the_plain_engine(engine: LLMEngine) -> 
     assert asyncio.run(run()) == expected
 
 
+def test_a_name_and_options_make_an_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    async def run() -> int:
+        served = AsyncLLMEngine(str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=512)
+        output = await served.generate([5, 6], sampling_params=PARAMS)
+        await served.close()
+        return len(output.token_ids)
+
+    assert asyncio.run(run()) == 8
+
+
 def test_leaving_a_stream_aborts_its_request(engine: LLMEngine) -> None:
     async def run() -> None:
         served = AsyncLLMEngine(engine)

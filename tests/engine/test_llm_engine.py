@@ -262,6 +262,16 @@ def test_bad_input_is_refused_and_costs_others_nothing(
     assert [o.token_ids for o in outputs if o is not None] == expected
 
 
+@pytest.mark.parametrize(("prompt", "options", "message"), [
+    ({"prompt": "Hi"}, {}, "not dict"), (None, {}, "not NoneType"), (b"hi", {}, "not bytes"), ({5, 6}, {}, "not set"),
+    ([5], {"sampling_params": {"max_tokens": 4}}, "must be a SamplingParams"),
+    ([5], {"max_tokens": 4}, "Put it into SamplingParams"), ([5], {"priorty": 4}, "'priority'"),
+], ids=str)
+def test_mistakes_in_a_call_are_named(engine: LLMEngine, prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArcherfishError, match=message):
+        engine.generate(prompt, **options)
+
+
 def test_a_request_bigger_than_memory_is_refused_at_once(tiny: Path) -> None:
     with make(tiny, max_cache_tokens=64) as engine:
         with pytest.raises(InputTooLargeError):
