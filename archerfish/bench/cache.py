@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.engine.arrow_engine import no_collection
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024  # of the prompts that are matched and inserted in trees of growing size
@@ -51,7 +51,8 @@ class LengthCost:
 
 def measure_cache(sizes: Sequence[int] = (10**3, 10**4, 10**5, 10**6)) -> list[CacheCost]:
     """The costs in trees of these numbers of nodes."""
-    with no_garbage_collection():
+    gc.collect()
+    with no_collection():
         _measure_size(1_000)  # warms up the processor and numpy
         return [_measure_size(size) for size in sizes]
 
@@ -59,25 +60,13 @@ def measure_cache(sizes: Sequence[int] = (10**3, 10**4, 10**5, 10**6)) -> list[C
 def measure_lengths(lengths: Sequence[int] = (256, 1024, 4096, 16384, 65536)) -> list[LengthCost]:
     """The costs of prompts of these lengths, in a tree of a thousand nodes."""
     rows = []
-    with no_garbage_collection():
+    with no_collection():
         for length in lengths:
             cache = _filled(1_000, 64 * (length // BLOCK_SIZE + 1))
             match_ns, insert_ns = _match_and_insert(cache, length, 50)
             rows.append(LengthCost(length, match_ns / length, insert_ns / length))
             gc.collect()
     return rows
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _measure_size(num_nodes: int) -> CacheCost:

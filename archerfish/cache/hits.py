@@ -30,7 +30,7 @@ class HitRecord:
         if self.reason == "full":
             return f"All {self.num_prompt:,} tokens came from the cache."
         if self.reason == "limit":
-            return f"{found}, which is as many as this request may take."
+            return f"{found}: all that may, since the last one must be computed to go on from."
         if self.reason == "cache_off":
             return f"None of {self.num_prompt:,} tokens came from the cache, which is turned off."
         if self.reason == "evicted":

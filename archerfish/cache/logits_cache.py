@@ -87,6 +87,11 @@ class LogitsCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: CacheKey) -> bool:
+        """Whether `get` would find it; counts nothing."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.expires > self._clock()
+
     def get(self, key: CacheKey) -> Any | None:
         """The value, or None where there is none or it is too old."""
         entry = self._entries.get(key)

@@ -18,7 +18,7 @@ from archerfish.background import Lazy
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.hits import HitRecord
 from archerfish.cache.logits_cache import LogitsCache
-from archerfish.cache.radix import CacheStats, RadixCache, RadixKey
+from archerfish.cache.radix import CacheStats, RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.live_request import Listener, LiveRequest
@@ -408,7 +408,7 @@ class LLMEngine:
         """What the cache would do for a prompt now, and why; changes nothing."""
         token_ids, _ = self._tokenize(prompt)
         with self._lock:
-            return self.scheduler.cache.explain(RadixKey.with_namespace(token_ids, namespace))
+            return self.scheduler.explain(token_ids, Namespace(namespace) if isinstance(namespace, str) else namespace)
 
     def engine_stats(self) -> EngineStats:
         with self._lock:

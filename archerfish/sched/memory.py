@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.node import Node
-from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InvariantError
 from archerfish.sequence import Namespace, Request, Sequence
 
@@ -170,6 +171,13 @@ class SequenceMemory:
         if seq.num_computed > num_left:
             self.num_held_tokens -= seq.num_computed - num_left
             seq.num_computed = num_left
+
+    def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:
+        """What `look_up` would find for a prompt now; changes nothing."""
+        key, num_tokens = RadixKey(token_ids, namespace), len(token_ids)
+        wanted = CacheKey(key, num_tokens, self._state_hash(namespace))
+        has_logits = self.logits_cache is not None and wanted in self.logits_cache
+        return self.cache.explain(key, limit=num_tokens if has_logits else num_tokens - 1)
 
     def num_cached(self, request: Request) -> int:
         return self.cache.peek(RadixKey(request.prompt_token_ids, request.namespace))

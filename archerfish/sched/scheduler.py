@@ -11,18 +11,29 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import LogitsCache
-from archerfish.cache.radix import RadixCache
+from archerfish.cache.radix import HitRecord, RadixCache
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.board import Board
 from archerfish.sched.draft import Draft
 from archerfish.sched.memory import Found, SequenceMemory
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
 from archerfish.sched.stats import SchedulerStats
-from archerfish.sequence import Delta, FinishReason, Plan, Request, Sequence, Status, StepResult, TokenLogprobs
+from archerfish.sequence import (
+    Delta,
+    FinishReason,
+    Namespace,
+    Plan,
+    Request,
+    Sequence,
+    Status,
+    StepResult,
+    TokenLogprobs,
+)
 
 MAX_OPEN_STEPS = 2  # one in flight, one planned behind it
 MAX_SKIPPED = 64  # waiting sequences that are passed over in one plan
@@ -441,6 +452,10 @@ class Scheduler:
     def queue_status(self) -> dict[str, Any]:
         """Who waits and who runs: requests in the queue and its capacity, sequences in all and for each tenant."""
         return self._board.queue_status()
+
+    def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:
+        """What the cache would do for a prompt if it were admitted now, and why; changes nothing."""
+        return self._memory.explain(token_ids, namespace)
 
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""

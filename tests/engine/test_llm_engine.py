@@ -348,6 +348,10 @@ def test_namespaces_share_nothing(engine: LLMEngine) -> None:
     assert engine.generate([prompt], greedy(2), namespace="a")[0].num_cached_tokens == 48
     assert engine.explain(prompt, "c").num_matched == 0
     assert engine.explain(prompt, "a").num_matched == 48
+    longer = [*prompt, *engine.generate([prompt], greedy(2), namespace="a")[0].token_ids[:1]]
+    told = engine.explain(longer, "a")
+    run = engine.generate([longer], greedy(1), namespace="a")[0]
+    assert (told.num_matched, told.reason) == (run.num_cached_tokens, run.hit.reason) == (48, "limit")
 
 
 def test_statistics_add_up(tiny: Path) -> None:
