@@ -1,18 +1,42 @@
+"""What a step of many sequences does, counted in calls: times belong to `archerfish bench scheduler`."""
+
 from __future__ import annotations
 
-import time
+import sys
+from types import FrameType
+from typing import Any
 
 from archerfish.bench.bookkeeping import measure_bookkeeping
 
 
-def test_a_step_of_256_sequences_costs_well_under_a_millisecond() -> None:
-    report = measure_bookkeeping(256, 60, clock=time.thread_time)
-    assert report.steps == 60
-    assert 0 < report.plan_p50_us < report.both_p50_us <= report.both_p99_us
-    assert report.both_p50_us < 1000
+def calls_of(num_sequences: int, num_waiting: int, steps: int) -> int:
+    """Python functions entered while measuring, a figure that no neighbour on the machine can change."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        measure_bookkeeping(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_a_report_has_a_figure_for_every_part() -> None:
+    report = measure_bookkeeping(16, 30)
+    assert report.steps == 30
+    assert 0 < report.plan_p50_us <= report.both_p50_us <= report.both_p99_us
+
+
+def test_a_decode_costs_a_few_calls() -> None:
+    per_step = (calls_of(64, 0, 60) - calls_of(64, 0, 30)) / 30
+    assert per_step < 64 * 4
 
 
 def test_the_number_of_waiting_requests_does_not_matter() -> None:
-    few = measure_bookkeeping(32, 60, num_waiting=10, prompt_tokens=16, clock=time.thread_time)
-    many = measure_bookkeeping(32, 60, num_waiting=5000, prompt_tokens=16, clock=time.thread_time)
-    assert many.both_p50_us < 5 * few.both_p50_us
+    few = calls_of(16, 10, 60) - calls_of(16, 10, 30)
+    many = calls_of(16, 2000, 60) - calls_of(16, 2000, 30)
+    assert many < 2 * few
