@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from archerfish.engine.batch_processor import BatchProcessor
     from archerfish.engine.batch_server import BatchInferenceServer
     from archerfish.engine.inference_core import InferenceCore
-    from archerfish.engine.llm_engine import LLM, LLMEngine
+    from archerfish.engine.llm import LLM
+    from archerfish.engine.llm_engine import LLMEngine
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from archerfish.engine.tokenizer import FastTokenizer
     from archerfish.errors import ArcherfishError
@@ -37,7 +38,7 @@ _HOME = {
     "FastTokenizer": "engine.tokenizer",
     "HubConfig": "config",
     "InferenceCore": "engine.inference_core",
-    "LLM": "engine.llm_engine",
+    "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",

@@ -19,6 +19,7 @@
     │   ├── WriteError               a file could not be written
     │   ├── OutOfBlocksError         more blocks of KV memory are wanted than are free
     │   └── DeviceError              a device is missing or cannot do what was asked
+    │       └── OutOfMemoryError     its memory is full
     ├── ServiceError                 try again later, or elsewhere
     │   ├── UnreachableError         a package index or hub could not be reached
     │   ├── OverloadedError          a queue is full
@@ -34,6 +35,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from typing import ClassVar
+
+LEAST_LIKENESS, MOST_BEHIND = 0.72, 0.12  # how like what was written a suggested name is, and how far behind the best one
+MARKS = "-/"  # of flags and commands: nothing that names have in common
 
 
 class ArcherfishError(Exception):
@@ -136,6 +140,11 @@ class DeviceError(MachineError):
     default_hint = "`archerfish doctor` shows what this machine has."
 
 
+class OutOfMemoryError(DeviceError):
+    code = "out_of_memory"
+    default_hint = "Free memory on the device, or lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization."
+
+
 class ServiceError(ArcherfishError):
     status, code, exit_code = 503, "unavailable", 6
     default_hint = "Try again later."
@@ -160,8 +169,21 @@ class InvariantError(ArcherfishError):
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
-    """The known names closest to a misspelt one, best first."""
-    return difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    """The known names that a misspelt one may stand for, best first: spelt nearly so, else longer ones that begin with it."""
+    wanted = name.lstrip(MARKS).lower()
+    choices = {choice.lstrip(MARKS).lower(): choice for choice in known}
+    close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=LEAST_LIKENESS)
+    if close:
+        least = likeness(wanted, close[0]) - MOST_BEHIND
+        close = [choice for choice in close if likeness(wanted, choice) >= least]
+    elif len(wanted) >= 3:
+        close = sorted(choice for choice in choices if choice.startswith(wanted))[:most]
+    return [choices[choice] for choice in close]
+
+
+def likeness(one: str, other: str) -> float:
+    """From 0, nothing in common, to 1, equal."""
+    return difflib.SequenceMatcher(None, other, one).ratio()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

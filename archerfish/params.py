@@ -14,6 +14,9 @@ MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
 MAX_BIASES = 1024
 MAX_SEED = 2**64
+# Names that others have and what to do instead; and what to say beside a bound.
+NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
+ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class SamplingParams:
     def __new__(cls, **values: Any) -> Self:
         known = [spec.name for spec in dataclasses.fields(cls)]
         for name in values:
+            if name in NOT_SUPPORTED:
+                raise UnknownOptionError(f"{name} is not supported.", hint=NOT_SUPPORTED[name])
             if name not in known:
                 raise UnknownOptionError(f"Unknown sampling parameter: {name!r}.", hint=did_you_mean(name, known))
         return super().__new__(cls)
@@ -69,7 +74,7 @@ class SamplingParams:
                 continue
             if type(value) is not int or value < low or (high is not None and value > high):
                 bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-                raise InvalidInputError(f"{name} must be a whole number {bounds}, not {value!r}.")
+                raise InvalidInputError(f"{name} must be a whole number {bounds}, not {value!r}.", hint=ADVICE.get(name))
         floats = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
                   "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0)}
         for name, (lowest, highest) in floats.items():

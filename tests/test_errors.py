@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
+
 from archerfish import errors
 from archerfish.errors import ArcherfishError, did_you_mean, nearest
 
@@ -35,6 +37,18 @@ def test_message_and_hint_are_both_shown() -> None:
 
 
 def test_nearest_names() -> None:
-    assert nearest("devise", ["device", "dtype", "port"])[0] == "device"
+    assert nearest("devise", ["device", "dtype", "port"]) == ["device"]
+    assert nearest("temp", ["temperature", "stop", "top_p"]) == ["temperature"]
+    assert nearest("topk", ["top_k", "top_p", "stop"]) == ["top_k"]
+    assert nearest("n_tokens", ["max_tokens", "min_tokens", "stop"]) == ["min_tokens", "max_tokens"]
     assert did_you_mean("zzz", ["a", "b"]) == "Known: a, b."
     assert did_you_mean("zzz", [f"name{i}" for i in range(50)]) == ""
+
+
+@pytest.mark.parametrize(("name", "known"), [
+    ("best_of", ["stop", "top_p", "seed"]), ("lora_request", ["request_id", "priority"]), ("tokenizer", ["block_size", "seed"]),
+    ("--verbose", ["--block-size", "--seed", "--debug"]), ("--output", ["--stop", "--top-p", "--quiet"]),
+    ("/exit", ["/reset", "/system"]), ("quantization", ["gpu_memory_utilization"]), ("tp", ["stop", "top_p"]),
+], ids=str)  # fmt: skip
+def test_names_with_little_in_common_are_not_suggested(name: str, known: list[str]) -> None:
+    assert nearest(name, known) == [] and "Did you mean" not in did_you_mean(name, known)

@@ -48,7 +48,7 @@ def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
         ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens \(5\) is above max_tokens \(4\)"),
         ({"n": 2, "temperature": 0}, "all sequences would be equal"),
         ({"top_p": 0}, "top_p must be above 0"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
         ({"n": 0}, "n must be"),
         ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
         ({"seed": MAX_SEED}, "seed"),
@@ -93,6 +93,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, nearest: str) -
     assert given in caught.value.message and repr(nearest) in caught.value.hint
     with pytest.raises(UnknownOptionError):
         SamplingParams().replace(**options)
+
+
+def test_best_of_is_named_as_not_supported() -> None:
+    options: dict[str, Any] = {"best_of": 3}
+    with pytest.raises(UnknownOptionError, match=r"best_of is not supported\. Use n"):
+        SamplingParams(**options)
 
 
 def test_positional_arguments_are_refused() -> None:

@@ -25,6 +25,7 @@ LAYERS = [
     {"serve", "deploy"},
     {"bench"},
     {"cli"},
+    {"__main__"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.

@@ -3,7 +3,7 @@
 Every figure is the median of at least 20 calls with nothing of their input in the card's cache: it is emptied before each, or,
 for decodes, which run in a captured graph as in the engine, each call has a layer of its own. Bytes are the fewest that the
 work must move, operations the fewest that it must do. "PyTorch" is the formula that transformers runs, and for attention
-torch's fused kernel, with the blocks gathered first where it decodes.
+torch's fused kernel, with the blocks gathered first where it decodes; for decodes that share keys, our kernel without sharing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+    from archerfish.kernels.sampling import SamplingBatch
     from archerfish.kernels.triton_ops import TritonOps
 
     Tensor = torch.Tensor
@@ -28,7 +29,9 @@ COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD = 8192, 4096, 14336
 BLOCK_SIZE = 16
 DECODES = tuple((num, context) for num in (1, 32, 256) for context in (512, 4096))
+SHARED_HEADS, SHARED_DECODES = ((16, 8), (32, 8)), (256, 3072, 160)  # sequences, keys in common, keys of each beside them
 PREFILL = (8, 2048)
+SAMPLES, VOCAB_SIZE, LOGIT_SPREAD = (1, 32, 256), 151_936, 3.0
 WARMUP_MS, REPEAT_MS, SLOW_MS = 10, 60, 400
 MIN_CALLS = 20
 CACHE_BYTES, MAX_LAYERS = 200_000_000, 40  # layers of a decode: more than the card's cache holds, but not too many
@@ -99,7 +102,10 @@ def measure_kernels() -> list[KernelRow]:
     torch.manual_seed(0)
     ops = TritonOps("cuda", "bfloat16")
     with torch.inference_mode():
-        return [*norm_rows(ops), *store_rows(ops), *decode_rows(ops), prefill_row(ops), gated_row(ops)]
+        return [
+            *norm_rows(ops), *store_rows(ops), *decode_rows(ops), *shared_rows(ops), prefill_row(ops), gated_row(ops),
+            *sample_rows(ops),
+        ]  # fmt: skip
 
 
 def random(*shape: int) -> Tensor:
@@ -192,6 +198,46 @@ def decode_rows(ops: TritonOps) -> Iterator[KernelRow]:
         del kv, layers
 
 
+def shared_rows(ops: TritonOps) -> Iterator[KernelRow]:
+    from archerfish.kernels.ops import HeadShape
+
+    for num_heads, num_kv_heads in SHARED_HEADS:
+        heads = HeadShape(num_heads, num_kv_heads, 128, 128**-0.5)
+        num, shared, _ = SHARED_DECODES
+        batch, plain, kv = sharing_blocks(ops, heads, *SHARED_DECODES)
+        layers = [kv, *(type(kv)(kv.keys.clone(), kv.values.clone()) for _ in range(2))]
+        q = random(num, num_heads * 128)
+        us, peer_us = (
+            graph_us([partial(ops.paged_attention, q, layer, one, heads) for layer in layers]) for one in (batch, plain)
+        )
+        shape, num_bytes = f"{num} of {num_heads}/{num_kv_heads}, shared {shared}", 2 * kv.keys.nbytes + 2 * q.nbytes
+        yield as_row("decode, shared keys", shape, us, peer_us, num_bytes=num_bytes)
+
+
+def sharing_blocks(
+    ops: TritonOps, heads: HeadShape, num: int, shared: int, own: int
+) -> tuple[PagedBatch[Tensor], PagedBatch[Tensor], KVLayer[Tensor]]:
+    """Decodes whose first keys lie in the same blocks: a batch that says so, one that does not, the blocks."""
+    from archerfish.kernels.triton_places import SHARED_LEN
+    from archerfish.runtime.batch import build_batch
+
+    num_shared, num_own = shared // BLOCK_SIZE, -(-own // BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(num_shared + num * num_own).tolist()
+    kv = ops.new_kv_layer(len(order), BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+    kv.keys.normal_()
+    kv.values.normal_()
+    firsts = range(num_shared, len(order), num_own)
+    batch, plain = (
+        build_batch(
+            ops, tokens=[[7]] * num, starts=[shared + own - 1] * num,
+            blocks=[order[:num_shared] + order[first : first + num_own] for first in firsts], block_size=BLOCK_SIZE,
+        )
+        for _ in range(2)
+    )
+    batch.derived[SHARED_LEN] = shared
+    return batch, plain, kv
+
+
 def gathered_attention(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
     """Decodes of one length by torch's fused kernel."""
     from torch.nn.functional import scaled_dot_product_attention
@@ -227,6 +273,53 @@ def gated_row(ops: TritonOps) -> KernelRow:
         "gated silu", f"{TOKENS} x {FEED_FORWARD}", lambda: ops.gated(x, "silu"),
         lambda: silu(x[:, :FEED_FORWARD]) * x[:, FEED_FORWARD:], num_bytes=1.5 * x.nbytes,
     )
+
+
+def sample_rows(ops: TritonOps) -> Iterator[KernelRow]:
+    """Draws in a captured graph that takes every parameter from the device, as in the engine."""
+    import torch
+
+    for num in SAMPLES:
+        logits = [torch.randn(num, VOCAB_SIZE, device="cuda") * LOGIT_SPREAD for _ in range(4)]
+        for name, temperature, top_k, top_p in (
+            ("sample greedily", 0.0, 0, 1.0), ("sample", 0.8, 0, 1.0), ("sample, top_p", 0.8, 0, 0.9),
+            ("sample, top_k, top_p", 0.8, 50, 0.9),
+        ):
+            batch = sampling_of(num, temperature, top_k, top_p)
+            us = graph_us([partial(ops.sample, x, batch) for x in logits])
+            peer_us = graph_us([partial(eager_sample, x, temperature, top_k, top_p) for x in logits])
+            yield as_row(name, f"{num} x {VOCAB_SIZE}", us, peer_us, num_bytes=logits[0].nbytes)
+
+
+def sampling_of(num: int, temperature: float, top_k: int, top_p: float) -> SamplingBatch[Tensor]:
+    """Rows of the same parameters; 0 and 1 leave out a top_k and a top_p."""
+    import torch
+
+    from archerfish.kernels.sampling import TOP_K_OFF, Cuts, SamplingBatch
+
+    numbers = torch.arange(num, device="cuda")
+    ones = torch.ones(num, dtype=torch.float64, device="cuda")
+    cuts = Cuts(numbers, torch.full_like(numbers, top_k or TOP_K_OFF), ones * (top_p if top_p < 1 else np.inf), TOP_K_OFF)
+    return SamplingBatch(
+        temperature=ones * (temperature or 1.0), is_greedy=torch.full_like(numbers, temperature == 0), keys=numbers * 7919,
+        positions=numbers, min_p=ones * 0, long_cuts=cuts, has_uncut=True,
+    )
+
+
+def eager_sample(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    import torch
+
+    if temperature == 0:
+        return logits.argmax(-1)
+    scores = logits / temperature
+    if top_k:
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        rising, order = scores.sort()
+        is_left_out = rising.softmax(-1).cumsum(-1) <= 1 - top_p
+        scores = scores.masked_fill(is_left_out.scatter(1, order, is_left_out), -torch.inf)
+    weights = scores.softmax(-1)
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
 
 
 def as_table(rows: list[KernelRow]) -> str:

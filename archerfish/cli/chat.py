@@ -160,6 +160,7 @@ class Chat:
                 self.out.table("", ("command", "what it does"), list(COMMANDS.items()))
             case "/reset":
                 self.turns.clear()
+                self.last = None
                 self.out.note("The conversation begins anew.")
             case "/system":
                 if rest:

@@ -1,4 +1,4 @@
-"""`archerfish generate`: prompts to texts, streamed to a terminal or as JSON lines."""
+"""`archerfish generate`: prompts to texts or JSON lines. One answer is shown as it comes, several as they are finished."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import dataclasses
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, printable, seconds
+from archerfish.cli.output import Output, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError
 
@@ -40,11 +41,10 @@ def run(arguments: Namespace, out: Output) -> int:
         out.note("Log-probabilities are part of the JSON: add --json.")
     with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
-        if len(prompts) == 1 and params.n == 1 and out.is_rich:
-            outputs = stream_one(engine, prompts[0], params)
+        if len(prompts) == 1 and params.n == 1 and not out.as_json:
+            outputs = stream_one(engine, prompts[0], params, out)
         else:
-            outputs = engine.generate(prompts, params, show_progress=out.shows_progress)
-            show(out, outputs)
+            outputs = generate_all(engine, prompts, params, out)
         elapsed_s = time.perf_counter() - started
         note(out, engine.model_name, outputs, elapsed_s)
     failed = [output for request in outputs for output in request.outputs if output.finish_reason == "error"]
@@ -69,28 +69,73 @@ def gather_prompts(given: list[str], input_file: str) -> list[str]:
     return prompts
 
 
-def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-    """One answer as it comes, to a terminal."""
+def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Output) -> list[RequestOutput]:
+    """One answer as it comes; what has come stays when ctrl-c ends it."""
     result: list[RequestOutput] = []
-    for delta in engine.stream(prompt, params):
-        sys.stdout.write(printable(delta.text))
-        sys.stdout.flush()
-        if delta.output is not None:
-            result.append(delta.output)
-    sys.stdout.write("\n")
+    is_begun = False
+    try:
+        for delta in engine.stream(prompt, params):
+            is_begun = True
+            sys.stdout.write(printable(delta.text) if out.is_rich else delta.text)
+            sys.stdout.flush()
+            if delta.output is not None:
+                result.append(delta.output)
+    finally:
+        sys.stdout.write("\n" if is_begun else "")
     return result
 
 
-def show(out: Output, outputs: list[RequestOutput]) -> None:
-    for request in outputs:
-        if out.as_json:
-            out.result(as_json(request))
-            continue
+def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, out: Output) -> list[RequestOutput]:
+    """Several answers; those that are finished are written when ctrl-c or an error ends the rest."""
+    writer = Writer(out, len(prompts))
+    try:
+        return engine.generate(prompts, params, show_progress=out.shows_progress, on_result=writer.add)
+    finally:
+        writer.finish()
+        if writer.num_written < len(prompts):
+            out.note(f"{writer.num_written:,} of {len(prompts):,} prompts are finished.")
+
+
+class Writer:
+    """Writes results in the order of their prompts: as they come, but to a terminal, where a bar moves, at the end."""
+
+    def __init__(self, out: Output, num_prompts: int) -> None:
+        self.out, self.num_prompts = out, num_prompts
+        self.num_written = 0
+        self._waiting: dict[int, RequestOutput] = {}
+
+    def add(self, place: int, request: RequestOutput) -> None:
+        self._waiting[place] = request
+        while not self.out.is_rich and self.num_written in self._waiting:
+            self._write(self.num_written)
+
+    def finish(self) -> None:
+        """Write what is left, also where a prompt before it has no result."""
+        for place in sorted(self._waiting):
+            self._write(place)
+
+    def _write(self, place: int) -> None:
+        request = self._waiting[place]
+        if self.out.as_json:
+            self.out.result(as_json(request))
+        else:
+            sys.stdout.write("".join(self._lines(place, request)))  # at once, so that ctrl-c leaves no half of it
+        del self._waiting[place]
+        self.num_written += 1
+        sys.stdout.flush()
+
+    def _lines(self, place: int, request: RequestOutput) -> Iterator[str]:
+        is_rich, num_outputs = self.out.is_rich, len(request.outputs)
+        title = printable(" ".join((request.prompt or str(request.prompt_token_ids)).split()))
+        title = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 1] + "…"
         for output in request.outputs:
-            if len(outputs) > 1 or len(request.outputs) > 1:
-                title = " ".join((request.prompt or str(request.prompt_token_ids)).split())
-                out.line(title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 1] + "…", style="bold")
-            out.line(printable(output.text) if out.is_rich else output.text)
+            names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
+            names += [f"answer {output.index + 1} of {num_outputs}"] if num_outputs > 1 else []
+            if names:
+                heading = f"=== {', '.join(names)}: {title} ==="
+                yield "\n" if self.num_written or output.index else ""
+                yield f"{styled(heading, 'bold') if is_rich else heading}\n"
+            yield f"{printable(output.text) if is_rich else output.text}\n"
 
 
 def as_json(request: RequestOutput) -> dict[str, Any]:

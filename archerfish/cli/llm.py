@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from argparse import Namespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.options import Parser
@@ -20,7 +21,7 @@ PREFIX = "sampling."
 # What each field of SamplingParams does; a test compares the names.
 MEANINGS = {
     "n": "texts per prompt, each with draws of its own",
-    "max_tokens": "most tokens of an answer; 0: as many as model and memory allow",
+    "max_tokens": "most tokens of an answer; none: as many as model and memory allow",
     "min_tokens": "neither an end token nor a stop counts before this many",
     "logit_bias": "add BIAS to the logit of the token ID; may be given several times",
     "repetition_penalty": "above 1: tokens of prompt and output become less likely",
@@ -59,17 +60,23 @@ def add_sampling(parser: Parser, **defaults: Any) -> None:
             group.add_argument(flag, action="append", metavar=metavar, type=kind, **keywords)
         else:
             is_float = isinstance(spec.default, float)
-            group.add_argument(flag, metavar="X" if is_float else "N", type=float if is_float else int, **keywords)
+            number: Callable[[str], Any] = float if is_float else count_or_none if spec.name == "max_tokens" else int
+            group.add_argument(flag, metavar="X" if is_float else "N", type=number, **keywords)
 
 
 def sampling(arguments: Namespace, **defaults: Any) -> SamplingParams:
     """The SamplingParams of a command line."""
     given = {key.removeprefix(PREFIX): value for key, value in vars(arguments).items() if key.startswith(PREFIX)}
-    if given.get("max_tokens") == 0:
-        given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(parse_bias(text) for text in given["logit_bias"])
     return SamplingParams(**{**defaults, **given})
+
+
+def count_or_none(text: str) -> int | None:
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number or none, not {text!r}") from None
 
 
 def parse_bias(text: str) -> tuple[int, float]:

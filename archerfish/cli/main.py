@@ -46,6 +46,8 @@ COMMANDS = (
     Command("bench latency", "bench_latency", "measure first tokens and gaps between tokens, one request at a time"),
     Command("bench prefix", "bench_prefix", "measure what the prefix cache gives on prompts that begin alike"),
     Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
+    Command("bench gpu", "bench_gpu", "measure generation on a GPU, against vLLM where it is there"),
+    Command("bench startup", "bench_startup", "measure the time from starting a process to its first token on a GPU"),
     Command("bench store", "bench_store", "measure opening and converting weights"),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

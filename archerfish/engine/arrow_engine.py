@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
 GPU_BATCH_FACTOR = 32  # a GPU wants this many times the tokens of a core in one pass
 FIRST_WINDOW, WINDOW = 256, 2048  # texts tokenised before the first pass starts, and while passes run
 EmbedInput = str | Sequence[int]
+Batch = tuple[list[Any], Callable[[], Vectors]]  # inputs of a pass, and what waits for their rows
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,11 @@ class ArrowEngine:
         """Raise an InvalidInputError that names the first item that cannot be encoded."""
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.")
+        limit = self.config.max_text_bytes
         for index, text in enumerate(texts):
             if isinstance(text, str):
+                if text.isascii() and len(text) <= limit:
+                    continue
                 self._check_text(text, f"{what.capitalize()} {index}")
             elif not self._is_token_ids(text):
                 raise InvalidInputError(f"{what.capitalize()} {index} must be a string, not {type(text).__name__}.")
@@ -284,7 +288,10 @@ class ArrowEngine:
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         texts: list[Text] = [item for item in inputs if is_text(item)]
-        encodings = iter(self.tokenizer.tokenize(texts))
+        tokenized = self.tokenizer.tokenize(texts)
+        if len(texts) == len(inputs) and (not self._uses_types or all(type(text) is str for text in texts)):
+            return [TokenizedText(encoding.ids) for encoding in tokenized]
+        encodings = iter(tokenized)
         found: list[TokenizedText] = []
         for item in inputs:
             if is_text(item):
@@ -323,28 +330,34 @@ class ArrowEngine:
 
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[Any], Vectors]]:
         """Finished batches as (inputs, rows); at most two windows are in flight."""
-        running: deque[Future[tuple[list[Any], Vectors]]] = deque()
+        running: deque[Future[Batch]] = deque()
         try:
             for window in windows(inputs):
                 tokenized = self._tokenize(window)
                 batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
-                    yield self._pool.run(self._run, window, tokenized, normalize)
+                    yield finish(self._pool.run(self._run, window, tokenized, normalize))
                     return
                 for batch in batches:
                     items, texts = [window[i] for i in batch], [tokenized[i] for i in batch]
                     running.append(self._pool.submit(self._run, items, texts, normalize))
                 for _ in range(num_earlier):
-                    yield running.popleft().result()
+                    yield finish(running.popleft().result())
             while running:
-                yield running.popleft().result()
+                yield finish(running.popleft().result())
         finally:
             for future in running:
                 future.cancel()
 
-    def _run(self, items: list[Any], texts: list[TokenizedText], normalize: bool) -> tuple[list[Any], Vectors]:
-        return items, self.core.run(pack(texts), normalize=normalize)
+    def _run(self, items: list[Any], texts: list[TokenizedText], normalize: bool) -> Batch:
+        return items, self.core.start(pack(texts), normalize=normalize)
+
+
+def finish(batch: Batch) -> tuple[list[Any], Vectors]:
+    """The inputs of a pass and their rows."""
+    items, wait = batch
+    return items, wait()
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:

@@ -35,6 +35,8 @@ class AsyncLLMEngine:
         while not self._is_closing.is_set():
             if engine.wait_for_work(engine.config.schedule_interval_ms / 1000):
                 engine.step()
+            else:
+                engine.use_idle_time()
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any

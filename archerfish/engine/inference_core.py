@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Pooling, Segments
+from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
     import torch
 
 Vectors = npt.NDArray[np.float32]
+RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # room of the passes that are recorded where the backend can record
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """A pass over at most some tokens: fill its inputs, repeat it."""
+
+    inputs: EncoderInputs[torch.Tensor]
+    repeat: Callable[[], torch.Tensor]
 
 
 class InferenceCore:
@@ -47,17 +59,52 @@ class InferenceCore:
         self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
+        self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
+        self._recording = threading.Lock()  # from filling inputs until what they gave is on its way to the host
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
-        import torch
+        return self.start(batch, normalize=normalize)()
 
-        with torch.inference_mode():
-            hidden = self.encoder.forward(batch)
-            if self.head is not None:
-                return self.ops.to_numpy(self.head(self.ops.pool(hidden, batch.segments, "cls")))
-            pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-            return self.ops.to_numpy(self.ops.normalize(pooled) if normalize else pooled)
+    def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
+        """Begin what `run` does; the result waits for it. On a CPU it is done already."""
+        with self.ops.computing():
+            if not self.ops.is_async:
+                vectors = self.ops.to_numpy(self._compute(batch, normalize))
+                return lambda: vectors
+            return self._repeat(batch, normalize) or self.ops.fetch(self._compute(batch, normalize))
+
+    def _compute(self, batch: TokenBatch, normalize: bool) -> torch.Tensor:
+        """Rows in float32."""
+        hidden = self.encoder.forward(batch)
+        if self.head is not None:
+            scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
+            return scores.float()
+        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
+        return self.ops.normalize(pooled) if normalize else pooled
+
+    def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
+        """A small pass by repeating a recorded one, the host's work for which takes a tenth; None if it has to be computed."""
+        num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
+        if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable:
+            return None
+        key = (RECORDED_TOKENS[bisect_left(RECORDED_TOKENS, num_tokens)], batch.type_ids is not None, normalize)
+        with self._recording:
+            recorded = self._recorded.get(key) or self._record(*key)
+            if recorded is None or not recorded.inputs.fill(batch.token_ids, batch.segments, batch.type_ids):
+                return None
+            return self.ops.fetch(self.ops.first_rows(recorded.repeat(), num_rows))
+
+    def _record(self, num_tokens: int, has_types: bool, normalize: bool) -> RecordedPass | None:
+        inputs: Any = self.ops.encoder_inputs(num_tokens)
+        if inputs is None:
+            return None
+        batch = TokenBatch(inputs.token_ids, inputs.segments, inputs.type_ids if has_types else None)
+        repeat = self.ops.capture(lambda: self._compute(batch, normalize))
+        if repeat is None:
+            return None
+        recorded = self._recorded[num_tokens, has_types, normalize] = RecordedPass(inputs, repeat)
+        return recorded
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """(batch, length) ids and mask to (batch, width) vectors; masked tokens are dropped, not computed."""

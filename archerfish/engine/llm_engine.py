@@ -12,7 +12,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeGuard
+from dataclasses import replace
+from typing import Any, Self
 
 from archerfish.background import Lazy
 from archerfish.cache.block_manager import BlockManager
@@ -22,31 +23,29 @@ from archerfish.cache.radix import CacheStats, RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.live_request import Listener, LiveRequest
-from archerfish.engine.llm_loading import load_adapter, read_facts
+from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, load_adapter, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
+from archerfish.engine.request_options import check_option_values, check_request_options, check_vocabulary, is_token_ids
 from archerfish.engine.text_tokenizer import TextTokenizer
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
     NotFoundError,
+    OutOfMemoryError,
     StoppedError,
-    UnknownOptionError,
-    did_you_mean,
 )
 from archerfish.params import SamplingParams
-from archerfish.runtime.kv_pool import kv_pool_class
-from archerfish.runtime.runner import ModelRunner
+from archerfish.runtime.kv_pool import allocate_pool
+from archerfish.runtime.runner import ModelRunner, RunningStep
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Plan, Request, StepResult
 from archerfish.types import Progress, no_progress
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+OnResult = Callable[[int, RequestOutput], None]
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that nobody has fetched
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
-DETERMINISTIC_CHUNK = 256
-REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace")
 
 
 class LLMEngine:
@@ -60,11 +59,12 @@ class LLMEngine:
             self.config = model.replace(**options) if options else model
         else:
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
-        facts = self.facts = read_facts(self.config, hub or HubConfig(), progress)
+        facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name = facts.name
         self.tokenizer = TextTokenizer.find(facts.directory, facts.config.values, facts.generation_config)
         adapter = load_adapter(facts, self.config)
-        pool = kv_pool_class(facts.device)(adapter.ops, facts.kv_shape, facts.memory.num_blocks, facts.memory.block_size)
+        pool, memory = allocate_pool(facts.device, adapter.ops, facts.kv_shape, facts.memory)
+        facts = self.facts = replace(facts, memory=memory)
         self.runner = ModelRunner(
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
             is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
@@ -76,10 +76,11 @@ class LLMEngine:
         self._live: dict[str, LiveRequest] = {}
         self._num_ended = 0
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
-        self._in_flight: deque[tuple[Plan, Future[StepResult]]] = deque()
+        self._in_flight: deque[tuple[Plan, RunningStep]] = deque()
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
         self._turn = threading.Condition(self._lock)  # notified after every step and every submission
         self._is_stepping = False
+        self._has_idle_work = True
         self._is_closed = False
 
     def _make_scheduler(self) -> Scheduler:
@@ -90,12 +91,10 @@ class LLMEngine:
             blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
         )
         fixed_chunk = DETERMINISTIC_CHUNK if config.deterministic else 0
-        usual = CPU_STEP_TOKENS if facts.device == "cpu" else GPU_STEP_TOKENS
-        step_tokens = config.max_num_batched_tokens or max(usual, config.max_num_seqs + max(1, fixed_chunk))
         return Scheduler(
             blocks=blocks, cache=cache, logits_cache=logits if config.enable_prefix_caching else None,
             model_state_hash=f"{facts.name}/{facts.dtype}", policy=config.scheduling_policy,
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=step_tokens,
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
             max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
             fixed_chunk=fixed_chunk,
         )
@@ -121,6 +120,8 @@ class LLMEngine:
     ) -> tuple[Request, str | None]:
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
+        check_option_values(request_id, priority, deadline_s, namespace)
+        check_vocabulary(params, self.facts.vocab_size)
         token_ids, text = self._tokenize(prompt)
         room = self.facts.max_len - len(token_ids)
         if room < 1:
@@ -128,8 +129,6 @@ class LLMEngine:
                 f"The prompt has {len(token_ids):,} tokens; {self.model_name} takes {self.facts.max_len:,}, output included.",
                 hint="Shorten it.",
             )
-        if any(not 0 <= i < self.facts.vocab_size for i in (params.logit_bias or ())):
-            raise InvalidInputError(f"logit_bias names a token outside of the vocabulary of {self.facts.vocab_size}.")
         if params.max_tokens is None:
             room = min(room, max(1, self.facts.memory.num_tokens - len(token_ids) - self.config.block_size))
         stops = frozenset(params.stop_token_ids)
@@ -275,10 +274,29 @@ class LLMEngine:
                     self._is_stepping = False
                     self._turn.notify_all()
 
+    def _settle(self) -> None:
+        """Take in the step that was in flight when the last request ended, so that no work is left open."""
+        self.wait_until(lambda: bool(self._live) or not self.has_work or self._is_closed)
+
     def wait_for_work(self, timeout_s: float) -> bool:
         """Whether there is something to step; waits for it. A submission ends the wait at once."""
         with self._turn:
             return self._turn.wait_for(lambda: self.has_work or self._is_closed, timeout_s) and not self._is_closed
+
+    def use_idle_time(self) -> None:
+        """Do a piece of what later steps would have to do, if nobody steps now."""
+        with self._turn:
+            if self._is_stepping or self._is_closed or not self._has_idle_work:
+                return
+            self._is_stepping = True
+        try:
+            self._has_idle_work = self.runner.use_idle_time()
+        except OutOfMemoryError:  # steps will do without it, or say so
+            self._has_idle_work = False
+        finally:
+            with self._turn:
+                self._is_stepping = False
+                self._turn.notify_all()
 
     @property
     def has_work(self) -> bool:
@@ -288,11 +306,12 @@ class LLMEngine:
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        show_progress: bool = False, **request_options: Any,
+        show_progress: bool = False, on_result: OnResult | None = None, **request_options: Any,
     ) -> list[RequestOutput]:
         """Results of one or more prompts (strings or lists of token ids), in their order.
 
-        All prompts are checked before the first one runs. sampling_params is one for all or one for each.
+        All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is called
+        with the place of a prompt and its result when it ends.
         """
         check_request_options(request_options)
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -302,31 +321,44 @@ class LLMEngine:
         each: list[Any] = list(sampling_params) if is_each else [sampling_params or SamplingParams()] * len(many)  # type: ignore[arg-type]
         if len(each) != len(many):
             raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
+        if len(many) > 1 and request_options.get("request_id") is not None:
+            raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
         made = [self._make_request(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
         lives = [LiveRequest(request, text, self.tokenizer, None) for request, text in made]
         for live in lives:
             self.scheduler.check(live.request)
         with progress_bar("Generating", show=show_progress, unit="requests") as progress:
-            self._run_all(lives, progress)
+            self._run_all(lives, progress, on_result)
         return [live.result for live in lives if live.result is not None]
 
-    def _run_all(self, lives: list[LiveRequest], progress: Progress) -> None:
+    def _run_all(self, lives: list[LiveRequest], progress: Progress, on_result: OnResult | None) -> None:
         """Run requests, keeping the queue filled but never over its limit; if interrupted, abort what is left."""
         left = deque(lives)
-        num_done = 0
+        running = dict(enumerate(lives))
 
         def has_room() -> bool:
             return bool(left) and self.scheduler.num_queued < self.config.max_queue_size
 
+        def report() -> None:
+            for place, live in list(running.items()):
+                if live.result is not None:
+                    del running[place]
+                    if on_result is not None:
+                        on_result(place, live.result)
+            progress(len(lives) - len(running), len(lives), "")
+
         try:
-            while num_done < len(lives):
+            while running:
                 with self._lock:
                     while has_room():
                         self._submit(left.popleft())
                     seen = self._num_ended
                 self.wait_until(lambda seen=seen: has_room() or self._num_ended > seen)  # type: ignore[misc]
-                num_done = sum(live.result is not None for live in lives)
-                progress(num_done, len(lives), "")
+                report()
+            self._settle()
+        except KeyboardInterrupt:
+            report()
+            raise
         finally:
             for live in lives:
                 if live.result is None:
@@ -347,6 +379,7 @@ class LLMEngine:
                 delta = arrived.popleft()
                 num_open -= delta.finish_reason is not None
                 yield delta
+            self._settle()
         finally:
             if num_open:
                 self.abort(request_id)
@@ -451,28 +484,13 @@ class LLMEngine:
         with self._turn:
             self._turn.notify_all()
 
-    def __enter__(self) -> LLMEngine:
+    def __repr__(self) -> str:
+        facts = self.facts
+        kv_tokens = facts.memory.num_tokens
+        return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, kv_tokens={kv_tokens})"
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class LLM(LLMEngine):
-    """LLMEngine under the name that users of vLLM know: LLM(model="...", **options)."""
-
-
-def check_request_options(given: Mapping[str, Any]) -> None:
-    """An unknown keyword is refused; one that belongs into SamplingParams is sent there."""
-    for name in given:
-        if name not in REQUEST_OPTIONS:
-            is_sampling = name in SamplingParams.__dataclass_fields__
-            hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
-            raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
-
-
-def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    """Whether a prompt is a list of token ids."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
-        return False
-    return len(prompt) > 0 and all(type(i) is int for i in prompt)

@@ -14,12 +14,15 @@ from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, ModelAdapter, model_class
 from archerfish.models.config import Config
-from archerfish.runtime.kv_pool import MemoryPlan, plan_memory
+from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.types import DTYPE_BYTES, Progress
+
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+DETERMINISTIC_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class ModelFacts:
     device: str
     dtype: str
     max_len: int
+    step_tokens: int  # most in one step
     memory: MemoryPlan
 
     @property
@@ -59,10 +63,13 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     model_config = Config(values)
     adapter = model_class(model_config)
     max_len = choose_max_len(config, adapter.max_positions(model_config), name)
-    weight_bytes = sum(count(shape) for shape in adapter.dummy_shapes(model_config).values()) * DTYPE_BYTES[dtype]
-    memory = plan_memory(config, adapter.kv_shape(model_config), device, dtype, weight_bytes)
+    shapes = adapter.dummy_shapes(model_config).values()
+    weight_bytes = sum(count(shape) for shape in shapes) * DTYPE_BYTES[dtype]
+    step_tokens = choose_step_tokens(config, device)
+    work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
+    memory = plan_memory(config, adapter.kv_shape(model_config), device, dtype, weight_bytes, work)
     shown = name if Path(config.model).exists() else config.model
-    return ModelFacts(directory, shown, model_config, generation, adapter, device, dtype, max_len, memory)
+    return ModelFacts(directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory)
 
 
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
@@ -78,6 +85,12 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     ops.prepare()
     loader.release()
     return adapter
+
+
+def choose_step_tokens(config: EngineConfig, device: str) -> int:
+    usual = CPU_STEP_TOKENS if device == "cpu" else GPU_STEP_TOKENS
+    chunk = DETERMINISTIC_CHUNK if config.deterministic else 1
+    return config.max_num_batched_tokens or max(usual, config.max_num_seqs + chunk)
 
 
 def choose_max_len(config: EngineConfig, most: int, name: str) -> int:

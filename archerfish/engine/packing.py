@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from archerfish.kernels.ops import Segments
 from archerfish.models.encoder import TokenBatch
 
 
-@dataclass(frozen=True)
-class TokenizedText:
+class TokenizedText(NamedTuple):
     """Token ids of one text, or of a pair with the segment that each token belongs to."""
 
     token_ids: Sequence[int]
@@ -41,8 +41,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     """One packed batch of texts, in the order given."""
-    segments = Segments(tuple(len(text.token_ids) for text in texts))
-    token_ids = np.concatenate([np.asarray(text.token_ids, dtype=np.int64) for text in texts])
+    segments = Segments(tuple([len(text.token_ids) for text in texts]))
+    token_ids = np.fromiter(chain.from_iterable([text.token_ids for text in texts]), np.int64, sum(segments.lengths))
     type_ids = None
     if any(text.type_ids is not None and any(text.type_ids) for text in texts):
         parts = [text.type_ids if text.type_ids is not None else [0] * len(text.token_ids) for text in texts]

@@ -11,7 +11,7 @@ means nothing, and `attention` and `pool` leave them out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
+from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
 from archerfish.kernels.handle import T as T
@@ -35,6 +36,7 @@ class Segments:
     """Lengths of the sequences of a packed batch, in order; every length is at least 1."""
 
     lengths: tuple[int, ...]
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
     @cached_property
     def starts(self) -> Ids:
@@ -51,6 +53,18 @@ class Segments:
         return int(self.starts[-1])
 
 
+class EncoderInputs(ABC, Generic[T]):
+    """Memory of the device for the inputs of passes that are recorded: room for some tokens, filled anew for each pass."""
+
+    token_ids: T
+    type_ids: T
+    segments: Segments  # its positions lie on the device too
+
+    @abstractmethod
+    def fill(self, token_ids: Ids, segments: Segments, type_ids: Ids | None) -> bool:
+        """Send a batch's inputs, whose sequences become the first ones here; False, and nothing sent, where they do not fit."""
+
+
 @dataclass(frozen=True)
 class HeadShape:
     """Heads of an attention layer; num_heads is a multiple of num_kv_heads, consecutive query heads share a KV head."""
@@ -61,6 +75,7 @@ class HeadShape:
     scale: float  # of the scores, usually head_dim ** -0.5
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
+    sinks: int = 0  # with a window: so many tokens at the start of a sequence are seen by all after them too
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,14 @@ class Ops(ABC, Generic[T]):
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual."""
 
+    def linear_layer_norm(
+        self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
+    ) -> T:
+        """layer_norm of x @ weight.T + bias + residual."""
+        total = self.linear(x, weight, residual=residual)
+        del x  # its memory goes back before the norm asks for some
+        return self.layer_norm(total, norm_weight, norm_bias, eps)
+
     @abstractmethod
     def attention(self, qkv: T, segments: Segments, num_heads: int, *, bias: T | None = None) -> T:
         """Full attention within each sequence. qkv: (tokens, 3 * width); bias: (heads, longest, longest), added to scores."""
@@ -213,6 +236,16 @@ class Ops(ABC, Generic[T]):
     def gated(self, x: T, activation: Activation) -> T:
         """activation(first half of the last axis) * second half."""
 
+    fuses_norms: bool = False  # normed_linear is more than its parts; else layers call those, and free what they have used
+
+    def normed_linear(
+        self, x: T, norm: T, eps: float, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None
+    ) -> tuple[T, T]:
+        """rms_norm by the factors in norm, then linear, then gated where a gate is given; and the sum that rms_norm gives."""
+        x, total = self.rms_norm(x, norm, eps, residual=residual)
+        x = self.linear(x, weight)
+        return x if gate is None else self.gated(x, gate), total
+
     @abstractmethod
     def rows(self, x: T, indices: Ids) -> T:
         """Rows of x at host indices."""
@@ -262,6 +295,56 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def set_counts(self, counts: TokenCounts[T], row: int, prompt: Ids, output: Ids) -> None:
         """Count the tokens of a row anew."""
+
+    # Steps that are only decodes (`decoding.py`), which a backend may record and repeat.
+
+    @abstractmethod
+    def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[T]:
+        """Memory for so many sequences and one more row."""
+
+    @abstractmethod
+    def set_tables(self, state: DecodeState[T], rows: Ids, block_tables: Ids) -> None:
+        """Write block lists of the host, (rows, most blocks), into some rows."""
+
+    @abstractmethod
+    def decode_batch(
+        self, inputs: T, state: DecodeState[T], block_size: int, *, is_shared: bool
+    ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
+        """What inputs say, for a model and for `sample`; the blocks in them go into the tables.
+
+        is_shared: keys that all sequences share are to be read once for all.
+        """
+
+    @abstractmethod
+    def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
+        """Write the tokens of a batch into the last_tokens of its sequences."""
+
+    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
+        """Record a call, which also runs it: the result repeats it over the same memory. None: there is no such thing here."""
+        return None
+
+    def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
+        """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: no such thing here."""
+        return None
+
+    def free_unused(self) -> None:
+        """Give memory back to the device that nothing uses."""
+
+    # Between host and device
+
+    is_async: bool = False  # operations return before they are done, in the order in which they were called
+
+    def host_buffer(self, size: int) -> Ids:
+        """Words of the host, from which `send` need not wait."""
+        return np.zeros(size, dtype=np.int64)
+
+    @abstractmethod
+    def send(self, values: Ids, target: T) -> None:
+        """Copy a host buffer onto an integer tensor of its shape. It may be written again when the copy is done."""
+
+    @abstractmethod
+    def fetch(self, x: T) -> Callable[[], npt.NDArray[Any]]:
+        """Begin to bring a tensor to the host; the result waits for it."""
 
     def padded_rows(self, num_rows: int) -> int:
         """How many rows the products of a batch of num_rows tokens should have."""

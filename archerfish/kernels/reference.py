@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
+from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.decoding import FIRST_FLOAT, ON_DEVICE, DecodeState, Input
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
@@ -26,7 +29,7 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
-from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import TOP_K_OFF, Cuts, Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
 
 Tensor = torch.Tensor
@@ -112,8 +115,15 @@ class TorchOps(Ops[Tensor]):
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        keys, values = (self._zeros(shape) for _ in range(2))
+        try:
+            keys, values = (self._zeros(shape) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
         return KVLayer(keys, values)
+
+    def free_unused(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """On a CPU memory that the system gives when it is first written to; torch.zeros would touch all of it."""
@@ -223,11 +233,54 @@ class TorchOps(Ops[Tensor]):
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None) -> Logprobs[Tensor]:
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
+    def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[Tensor]:
+        tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
+        return DecodeState(tokens, torch.zeros(num_rows + 1, most_blocks, dtype=torch.int32, device=self.device))
+
+    def set_tables(self, state: DecodeState[Tensor], rows: Ids, block_tables: Ids) -> None:
+        state.tables[self.ids(rows), : block_tables.shape[1]] = self.ids(block_tables).int()
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
+        rows, positions, blocks = inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK]
+        is_real = positions >= 0
+        state.tables[rows[is_real], positions[is_real] // block_size] = blocks[is_real].int()
+        tokens = torch.where(inputs[Input.TOKEN] == ON_DEVICE, state.last_tokens[rows], inputs[Input.TOKEN])
+        num_real = int(is_real.sum())
+        batch = PagedBatch(
+            num_tokens=num_real, num_decodes=num_real, query_lens=np.ones(num_real, dtype=np.int64),
+            context_lens=self.to_ids(positions[:num_real] + 1), token_ids=tokens, positions=positions.clamp_min(0),
+            slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
+            block_size=block_size,
+        )
+        return batch, sampling_batch(inputs, positions + 1)
+
+    def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
+        state.last_tokens[inputs[Input.ROW]] = tokens
+
+    def send(self, values: Ids, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values))
+
+    def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
+        return lambda: x.cpu().numpy()
+
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
         return new_counts(num_rows, vocab_size, self.device)
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
         set_counts(counts, row, prompt, output)
+
+
+def sampling_batch(inputs: Tensor, positions: Tensor) -> SamplingBatch[Tensor]:
+    """How inputs of decodes say to sample, as views of them."""
+    floats = inputs[FIRST_FLOAT:].view(torch.float64)
+    every = torch.arange(inputs.shape[1], device=inputs.device)
+    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], TOP_K_OFF)
+    return SamplingBatch(
+        temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
+        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,
+    )
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
@@ -244,15 +297,15 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape) -> Tensor:
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
     if heads.softcap:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device), float("-inf"))
+    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, heads.sinks), float("-inf"))
     return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
 
 
-def visible(num_new: int, num_all: int, window: int, device: torch.device) -> Tensor:
+def visible(num_new: int, num_all: int, window: int, device: torch.device, sinks: int = 0) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""
     query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
     key = torch.arange(num_all, device=device)
-    return (key <= query) & (key > query - window) if window else key <= query
+    return (key <= query) & ((key > query - window) | (key < sinks)) if window else key <= query
 
 
 def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:

@@ -125,7 +125,7 @@ class TorchCpuOps(TorchOps):
         return q
 
     def paged_attention(self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
-        if heads.softcap:
+        if heads.softcap or heads.sinks:
             return super().paged_attention(q, kv, batch, heads)
         return attend_blocks(q, kv, batch, heads)
 

@@ -6,6 +6,9 @@ found through the table as keys are loaded.
 A decode is split along its keys into parts that run side by side, and a second kernel joins them. What the grid is depends
 on the number of sequences alone and lengths are read on the device, so that a captured graph serves any context.
 
+Keys that all decodes share are read once for many of them: a kernel of its own gives parts over those keys, its tiles being of
+the heads of many sequences, and a decode begins with what these parts come to.
+
 Several new tokens are cut into tiles that the host lists, the longest first. Where most keys are new, they are first laid side
 by side: the card's copy engine then brings them, which is worth more than laying them out costs.
 
@@ -13,36 +16,45 @@ Scores are kept as base-2 logarithms. No `from __future__ import annotations` he
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from archerfish.kernels.ops import HeadShape, Ids, KVLayer, PagedBatch
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.triton_places import (
+    GATHER_STEP,
+    Gathering,
+    choose_shared_parts,
+    decode_tile,
+    list_tiles,
+    plan_gathering,
+    prefill_tile,
+    shared_tile,
+)
+from archerfish.kernels.triton_places import PLACES as PLACES
+from archerfish.kernels.triton_places import Places as Places
+from archerfish.kernels.triton_places import Tile as Tile
+from archerfish.kernels.triton_places import choose_splits as choose_splits
+from archerfish.kernels.triton_places import find_places as find_places
+from archerfish.kernels.triton_places import to_device as to_device
 
 Tensor = torch.Tensor
-PLACES = "triton places"  # key in PagedBatch.derived
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
-MAX_SPLITS = 64
 FIXED_SPLITS = 16  # where a sequence's numbers must not depend on the batch
-PROGRAMS_PER_PROCESSOR = 4  # that the parts of decodes should come to
-GATHER_STEP, GATHER_ROWS = 128, 4  # rows of a piece of gathered keys, and of a program that gathers; steps divide the former
-GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
+PARTS_AT_ONCE = 4  # of shared keys that a decode loads
+GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
 GATHERED_DIMS = (64, 128)  # of heads that the copy engine takes whole
-MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
 
 
 @triton.jit
 def attend(
     query, acc, top, total, query_positions, keys, values, table, row, column, begin, end, window, scale, cap, block_stride,
     token_stride, block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
-    is_gathered: tl.constexpr, is_masked: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    sinks: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
     """Keys from begin to end (a multiple of step after begin unless is_masked) taken into the running softmax.
 
@@ -77,7 +89,10 @@ def attend(
         if is_masked:
             is_seen = is_key[None, :] & (positions[None, :] <= query_positions[:, None])
             if has_window:
-                is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
+                is_near = positions[None, :] > query_positions[:, None] - window
+                if sinks > 0:
+                    is_near = is_near | (positions < sinks)[None, :]
+                is_seen = is_seen & is_near
             scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         level = new_top
@@ -94,27 +109,104 @@ def attend(
 
 
 @triton.jit
-def split_keys(context_len, num_splits, window, step: tl.constexpr, has_window: tl.constexpr):
-    """First key that a decode reads, and how many a part takes."""
+def first_key(context_len, shared_len, window, step: tl.constexpr, has_window: tl.constexpr, is_shared: tl.constexpr):
+    """First key that the parts of a decode take in."""
     first = context_len * 0
     if has_window:
         first = tl.maximum(context_len - window, 0) // step * step
-    num_steps = tl.cdiv(context_len - first, step)
-    return first, tl.maximum(tl.cdiv(num_steps, num_splits), 1) * step
+    if is_shared:
+        first = tl.load(shared_len).to(tl.int32)
+    return first
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
-def decode_kernel(
-    q, keys, values, tables, context_lens, out, partials, levels, scale, cap, num_splits, window,
-    q_stride, table_stride, block_stride, token_stride, head_stride,
+@triton.jit
+def part_len(num_keys, num_parts, step: tl.constexpr):
+    """How many keys a part takes."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, step), num_parts), 1) * step
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_parts"])
+def shared_kernel(
+    q, keys, values, table, context_lens, shared_len, partials, levels, scale, cap, num_sequences, num_parts,
+    q_stride, block_stride, token_stride, head_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    step: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
+    step: tl.constexpr, has_cap: tl.constexpr,
+):
+    """One part of the keys that all decodes share, for heads of many sequences."""
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    num_shared = tl.load(shared_len).to(tl.int32)
+    num_keys = part_len(num_shared, num_parts, step)
+    begin = part * num_keys
+    end = tl.minimum(begin + num_keys, num_shared)
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    sequence = (row // group).to(tl.int64)
+    is_row = tl.load(context_lens + sequence, mask=sequence < num_sequences, other=0) > 0
+    if (begin >= end) | (tl.max(is_row.to(tl.int32), 0) == 0):
+        return
+
+    dims = tl.arange(0, width)
+    is_inside = is_row[:, None] & (dims < head_dim)[None, :]
+    heads = kv_head * group + row % group
+    query = tl.load(q + (sequence * q_stride + heads * head_dim)[:, None] + dims[None, :], mask=is_inside, other=0.0)
+    acc = tl.zeros((rows, width), tl.float32)
+    top = tl.full((rows,), float("-inf"), tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    query_positions = tl.zeros((rows,), tl.int32) + end
+    keys += kv_head * head_stride
+    values += kv_head * head_stride
+    middle = begin + (end - begin) // step * step  # whole steps need no mask
+    acc, top, total = attend(
+        query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, middle, 0, scale, cap, block_stride,
+        token_stride, block_size, head_dim, width, step, 0, False, False, False, has_cap,
+    )
+    acc, top, total = attend(
+        query, acc, top, total, query_positions, keys, values, table, 0, 0, middle, end, 0, scale, cap, block_stride,
+        token_stride, block_size, head_dim, width, step, 0, False, True, False, has_cap,
+    )
+    place = (sequence * tl.num_programs(1) * group + heads) * num_parts + part
+    tl.store(partials + place[:, None] * head_dim + dims[None, :], acc / total[:, None], mask=is_inside)
+    tl.store(levels + place, top + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def take_parts(
+    acc, top, total, partials, levels, place, is_row, num_used, head_dim: tl.constexpr, width: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """The first parts from a place on taken into the running softmax, with the loads of so many on their way at once."""
+    dims = tl.arange(0, width)
+    for first in range(0, num_used, at_once):
+        for offset in tl.static_range(at_once):
+            part = first + offset
+            is_used = is_row & (part < num_used)
+            level = tl.load(levels + place + part, mask=is_used, other=float("-inf"))
+            is_inside = is_used[:, None] & (dims < head_dim)[None, :]
+            result = tl.load(partials + (place + part)[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
+            new_top = tl.maximum(top, level)
+            base = tl.where(is_row, new_top, 0.0)
+            shrink = tl.exp2(top - base)
+            weight = tl.exp2(level - base)
+            acc = acc * shrink[:, None] + result * weight[:, None]
+            total = total * shrink + weight
+            top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window"])
+def decode_kernel(
+    q, keys, values, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale, cap,
+    num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
+    block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    step: tl.constexpr, sinks: tl.constexpr, shared_step: tl.constexpr, parts_at_once: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr, is_shared: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    first, num_keys = split_keys(context_len, num_splits, window, step, has_window)
+    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
+    num_keys = part_len(context_len - first, num_splits, step)
     begin = first + split * num_keys
     end = tl.minimum(begin + num_keys, context_len)
 
@@ -127,32 +219,49 @@ def decode_kernel(
     top = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     query_positions = tl.zeros((rows,), tl.int32) + (context_len - 1)
+    head_row = sequence * tl.num_programs(0) * group + heads
+    keys += kv_head * head_stride
+    values += kv_head * head_stride
+    table = tables + sequence * table_stride
+    if is_shared:  # a decode's first part begins with what the shared keys gave
+        num_used = tl.cdiv(first, part_len(first, num_shared_parts, shared_step))
+        num_used = tl.where((split == 0) & (begin < end), num_used, 0)
+        acc, top, total = take_parts(
+            acc, top, total, shared_partials, shared_levels, head_row * num_shared_parts, members < group, num_used,
+            head_dim, width, parts_at_once,
+        )
+    if sinks > 0:
+        last_sink = tl.where(split == 0, tl.minimum(first, sinks), 0)
+        acc, top, total = attend(
+            query, acc, top, total, query_positions, keys, values, table, 0, 0, 0, last_sink, window, scale, cap,
+            block_stride, token_stride, block_size, head_dim, width, step, sinks, False, True, has_window, has_cap,
+        )
     acc, top, total = attend(
-        query, acc, top, total, query_positions, keys + kv_head * head_stride, values + kv_head * head_stride,
-        tables + sequence * table_stride, 0, 0, begin, end, window, scale, cap, block_stride, token_stride,
-        block_size, head_dim, width, step, False, True, has_window, has_cap,
+        query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, end, window, scale, cap,
+        block_stride, token_stride, block_size, head_dim, width, step, sinks, False, True, has_window, has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
-        place = (sequence * tl.num_programs(0) * group + heads) * num_splits + split
+        place = head_row * num_splits + split
         is_used = begin < end
         tl.store(partials + place[:, None] * head_dim + dims[None, :], result, mask=is_inside & is_used)
         tl.store(levels + place, top + tl.log2(total), mask=(members < group) & is_used)
     else:
-        offset = sequence * tl.num_programs(0) * group * head_dim
-        tl.store(out + offset + heads[:, None] * head_dim + dims[None, :], result.to(out.dtype.element_ty), mask=is_inside)
+        tl.store(out + head_row[:, None] * head_dim + dims[None, :], result.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["num_splits", "window"])
 def join_kernel(
-    partials, levels, context_lens, out, num_splits, window,
+    partials, levels, context_lens, shared_len, out, num_splits, window,
     head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, most_splits: tl.constexpr, has_window: tl.constexpr,
+    is_shared: tl.constexpr,
 ):
     """The parts of one decode and one head, each weighed by its share of the softmax."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
-    first, num_keys = split_keys(context_len, num_splits, window, step, has_window)
+    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
+    num_keys = part_len(context_len - first, num_splits, step)
     splits = tl.arange(0, most_splits)
     is_used = first + splits * num_keys < context_len
     row = sequence * tl.num_programs(0) + head
@@ -172,7 +281,8 @@ def prefill_kernel(
     q, keys, values, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
     block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr, is_gathered: tl.constexpr, has_window: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -203,15 +313,21 @@ def prefill_kernel(
     table = tables + sequence * table_stride
     if has_window:
         begin = tl.maximum(first_position - window + 1, 0) // step * step
+        if sinks > 0:
+            acc, top, total = attend(
+                query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0,
+                tl.minimum(begin, sinks), window, scale, cap, block_stride, token_stride, block_size, head_dim, width, step,
+                sinks, is_gathered, True, True, has_cap,
+            )
     else:  # what all queries of the tile see needs no mask
         begin = (first_position + 1) // step * step
         acc, top, total = attend(
             query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
-            scale, cap, block_stride, token_stride, block_size, head_dim, width, step, is_gathered, False, False, has_cap,
+            scale, cap, block_stride, token_stride, block_size, head_dim, width, step, 0, is_gathered, False, False, has_cap,
         )
     acc, top, total = attend(
-        query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window,
-        scale, cap, block_stride, token_stride, block_size, head_dim, width, step, is_gathered, True, has_window, has_cap,
+        query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window, scale,
+        cap, block_stride, token_stride, block_size, head_dim, width, step, sinks, is_gathered, True, has_window, has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
@@ -240,126 +356,9 @@ def gather_kernel(
     tl.store(value_rows + rows, value, mask=is_inside)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Shape of the work of one program and how it is compiled."""
-
-    rows: int  # of queries times the heads that share a KV head
-    step: int  # keys taken at a time
-    num_warps: int
-    num_stages: int
-
-
-def decode_tile(heads: HeadShape, dtype: torch.dtype, is_split: bool) -> Tile:
-    rows = max(MIN_ROWS, triton.next_power_of_2(heads.num_heads // heads.num_kv_heads))
-    if dtype == torch.float32 or heads.head_dim > 128:
-        return Tile(rows, 32, 4, 2)
-    return Tile(rows, 64, 4, 3) if is_split else Tile(rows, 128, 4, 2)
-
-
-def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_short: bool) -> Tile:
-    """is_short: most sequences have no more rows than the smallest tile."""
-    least = triton.next_power_of_2(heads.num_heads // heads.num_kv_heads)
-    if dtype == torch.float32:
-        return Tile(max(32, least), 32, 4, 2)
-    if is_gathered:
-        return Tile(max(SHORT_ROWS, least), 64, 4, 3)
-    if heads.head_dim > 128:
-        return Tile(max(128, least), 64, 8, 2)
-    if is_short:
-        return Tile(max(SHORT_ROWS, least), 64, 4, 2)
-    return Tile(max(256, least), 64, 8, 3) if heads.head_dim > 64 else Tile(max(128, least), 64, 4, 3)
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """Where keys go that are laid side by side for prefills: of each sequence from a multiple of GATHER_STEP on."""
-
-    starts: Tensor  # (sequences,) first row
-    sequences: Tensor  # (tiles,) of GATHER_STEP rows: their sequence
-    firsts: Tensor  # (tiles,) their first key
-    num_rows: int
-
-
-@dataclass
-class Places:
-    """What the kernels ask of a batch, on the device; lengths as int32. Kept in `PagedBatch.derived` for all layers.
-
-    A captured graph puts its own there, over buffers that it refills: of a batch of decodes only context_lens is read, and
-    a context of 0 gives a row of zeros.
-    """
-
-    context_lens: Tensor  # (sequences,)
-    query_starts: Tensor  # (sequences,) row of the first new token
-    query_lens: Tensor  # (sequences,)
-    num_splits: int = 0  # parts of each decode; 0: as many as keep the device busy
-    is_gathered: bool = False  # laying keys side by side costs little beside attending to them
-    num_short_heads: int = 0  # that share a KV head, up to which several new tokens are few rows
-    tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by queries per tile: sequence, first query
-    gathering: Gathering | None = None
-    scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by shape and type
-
-    def pair(self, key: tuple[int, ...], value: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two tensors that every layer writes anew."""
-        if (key, value, dtype) not in self.scratch:
-            device = self.context_lens.device
-            made = torch.empty(key, dtype=dtype, device=device), torch.empty(value, dtype=dtype, device=device)
-            self.scratch[key, value, dtype] = made
-        return self.scratch[key, value, dtype]
-
-
-def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on the device without waiting for it."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def find_places(batch: PagedBatch[Tensor], device: torch.device) -> Places:
-    if PLACES not in batch.derived:
-        starts = np.cumsum(batch.query_lens) - batch.query_lens
-        lengths = np.stack((batch.context_lens, starts, batch.query_lens)).astype(np.int32)
-        num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
-        places = batch.derived[PLACES] = Places(*to_device(lengths, device))
-        if num_new and not batch.is_deterministic:
-            places.is_gathered = num_keys <= GATHER_RATIO * num_new
-            places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
-    found: Places = batch.derived[PLACES]
-    return found
-
-
-def cut(lengths: Ids, size: int) -> tuple[Ids, Ids]:
-    """Pieces of at most a size: of which sequence each is, and where in it it begins."""
-    counts = -(-lengths // size)
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    return sequence, (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * size
-
-
-def list_tiles(batch: PagedBatch[Tensor], num_queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sequence and first query of every tile of the sequences with several new tokens, those with most keys first."""
-    lens, contexts = batch.query_lens[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
-    sequence, first = cut(lens, num_queries)
-    order = np.argsort(lens[sequence] - contexts[sequence] - first, kind="stable")
-    sequences, firsts = to_device(np.stack((sequence[order] + batch.num_decodes, first[order])).astype(np.int32), device)
-    return sequences, firsts
-
-
-def plan_gathering(batch: PagedBatch[Tensor], device: torch.device) -> Gathering:
-    lens = batch.context_lens.copy()
-    lens[: batch.num_decodes] = 0
-    sequence, first = cut(lens, GATHER_STEP)
-    padded = -(-lens // GATHER_STEP) * GATHER_STEP
-    starts = np.cumsum(padded) - padded
-    sent = to_device(np.concatenate((starts, sequence, first)).astype(np.int32), device)
-    rows, sequences, firsts = sent.tensor_split((len(starts), len(starts) + len(sequence)))
-    return Gathering(rows, sequences, firsts, int(padded.sum()))
-
-
-def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
-    """Parts of a decode, so that all processors have work; 1 where there are sequences enough."""
-    num_programs = num_sequences * num_kv_heads
-    if 2 * num_programs >= 3 * num_processors:
-        return 1
-    return max(1, min(MAX_SPLITS, PROGRAMS_PER_PROCESSOR * num_processors // num_programs))
+def count_sinks(heads: HeadShape) -> int:
+    """Leading tokens that a window does not hide."""
+    return heads.sinks if heads.window else 0
 
 
 def score_scale(heads: HeadShape) -> tuple[float, float]:
@@ -367,6 +366,38 @@ def score_scale(heads: HeadShape) -> tuple[float, float]:
     if heads.softcap:
         return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
     return LOG2_E * heads.scale, 0.0
+
+
+@dataclass(frozen=True)
+class SharedParts:
+    """What the keys that all decodes share came to, in parts."""
+
+    partials: Tensor  # (decodes, heads, parts, head_dim)
+    levels: Tensor  # (decodes, heads, parts)
+    num_parts: int
+    step: int
+
+
+def attend_shared(
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, places: Places, num_processors: int
+) -> SharedParts | None:
+    """The decodes over the keys that they share; None where each must see to all of its own."""
+    if places.shared_len is None or heads.window or batch.is_deterministic:
+        return None
+    num, head_dim, group = batch.num_decodes, heads.head_dim, heads.num_heads // heads.num_kv_heads
+    tile = shared_tile(heads, q.dtype, num * group)
+    num_tiles = triton.cdiv(num * group, tile.rows)
+    num_parts = choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
+    shape = (num, heads.num_heads, num_parts)
+    partials, levels = places.pair("shared parts", (*shape, head_dim), shape, torch.float32)
+    scale, cap = score_scale(heads)
+    shared_kernel[(num_tiles, heads.num_kv_heads, num_parts)](
+        q, kv.keys, kv.values, batch.block_tables, places.context_lens, places.shared_len, partials, levels, scale, cap, num,
+        num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
+        rows=tile.rows, width=triton.next_power_of_2(head_dim), step=tile.step, has_cap=heads.softcap > 0,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )
+    return SharedParts(partials, levels, num_parts, tile.step)
 
 
 def attend_decodes(
@@ -382,20 +413,25 @@ def attend_decodes(
     is_split = num_splits > 1
     tile = tile or decode_tile(heads, q.dtype, is_split)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
-    partials, levels = places.pair((*shape, head_dim), shape, torch.float32)
+    partials, levels = places.pair("parts", (*shape, head_dim), shape, torch.float32)
+    shared = attend_shared(q, kv, batch, heads, places, num_processors)
+    shared_len = places.context_lens if shared is None or places.shared_len is None else places.shared_len
+    parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = triton.next_power_of_2(head_dim)
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
-        q, kv.keys, kv.values, batch.block_tables, places.context_lens, out, partials, levels, scale, cap, num_splits,
-        heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
-        block_size=batch.block_size, group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width,
-        step=tile.step, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q, kv.keys, kv.values, batch.block_tables, places.context_lens, shared_len, out, partials, levels, parts.partials,
+        parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
+        *kv.keys.stride()[:3], block_size=batch.block_size, group=num_heads // heads.num_kv_heads, head_dim=head_dim,
+        rows=tile.rows, width=width, step=tile.step, sinks=count_sinks(heads), shared_step=parts.step,
+        parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
+        is_shared=shared is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     if is_split:
         join_kernel[(num_heads, num)](
-            partials, levels, places.context_lens, out, num_splits, heads.window, head_dim=head_dim, width=width,
-            step=tile.step, most_splits=triton.next_power_of_2(num_splits), has_window=heads.window > 0, num_warps=4,
+            partials, levels, places.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
+            step=tile.step, most_splits=triton.next_power_of_2(num_splits), has_window=heads.window > 0,
+            is_shared=shared is not None, num_warps=4,
         )
 
 
@@ -408,7 +444,7 @@ def gather(
         gathering = places.gathering = plan_gathering(batch, kv.keys.device)
     row_width = heads.num_kv_heads * heads.head_dim
     shape = (gathering.num_rows, row_width)
-    keys, values = places.pair(shape, shape, kv.keys.dtype)
+    keys, values = places.pair("gathered", shape, shape, kv.keys.dtype)
     gather_kernel[(len(gathering.sequences), GATHER_STEP // GATHER_ROWS)](
         kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, places.context_lens, gathering.starts,
         keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
@@ -439,6 +475,6 @@ def attend_prefills(
         q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
         key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
         block_size=batch.block_size, num_kv_heads=heads.num_kv_heads, group=group, head_dim=heads.head_dim, rows=tile.rows,
-        width=triton.next_power_of_2(heads.head_dim), step=tile.step, is_gathered=is_gathered, has_window=heads.window > 0,
-        has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        width=triton.next_power_of_2(heads.head_dim), step=tile.step, sinks=count_sinks(heads), is_gathered=is_gathered,
+        has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

@@ -1,11 +1,13 @@
-"""The GPU backend: torch's products, and Triton kernels for what stands between them in a decoder.
+"""The GPU backend: torch's products, and Triton kernels for those with few rows and for what stands between them.
 
 Host arrays travel through pinned memory, so that no operation waits for the device.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels import triton_attention, triton_norm, triton_rope
-from archerfish.kernels.ops import Activation, HeadShape, Ids, KVLayer, PagedBatch, Rotary
-from archerfish.kernels.reference import TorchOps
+from archerfish.errors import OutOfMemoryError
+from archerfish.kernels import triton_attention, triton_decode, triton_encoder, triton_linear, triton_norm, triton_rope
+from archerfish.kernels.decoding import DecodeState, Input
+from archerfish.kernels.ops import Activation, HeadShape, Ids, KVLayer, LinearWeight, PagedBatch, Pooling, Rotary, Segments
+from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
+from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.triton_attention import Tile, attend_decodes, attend_prefills, to_device
+from archerfish.kernels.triton_linear import LinearTile, choose_tile
+from archerfish.kernels.triton_sampling import TritonSampling
+from archerfish.kernels.upload import Uploads
 
 Tensor = torch.Tensor
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
@@ -35,15 +43,113 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
 
 
 class TritonOps(TorchOps):
-    """TorchOps with Triton kernels for decoders."""
+    """TorchOps with Triton kernels."""
 
     name = "torch + Triton"
+    fuses_norms = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
         super().__init__(device, dtype)
         self.decode_tile: Tile | None = None  # instead of the chosen one, for tests and measurements
         self.prefill_tile: Tile | None = None
+        self.encoder_tile: Tile | None = None
+        self.linear_tile: LinearTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
+        self._uploads: Uploads | None = None  # while weights are being prepared
+        self.is_async = device == "cuda"
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        try:
+            with torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as error:
+            self.free_unused()
+            raise OutOfMemoryError(f"A step needs more memory than the device has left: {error}") from error
+
+    def prepare(self) -> None:
+        if self.device == "cpu":
+            super().prepare()
+            return
+        self._uploads = Uploads(self.device)
+        try:
+            super().prepare()
+        finally:
+            self._uploads.close()
+            self._uploads = None
+
+    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        """In the compute type, so that `linear` need not convert."""
+        uploads = self._uploads
+        if uploads is None or weights[0].device.type != "cpu":
+            weight, bias = super().pack_linear(weights, biases)
+            return weight.to(self.torch_dtype), bias
+        bias = stack_biases(weights, biases)
+        return uploads.stack(weights, self.torch_dtype), None if bias is None else bias.to(self.device, self.torch_dtype)
+
+    @cached_property
+    def _graph_memory(self) -> Any:
+        """One memory for what all captured calls compute on the way: they run one after the other."""
+        return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        if self.device == "cpu":
+            return None
+        memory, stream = self._graph_memory
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            stream.synchronize()
+            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                result = call()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+        def repeat() -> Tensor:
+            graph.replay()
+            return result
+
+        return repeat
+
+    def host_buffer(self, size: int) -> Ids:
+        if self.device == "cpu":
+            return super().host_buffer(size)
+        buffer: Ids = torch.zeros(size, dtype=torch.int64, pin_memory=True).numpy()
+        return buffer
+
+    def send(self, values: Ids, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values), non_blocking=True)
+
+    def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
+        if self.device == "cpu":
+            return super().fetch(x)
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> npt.NDArray[Any]:
+            done.synchronize()
+            array: npt.NDArray[Any] = copy.numpy()
+            return array
+
+        return wait
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
+        batch, positions = triton_decode.decode_batch(inputs, state, block_size, is_shared)
+        return batch, sampling_batch(inputs, positions)
+
+    def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
+        state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
+
+    @cached_property
+    def _sampling(self) -> TritonSampling:
+        return TritonSampling(self.device)
 
     @cached_property
     def num_processors(self) -> int:
@@ -51,8 +157,9 @@ class TritonOps(TorchOps):
             return INTERPRETER_PROCESSORS
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def ids(self, values: Ids) -> Tensor:
-        return to_device(values, torch.device(self.device))
+    def ids(self, values: Ids | Tensor) -> Tensor:
+        """What is on the device already (inputs of a recorded pass) is given back."""
+        return values if isinstance(values, Tensor) else to_device(values, torch.device(self.device))
 
     def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
         return to_device(values, torch.device(self.device))
@@ -102,3 +209,74 @@ class TritonOps(TorchOps):
         if activation not in ("silu", "gelu_tanh"):
             return super().gated(x, activation)
         return triton_norm.gated(x, activation == "silu")
+
+    # Products with few rows
+
+    def takes_few_rows(self, x: Tensor, matrix: Tensor) -> bool:
+        """Whether a product is for `triton_linear`."""
+        is_plain = x.dtype == matrix.dtype == self.torch_dtype and x.stride(-1) == 1 and matrix.is_contiguous()
+        return is_plain and 0 < len(x) <= triton_linear.MAX_ROWS
+
+    def linear(
+        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        matrix, bias = weight.get()
+        is_plain = residual is None or (residual.dtype == x.dtype and residual.stride(-1) == 1)
+        if not (is_plain and self.takes_few_rows(x, matrix)):
+            return super().linear(x, weight, activation=activation, residual=residual)
+        tile = self.linear_tile or choose_tile(x, matrix)
+        return triton_linear.linear(x, matrix, bias, tile, activation=activation, residual=residual)
+
+    def normed_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
+        gate: Activation | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        matrix, bias = weight.get()
+        if not self.takes_few_rows(x, matrix):
+            return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
+        tile = self.linear_tile or choose_tile(x, matrix, is_gated=gate is not None)
+        is_plain = residual is None or (residual.dtype == x.dtype and residual.stride(-1) == 1)
+        if is_plain and not tile.is_dot and x.shape[1] <= triton_norm.MAX_WIDTH:
+            return triton_linear.normed_linear(x, norm, eps, matrix, bias, tile, residual=residual, gate=gate)
+        x, total = self.rms_norm(x, norm, eps, residual=residual)
+        return triton_linear.linear(x, matrix, bias, tile, activation=gate or "none", is_gated=gate is not None), total
+
+    def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
+        matrix, bias = head.get()
+        if softcap or not self.takes_few_rows(x, matrix):
+            return super().logits(x, head, softcap=softcap)
+        return triton_linear.linear(x, matrix, bias, self.linear_tile or choose_tile(x, matrix), dtype=torch.float32)
+
+    # Encoders
+
+    def encoder_inputs(self, num_tokens: int) -> triton_encoder.FixedInputs:
+        return triton_encoder.FixedInputs(num_tokens, torch.device(self.device))
+
+    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+        if len(tables) not in (2, 3) or tables[0].shape[1] > triton_encoder.MAX_WIDTH:
+            return super().embed(tables, ids)
+        return triton_encoder.embed(tables, ids)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        if x.shape[1] > triton_encoder.MAX_WIDTH:
+            return super().layer_norm(x, weight, bias, eps)
+        return triton_encoder.layer_norm(x, weight, bias, eps, self.torch_dtype)
+
+    def linear_layer_norm(
+        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+    ) -> Tensor:
+        """The residual is added on the way into the norm."""
+        if residual.shape[1] > triton_encoder.MAX_WIDTH:
+            return super().linear_layer_norm(x, weight, residual, norm_weight, norm_bias, eps)
+        return triton_encoder.layer_norm(self.linear(x, weight), norm_weight, norm_bias, eps, self.torch_dtype, residual)
+
+    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+        if qkv.shape[1] > 3 * num_heads * triton_encoder.MAX_HEAD_DIM:
+            return super().attention(qkv, segments, num_heads, bias=bias)
+        return triton_encoder.attention(qkv, segments, num_heads, bias, self.encoder_tile)
+
+    def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
+        return triton_encoder.pool(x, segments, mode)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return super().normalize(x) if x.shape[1] > triton_encoder.MAX_WIDTH else triton_encoder.normalize(x)

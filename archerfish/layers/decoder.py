@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, Ops, PagedBatch, Rotary, T
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer, LinearWeight, Ops, PagedBatch, Rotary, T
 from archerfish.layers.weights import Weights
 
 
@@ -20,6 +20,10 @@ class RMSNorm(Generic[T]):
     def __call__(self, x: T, residual: T | None = None) -> tuple[T, T]:
         """The normalised sum of x and residual, and the sum."""
         return self.ops.rms_norm(x, self.weight, self.eps, residual=residual)
+
+    def linear(self, x: T, residual: T | None, weight: LinearWeight[T], *, gate: Activation | None = None) -> tuple[T, T]:
+        """A linear map of the normalised sum of x and residual, gated where a gate is given, and the sum."""
+        return self.ops.normed_linear(x, self.weight, self.eps, weight, residual=residual, gate=gate)
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,19 @@ class Attention(Generic[T]):
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
     def __call__(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
-        return self.ops.linear(self.ops.paged_attention(self._store(x, batch, kv), kv, batch, self.heads), self.out)
+        return self._attend(self._store(self.ops.linear(x, self.qkv), batch, kv), batch, kv)
 
-    def _store(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
-        qkv, norms = self.ops.linear(x, self.qkv), self.norms
+    def of_sum(self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T]:
+        """Attention of the normalised sum of x and residual, and the sum."""
+        x, residual = norm.linear(x, residual, self.qkv)
+        x = self._store(x, batch, kv)
+        return self._attend(x, batch, kv), residual
+
+    def _attend(self, q: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
+        return self.ops.linear(self.ops.paged_attention(q, kv, batch, self.heads), self.out)
+
+    def _store(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
+        norms = self.norms
         if norms is None:
             return self.ops.store_kv(qkv, kv, batch, self.heads, self.rotary)
         return self.ops.store_kv(
@@ -80,6 +93,11 @@ class GatedMLP(Generic[T]):
         ops = self.ops  # nested calls: what has been used is freed before the next product asks for memory
         return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.activation), self.down)
 
+    def of_sum(self, norm: RMSNorm[T], x: T, residual: T | None) -> tuple[T, T]:
+        """The feed-forward of the normalised sum of x and residual, and the sum."""
+        x, residual = norm.linear(x, residual, self.gate_up, gate=self.activation)
+        return self.ops.linear(x, self.down), residual
+
 
 @dataclass(frozen=True)
 class BlockNorms(Generic[T]):
@@ -94,20 +112,33 @@ class BlockNorms(Generic[T]):
 class DecoderBlock(Generic[T]):
     """Attention and feed-forward, each of a normalised input and added to the stream that runs past it (pre-norm).
 
-    The addition is left to the next norm: a block takes and gives its last result and the stream without it.
+    The addition is left to the next norm: a block takes and gives its last result and the stream without it. On a backend
+    that fuses norms, the parts of this file take theirs into their first product; parts of other types are called as they are.
     """
 
     def __init__(self, attention: Attention[T], mlp: Callable[[T], T], norms: BlockNorms[T]) -> None:
         self.attention, self.mlp, self.norms = attention, mlp, norms
+        self._fused_attention = attention if type(attention) is Attention and fuses(norms.before_attention) else None
+        self._fused_mlp = mlp if type(mlp) is GatedMLP and fuses(norms.before_mlp) else None
 
     def __call__(self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T]:
         norms = self.norms
-        x, residual = norms.before_attention(x, residual)
-        x = self.attention(x, batch, kv)
+        if self._fused_attention is not None:
+            x, residual = self._fused_attention.of_sum(norms.before_attention, x, residual, batch, kv)
+        else:
+            x, residual = norms.before_attention(x, residual)
+            x = self.attention(x, batch, kv)
         if norms.after_attention is not None:
             x, _ = norms.after_attention(x)
-        x, residual = norms.before_mlp(x, residual)
-        x = self.mlp(x)
+        if self._fused_mlp is not None:
+            x, residual = self._fused_mlp.of_sum(norms.before_mlp, x, residual)
+        else:
+            x, residual = norms.before_mlp(x, residual)
+            x = self.mlp(x)
         if norms.after_mlp is not None:
             x, _ = norms.after_mlp(x)
         return x, residual
+
+
+def fuses(norm: RMSNorm[T]) -> bool:
+    return type(norm) is RMSNorm and norm.ops.fuses_norms

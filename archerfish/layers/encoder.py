@@ -60,10 +60,13 @@ class EncoderBlock(Generic[T]):
 
     def __call__(self, x: T, segments: Segments, bias: T | None = None) -> T:
         ops, shape = self.ops, self.shape  # nested calls: what has been used is freed before the next product asks for memory
+        norm, last = self.attention_norm, self.output_norm
         mixed = ops.attention(ops.linear(x, self.qkv), segments, shape.num_heads, bias=bias)
-        x = self.attention_norm(ops.linear(mixed, self.attention_out, residual=x))
+        x = ops.linear_layer_norm(mixed, self.attention_out, x, norm.weight, norm.bias, norm.eps)
         del mixed
-        return self.output_norm(ops.linear(ops.linear(x, self.up, activation=shape.activation), self.down, residual=x))
+        return ops.linear_layer_norm(
+            ops.linear(x, self.up, activation=shape.activation), self.down, x, last.weight, last.bias, last.eps
+        )
 
 
 class ClassifierHead(Generic[T]):

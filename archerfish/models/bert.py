@@ -20,6 +20,7 @@ NAMES = BlockNames(
 
 class BertEncoder(Encoder[T]):
     prefix = "bert"
+    is_recordable = True
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)

@@ -17,6 +17,7 @@ NAMES = BlockNames(
 
 class DistilBertEncoder(Encoder[T]):
     prefix = "distilbert"
+    is_recordable = True
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)

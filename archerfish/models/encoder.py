@@ -27,6 +27,7 @@ class Encoder(ABC, Generic[T]):
     """One architecture. A subclass reads its configuration and weights in `__init__` and computes in `forward`."""
 
     prefix: ClassVar[str]  # what its checkpoints put before every name when they carry a head
+    is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.ids` and reads nothing else of a batch on the host
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         self.ops: Ops[T] = weights.ops

@@ -1,22 +1,25 @@
 """ModelRunner: a plan becomes buffers, logits and tokens.
 
-Steps run one after the other in a thread of their own, so that the caller can plan the next step while one computes. What a
-plan says is read when it is launched; tokens that the step before it is still choosing are filled in where they are chosen.
+The caller can plan the next step while one computes: on a CPU steps run in a thread of their own, a GPU is given its work and
+not waited for. What a plan says is read when it is launched; tokens that the step before it is still choosing are filled in
+where they are chosen.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, Protocol
 
 import numpy as np
 
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import build_batch
+from archerfish.runtime.graphs import DecodeGraphs
 from archerfish.runtime.kv_pool import KVCachePool
-from archerfish.runtime.sampler import FastSampler, prompt_logprobs
+from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
 from archerfish.sequence import Plan, Sequence, StepResult
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
@@ -36,6 +39,20 @@ class Pass(Generic[T]):
     prompt_spans: list[tuple[int, int, list[int]]] = field(default_factory=list)  # plan index, first place, next tokens
 
 
+class RunningStep(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepResult:
+        """What it brought, or the error that it raised; waits for it."""
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step whose work the device has."""
+
+    result: Callable[[], StepResult]
+
+
 class ModelRunner(Generic[T]):
     """Runs plans of one model over one pool of blocks."""
 
@@ -48,25 +65,60 @@ class ModelRunner(Generic[T]):
         self.is_deterministic = is_deterministic
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
-        self._last_tokens = self.ops.ids(np.zeros(max_num_seqs, dtype=np.int64))
         self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
-        )
+        self._graphs: DecodeGraphs[T] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        if self.ops.is_async:
+            if not is_deterministic:
+                self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
+        else:
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
+            )
+        self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.ids(np.zeros(max_num_seqs, np.int64))
 
-    def launch(self, plan: Plan) -> Future[StepResult]:
+    def launch(self, plan: Plan) -> RunningStep:
         """Read the plan and start computing it after all that was launched before."""
-        passes = [self._prepare(plan, members) for members in self._split(plan)]
         entering = []
         for sequence in plan.sequences:
             seat = (sequence, sequence.num_preemptions)
             if self._known[sequence.row] != seat:
                 self._known[sequence.row] = seat
                 entering.append(sequence)
-        return self._thread.submit(self._run, plan, passes, entering)
+        if self._thread is not None:
+            passes = [self._prepare(plan, members) for members in self._split(plan)]
+            return self._thread.submit(lambda: self._start(plan, passes, entering)())
+        for sequence in entering:
+            self.sampler.add(sequence)
+            if self._graphs is not None:
+                self._graphs.forget(sequence.row)
+        if self._graphs is not None and self._graphs.takes(plan):
+            return QueuedStep(self._start_graph(plan, self._graphs))
+        passes = [self._prepare(plan, members) for members in self._split(plan)]
+        return QueuedStep(self._start(plan, passes, []))
+
+    def use_idle_time(self) -> bool:
+        """Do a piece of what later steps would have to do; False: nothing is left."""
+        if self._graphs is None:
+            return False
+        with self.ops.computing():
+            return self._graphs.record_next()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    def _start_graph(self, plan: Plan, graphs: DecodeGraphs[T]) -> Callable[[], StepResult]:
+        self.num_forward_passes += 1
+        with self.ops.computing():
+            self.pool.copy(plan.copies)
+            fetch = self.ops.fetch(graphs.start(plan))
+
+        def finish() -> StepResult:
+            report = fetch()[:, : len(plan.sequences)]
+            return StepResult(report[0].tolist(), errors=failures(report, plan.sequences))
+
+        return finish
 
     def _split(self, plan: Plan) -> list[list[int]]:
         """Which sequences share a forward pass: all of them, unless numbers must not depend on neighbours."""
@@ -108,8 +160,10 @@ class ModelRunner(Generic[T]):
         )
         return Pass(members, batch, host_ids(pending_places), host_ids(pending_rows), host_ids(last_places), sampled, spans)
 
-    def _run(self, plan: Plan, passes: list[Pass[T]], entering: list[Sequence]) -> StepResult:
+    def _start(self, plan: Plan, passes: list[Pass[T]], entering: list[Sequence]) -> Callable[[], StepResult]:
+        """Compute a plan, or queue all that computes it; the result waits for it."""
         result = StepResult([0] * len(plan.sequences))
+        endings: list[Callable[[], None]] = []
         with self.ops.computing():
             for sequence in entering:
                 self.sampler.add(sequence)
@@ -117,17 +171,24 @@ class ModelRunner(Generic[T]):
             logits: list[T] = []
             order: list[int] = []
             for one in passes:
-                logits += self._forward(plan, one, result)
+                logits += self._forward(plan, one, result, endings)
                 order += one.sampled
             for index, sequence in enumerate(plan.sequences):
                 if not plan.counts[index]:
                     logits.append(sequence.cached_logits)
                     order.append(index)
             if order:
-                self._sample(plan, logits[0] if len(logits) == 1 else self.ops.concat(logits), order, result)
-        return result
+                joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
+                endings.append(self._sample(plan, joined, order, result))
 
-    def _forward(self, plan: Plan, one: Pass[T], result: StepResult) -> list[T]:
+        def finish() -> StepResult:
+            for end in endings:
+                end()
+            return result
+
+        return finish
+
+    def _forward(self, plan: Plan, one: Pass[T], result: StepResult, endings: list[Callable[[], None]]) -> list[T]:
         """Logits of the pass's sampled members: none, or one tensor."""
         ops, batch = self.ops, one.batch
         self.num_forward_passes += 1
@@ -140,7 +201,8 @@ class ModelRunner(Generic[T]):
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS]
                 rows = np.arange(place + first, place + first + len(part))
-                found += prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, top)
+                read = prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, top)
+                endings.append(lambda found=found, read=read: found.extend(read()))  # type: ignore[misc]
         if not one.sampled:
             return []
         if self.is_deterministic and batch.num_decodes:
@@ -149,7 +211,7 @@ class ModelRunner(Generic[T]):
             return [ops.first_rows(self.model.logits(hidden), batch.num_tokens)]
         return [self.model.logits(ops.rows(hidden, one.last_places))]
 
-    def _sample(self, plan: Plan, logits: T, order: list[int], result: StepResult) -> None:
+    def _sample(self, plan: Plan, logits: T, order: list[int], result: StepResult) -> Callable[[], None]:
         ops = self.ops
         sequences = [plan.sequences[index] for index in order]
         for index in plan.keeps_logits:
@@ -157,12 +219,16 @@ class ModelRunner(Generic[T]):
         positions = [plan.starts[index] + plan.counts[index] for index in order]
         sampled = self.sampler.sample(logits, sequences, positions)
         ops.put(self._last_tokens, host_ids([sequence.row for sequence in sequences]), sampled.tokens)
-        wanting = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-        if wanting:
-            result.logprobs = {order[i]: found for i, found in sampled.logprobs(wanting).items()}
-        result.errors = {order[i]: error for i, error in sampled.errors.items()}
-        for index, token in zip(order, sampled.to_host(), strict=True):
-            result.tokens[index] = token
+
+        def finish() -> None:
+            wanting = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+            if wanting:
+                result.logprobs = {order[i]: found for i, found in sampled.logprobs(wanting).items()}
+            result.errors = {order[i]: error for i, error in sampled.errors.items()}
+            for index, token in zip(order, sampled.to_host(), strict=True):
+                result.tokens[index] = token
+
+        return finish
 
 
 def host_ids(values: list[int]) -> Ids:

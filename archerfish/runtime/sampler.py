@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import ArcherfishError, InvalidInputError, ModelError
+from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.kernels.sampling import (
     CHOSEN,
@@ -62,6 +63,7 @@ class FastSampler(Generic[T]):
         self._bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]] = {}  # by row
         self._stop_ids: dict[int, Ids] = {}
         self._problems: dict[int, str] = {}
+        self._special: set[int] = set()  # rows that ask for more than a draw from the model's logits
         self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: SamplingBatch[T] = SamplingBatch()
@@ -75,6 +77,8 @@ class FastSampler(Generic[T]):
             params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
             sequence.num_prompt + params.min_tokens,
         )  # fmt: skip
+        if params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None:
+            self._special.add(row)
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, dtype=np.int64)
             self._bias[row] = ids, np.fromiter(params.logit_bias.values(), dtype=np.float64)
@@ -93,8 +97,26 @@ class FastSampler(Generic[T]):
         """Forget what a row was told."""
         for known in (self._bias, self._stop_ids, self._problems):
             known.pop(row, None)
+        self._special.discard(row)
         self._table[row] = np.zeros((), dtype=ROW)
         self._batch_key = None
+
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """Whether `write_inputs` says all that there is to say of these sequences."""
+        return not self._special or self._special.isdisjoint([sequence.row for sequence in sequences])
+
+    def write_inputs(self, words: Ids, rows: Ids) -> None:
+        """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy."""
+        part, num = self._table[rows], len(rows)
+        is_greedy = part["temperature"] == 0
+        floats = words[FIRST_FLOAT:].view(np.float64)
+        for target, values, filling in (
+            (words[Input.KEY], part["key"], 0), (words[Input.IS_GREEDY], is_greedy, 1),
+            (words[Input.TOP_K], part["top_k"], TOP_K_OFF),
+            (floats[Input.TEMPERATURE - FIRST_FLOAT], np.where(is_greedy, 1.0, part["temperature"]), 1.0),
+            (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
+        ):
+            target[:num], target[num:] = values, filling
 
     def sample(self, logits: T, sequences: list[Sequence], positions: list[int]) -> Sampled[T]:
         """One token for each sequence, out of its row of float32 logits, which are left as they are.
@@ -222,12 +244,13 @@ class Sampled(Generic[T]):
         problems: dict[int, str],
     ) -> None:
         self.tokens = drawn.tokens  # (sequences,) int64; 0 where one failed
-        self._ops, self._report_handle, self._sequences = ops, drawn.report, sequences
-        self._asking, self._scores, self._problems = asking, scores, problems
+        self._fetch_report, self._sequences = ops.fetch(drawn.report), sequences
+        self._asking, self._problems = asking, problems
+        self._fetch_scores = None if scores is None else fetch_logprobs(ops, scores)
 
     @cached_property
     def _report(self) -> Ids:
-        return self._ops.to_ids(self._report_handle)
+        return self._fetch_report()
 
     def to_host(self) -> list[int]:
         found: list[int] = self._report[0].tolist()
@@ -236,19 +259,16 @@ class Sampled(Generic[T]):
     @cached_property
     def errors(self) -> dict[int, BaseException]:
         """Why sequences got no token, by index; the others are not touched by it."""
-        failed: dict[int, BaseException] = {
-            int(i): _failure(int(self._report[1, i]), f"The logits of request {self._sequences[i].request.request_id!r}")
-            for i in np.flatnonzero(self._report[1] != CHOSEN)
-        }
-        return failed | {i: InvalidInputError(problem) for i, problem in self._problems.items()}
+        refused = {i: InvalidInputError(problem) for i, problem in self._problems.items()}
+        return failures(self._report, self._sequences) | refused
 
     @cached_property
     def _logprobs(self) -> dict[int, TokenLogprobs]:
-        if self._scores is None:
+        if self._fetch_scores is None:
             return {}
         tokens = self.to_host()
         nums_top = [self._sequences[i].request.params.logprobs or 0 for i in self._asking]
-        found = _read_logprobs(self._ops, self._scores, [tokens[i] for i in self._asking], nums_top)
+        found = self._fetch_scores([tokens[i] for i in self._asking], nums_top)
         return {i: one for i, one in zip(self._asking, found, strict=True) if i not in self.errors}
 
     def logprobs(self, indices: Collection[int]) -> dict[int, TokenLogprobs]:
@@ -256,20 +276,40 @@ class Sampled(Generic[T]):
         return {i: self._logprobs[i] for i in indices if i in self._logprobs}
 
 
-def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens that followed, one for each row of float32 logits."""
+def failures(report: Ids, sequences: list[Sequence]) -> dict[int, BaseException]:
+    """Why sequences got no token, by index, as a (2, sequences) report says."""
+    return {
+        int(i): _failure(int(report[1, i]), f"The logits of request {sequences[i].request.request_id!r}")
+        for i in np.flatnonzero(report[1] != CHOSEN)
+    }
+
+
+def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:
+    """Log-probabilities of the tokens that followed, one for each row of float32 logits; the result waits for them."""
     scores = ops.token_logprobs(logits, ops.ids(np.asarray(next_tokens, dtype=np.int64)), num_top)
-    return _read_logprobs(ops, scores, next_tokens, [num_top] * len(next_tokens))
+    fetch = fetch_logprobs(ops, scores)
+    return lambda: fetch(next_tokens, [num_top] * len(next_tokens))
 
 
-def _read_logprobs(ops: Ops[T], scores: Logprobs[T], token_ids: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities on the host, where a float32 is all that they are given with."""
-    own, top = ops.to_numpy(scores.logprobs).tolist(), ops.to_numpy(scores.top_logprobs).tolist()
-    ranks, top_ids = ops.to_ids(scores.ranks).tolist(), ops.to_ids(scores.top_ids).tolist()
-    return [
-        TokenLogprobs(token_id, own[i], ranks[i], list(zip(top_ids[i][:num], top[i][:num], strict=True)))
-        for i, (token_id, num) in enumerate(zip(token_ids, nums_top, strict=True))
-    ]
+def fetch_logprobs(ops: Ops[T], scores: Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
+    """Begin to bring log-probabilities to the host; the result takes the tokens and how many of the likeliest each wants."""
+    own, top = ops.fetch(scores.logprobs), ops.fetch(scores.top_logprobs)
+    ranks, top_ids = ops.fetch(scores.ranks), ops.fetch(scores.top_ids)
+
+    def read(token_ids: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
+        columns = zip(rounded(own()), ranks().tolist(), top_ids().tolist(), rounded(top()), token_ids, nums_top, strict=True)
+        return [
+            TokenLogprobs(token_id, logprob, rank, list(zip(ids[:num], likeliest[:num], strict=True)))
+            for logprob, rank, ids, likeliest, token_id, num in columns
+        ]
+
+    return read
+
+
+def rounded(values: npt.NDArray[np.float64]) -> list[Any]:
+    """A float32 is all that log-probabilities are given with."""
+    found: list[Any] = values.astype(np.float32).tolist()
+    return found
 
 
 def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from archerfish.bench import generate
 from archerfish.bench.generate import Job, Report, measure_latency, measure_prefix, measure_throughput, mixed_jobs
 from archerfish.cli.main import main
 from archerfish.config import EngineConfig
-from tests.engine.test_llm_engine import TINY
+from tests.engine.tiny_llama import TINY
 
 
 @pytest.fixture

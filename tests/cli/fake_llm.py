@@ -11,7 +11,10 @@ from archerfish.params import SamplingParams
 
 
 class FakeLLM:
-    """`on_word` is called before every word; `aborted` and `closed` record how streams and the engine ended."""
+    """`on_word` is called before every word of a stream and before every prompt of several, which end in reverse order.
+
+    `num_aborted` and `is_closed` record how streams and the engine ended.
+    """
 
     model_name = "fake/llm"
 
@@ -25,10 +28,16 @@ class FakeLLM:
         self.shows_progress: bool | None = None
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False
+        self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False,
+        on_result: Callable[[int, RequestOutput], None] = lambda place, result: None,
     ) -> list[RequestOutput]:
         self.shows_progress = show_progress
-        return [self._result(prompt, params) for prompt in prompts]
+        results: dict[int, RequestOutput] = {}
+        for place in reversed(range(len(prompts))):
+            self.on_word(place)
+            results[place] = self._result(prompts[place], params)
+            on_result(place, results[place])
+        return [results[place] for place in range(len(prompts))]
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[TextDelta]:
         if self.error is not None:

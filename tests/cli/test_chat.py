@@ -136,6 +136,11 @@ def test_commands(engine: FakeLLM, talk: Callable[..., Any], tmp_path: Path) -> 
     assert "Cannot write" in err
 
 
+def test_a_reset_forgets_the_figures_too(talk: Callable[..., Any]) -> None:
+    _, out, err = talk(["Hi", "/reset", "/stats"])
+    assert out == "echo Hi\n" and "There is no answer yet." in err
+
+
 def test_a_backslash_continues_a_line(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     talk(["one\\", "two"])
     assert roles(engine.prompts[0]) == [("user", "one\ntwo")]

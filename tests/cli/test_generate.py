@@ -32,7 +32,21 @@ def test_prompts_to_texts(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -
     assert shown.out == "echo one two\n" and "fake/llm: 2 prompt tokens" in shown.err
     assert engine.is_closed and engine.params[0].max_tokens == 128
     assert main(["generate", "one", "two", "--quiet"]) == 0
-    assert capsys.readouterr().out == "one\necho one\ntwo\necho two\n"
+    assert capsys.readouterr().out == "=== prompt 1 of 2: one ===\necho one\n\n=== prompt 2 of 2: two ===\necho two\n"
+
+
+def test_several_answers_say_whose_they_are(
+    engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "one", "--n", "2", "--quiet"]) == 0
+    assert capsys.readouterr().out == "=== answer 1 of 2: one ===\necho one\n\n=== answer 2 of 2: one ===\necho one\n"
+    assert main(["generate", "one", "two " * 40, "--n", "2", "--quiet"]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("===")]
+    assert headings[0] == "=== prompt 1 of 2, answer 1 of 2: one ==="
+    assert headings[3].startswith("=== prompt 2 of 2, answer 2 of 2: two two") and headings[3].endswith("… ===")
+    monkeypatch.setattr(Output, "is_rich", property(lambda self: True))
+    assert main(["generate", "\x1b[2Jone", "two", "--quiet"]) == 0
+    assert capsys.readouterr().out.startswith("\x1b[1m=== prompt 1 of 2: [2Jone ===\x1b[0m\necho [2Jone\n\n")
 
 
 def test_json_lines(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +78,7 @@ def test_prompts_from_files_and_standard_input(
 def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
     assert main([
         "generate", "a", "--temperature", "0.5", "--top-k", "7", "--seed", "3", "--stop", "x", "--stop", "y",
-        "--stop-token-ids", "5", "--logit-bias", "4=-1.5", "--ignore-eos", "--no-skip-special-tokens", "--max-tokens", "0",
+        "--stop-token-ids", "5", "--logit-bias", "4=-1.5", "--ignore-eos", "--no-skip-special-tokens", "--max-tokens", "none",
     ]) == 0  # fmt: skip
     wanted = SamplingParams(
         temperature=0.5, top_k=7, seed=3, stop=["x", "y"], stop_token_ids=[5], logit_bias={4: -1.5}, ignore_eos=True,
@@ -78,7 +92,8 @@ def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
     [
         (["--temperature", "nan"], "temperature must be a number"), (["--logit-bias", "x"], "ID=BIAS"),
         (["--top-k", "many"], "--top-k"), (["--temprature", "1"], "--temperature"),
-        (["--n", "2", "--temperature", "0"], "equal"),
+        (["--n", "2", "--temperature", "0"], "equal"), (["--max-tokens", "0"], "max_tokens must be a whole number at least 1"),
+        (["--max-tokens", "0"], "None stands for"), (["--max-tokens", "few"], "a whole number or none, not 'few'"),
     ],
 )  # fmt: skip
 def test_wrong_flags(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,13 +134,52 @@ def test_an_interrupt_aborts_and_says_so(
     assert engine.num_aborted == 1 and engine.is_closed
 
 
+def test_an_interrupt_leaves_what_is_finished(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """To a pipe: the words that one answer has, and of several answers those that are complete, in their order."""
+
+    def interrupt(number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    engine.on_word = interrupt
+    assert main(["generate", "a b c"]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == "echo a \n" and "Interrupted." in shown.err and engine.is_closed
+    five = ["p0", "p1", "p2", "p3", "p4"]
+    assert main(["generate", *five]) == 130
+    shown = capsys.readouterr()
+    assert shown.out == "=== prompt 4 of 5: p3 ===\necho p3\n\n=== prompt 5 of 5: p4 ===\necho p4\n"
+    assert "2 of 5 prompts are finished." in shown.err
+    assert main(["generate", *five, "--json"]) == 130
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["p3", "p4"]
+
+
+def test_results_are_written_as_they_come_except_under_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    fake = FakeLLM()
+    for is_rich in (False, True):
+        monkeypatch.setattr(Output, "is_rich", is_rich)
+        writer = generate.Writer(Output(), 3)
+        for place in (1, 0, 2):
+            writer.add(place, fake._result(f"p{place}", SamplingParams()))
+            shown.append(capsys.readouterr().out)
+        writer.finish()
+        shown.append(capsys.readouterr().out)
+    assert [text.count("===\n") for text in shown] == [0, 2, 1, 0, 0, 0, 0, 0] and shown[7].count("===\x1b[0m\n") == 3
+
+
 def test_a_request_that_failed_shows_and_counts(
     engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    engine.error = DeviceError("no device")
+    assert main(["generate", "x"]) == DeviceError.exit_code
+    assert capsys.readouterr().out == ""
     made = engine._result("x", SamplingParams())
     made.outputs[0].finish_reason, made.outputs[0].error = "error", DeviceError("no memory")
-    monkeypatch.setattr(engine, "generate", lambda *_, **__: [made])
-    assert main(["generate", "x"]) == 1
+    monkeypatch.setattr(engine, "_result", lambda *_: made)
+    assert main(["generate", "x", "y"]) == 1
     assert "no memory" in capsys.readouterr().err
 
 

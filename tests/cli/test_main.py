@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archerfish import __version__
 from archerfish.cli import embed as embed_command
 from archerfish.cli import output, serve
 from archerfish.cli.main import main
@@ -94,6 +95,16 @@ def test_a_reader_that_goes_away_causes_no_message() -> None:
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", "archerfish", *arguments], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("--version") == (0, f"archerfish {__version__}\n")
+    code, said = run("genrate")
+    assert code == 2 and "Did you mean 'generate'" in said
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,14 @@ def test_order_is_kept_and_batches_do_not_matter(minilm: ArrowEngine) -> None:
 
 def test_equal_texts_are_computed_once_and_nothing_is_padded(minilm: ArrowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
-    run = minilm.core.run
+    start = minilm.core.start
 
     def count(batch: Any, **how: Any) -> Any:
         lengths.extend(batch.segments.lengths)
         assert len(batch.token_ids) == sum(batch.segments.lengths)
-        return run(batch, **how)
+        return start(batch, **how)
 
-    monkeypatch.setattr(minilm.core, "run", count)
+    monkeypatch.setattr(minilm.core, "start", count)
     vectors = minilm.encode(["same", "other one", "same", "same"] * 50)
     assert sorted(lengths) == [3, 4]
     assert np.array_equal(vectors[0], vectors[2])

@@ -13,7 +13,7 @@ from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
-from tests.engine.test_llm_engine import TINY, prompts
+from tests.engine.tiny_llama import TINY, prompts
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

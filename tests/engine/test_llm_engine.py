@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from archerfish.config import EngineConfig
-from archerfish.engine.llm_engine import LLM, LLMEngine
+from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import (
     ArcherfishError,
@@ -24,28 +21,16 @@ from archerfish.errors import (
     StoppedError,
 )
 from archerfish.params import SamplingParams
-
-VOCAB = 96
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": False, "hidden_act": "silu",
-    "eos_token_id": 2,
-}
+from tests.engine.tiny_llama import VOCAB, prompts, save_tiny_llama, tiny_config
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny-llama")
-    (directory / "config.json").write_text(json.dumps(TINY))
-    return directory
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 def make(tiny: Path, **options: Any) -> LLMEngine:
-    config = EngineConfig(
-        model=str(tiny), dtype="float32", load_format="dummy", max_cache_tokens=4096, max_num_seqs=32, seed=7
-    )
-    return LLMEngine(config, **options)
+    return LLMEngine(tiny_config(tiny), **options)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +41,6 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
 
 def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
-
-
-def prompts(num: int, seed: int = 0, least: int = 1, most: int = 60) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, VOCAB, rng.integers(least, most + 1)).tolist() for _ in range(num)]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -371,8 +351,3 @@ def test_a_closed_engine_refuses(tiny: Path) -> None:
     engine.close()
     with pytest.raises(StoppedError):
         engine.generate([[5]], greedy(1))
-
-
-def test_llm_takes_keywords_as_vllm_does(tiny: Path) -> None:
-    with LLM(model=str(tiny), dtype="float32", load_format="dummy", gpu_memory_utilization=0.9, max_cache_tokens=512) as llm:
-        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3

@@ -1,16 +1,5 @@
-"""Models this small are slower on two threads than on one."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.threads import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import Any
-
 import numpy as np
 import pytest
 
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.torch_cpu import TorchCpuOps, padded_rows
 from archerfish.runtime.batch import build_batch
+from tests.calls import num_calls
 
 
 def test_every_token_gets_its_position_and_slot() -> None:
@@ -54,17 +51,6 @@ def test_building_a_batch_calls_nothing_per_token() -> None:
     def calls(num: int) -> int:
         tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
         blocks = [list(range(start // 16 + 1)) for start in starts]
-        found = 0
-
-        def count(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal found
-            found += event == "call"
-
-        sys.setprofile(count)
-        try:
-            build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16)
-        finally:
-            sys.setprofile(None)
-        return found
+        return num_calls(lambda: build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16))
 
     assert calls(256) == calls(16)

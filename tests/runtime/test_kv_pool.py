@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError
+from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.machine import Memory
+from archerfish.kernels.ops import KVLayer
 from archerfish.kernels.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
-from archerfish.runtime.kv_pool import KVCachePool, kv_pool_class, plan_memory, register_kv_pool
+from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, kv_pool_class, plan_memory, register_kv_pool, work_bytes
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
 GIB = 1 << 30
@@ -72,3 +74,37 @@ def test_a_pool_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     register_kv_pool("cpu", Mine)
     assert kv_pool_class("cpu") is Mine
     assert kv_pool_class("cuda") is KVCachePool
+
+
+class FullOps(TorchOps):
+    """Has memory for so many blocks."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.num_freed = room, 0
+
+    def new_kv_layer(self, num_blocks: int, *shape: int) -> KVLayer[torch.Tensor]:
+        if num_blocks > self.room:
+            raise OutOfMemoryError("Full.")
+        return super().new_kv_layer(num_blocks, *shape)
+
+    def free_unused(self) -> None:
+        self.num_freed += 1
+
+
+def test_a_pool_that_does_not_fit_becomes_smaller_or_a_clear_error() -> None:
+    planned = plan(max_cache_tokens=1600, block_size=16)
+    ops = FullOps(80)
+    pool, got = allocate_pool("cpu", ops, SHAPE, planned)
+    assert pool.num_blocks == got.num_blocks == 72
+    assert "85 blocks did not fit" in got.reason
+    assert ops.num_freed == 2
+    with pytest.raises(DeviceError, match="not even"):
+        allocate_pool("cpu", FullOps(10), SHAPE, planned)
+
+
+def test_work_of_a_step_grows_with_its_tokens_and_with_the_logits() -> None:
+    shapes = [(1000, 64), (256, 64), (64, 256)]
+    few = work_bytes(shapes, 1000, 128, 4, "bfloat16")
+    assert work_bytes(shapes, 1000, 256, 4, "bfloat16") - few == 128 * 2 * (4 * 256 + 8 * 64)
+    assert work_bytes(shapes, 1000, 128, 5, "bfloat16") - few == 2 * 1000 * 6

@@ -225,7 +225,7 @@ def test_logprobs_are_of_the_unmodified_logits(vocab_size: int) -> None:
 
 def test_prompt_logprobs_are_of_the_tokens_that_followed() -> None:
     logits = torch.randn(3, VOCAB)
-    found = prompt_logprobs(TorchOps(), logits, [4, 5, 6], 1)
+    found = prompt_logprobs(TorchOps(), logits, [4, 5, 6], 1)()
     exact = torch.log_softmax(logits.double(), -1)
     assert [one.logprob for one in found] == pytest.approx([exact[i, 4 + i].item() for i in range(3)], abs=1e-5)
     assert [one.top[0][0] for one in found] == logits.argmax(-1).tolist()

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import Any
-
 from archerfish.bench.bookkeeping import measure_bookkeeping
+from tests.calls import num_calls
 
 
 def calls_of(num_sequences: int, num_waiting: int, steps: int) -> int:
-    """Python functions entered while measuring, a figure that no neighbour on the machine can change."""
-    num_calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal num_calls
-        num_calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        measure_bookkeeping(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16)
-    finally:
-        sys.setprofile(None)
-    return num_calls
+    return num_calls(lambda: measure_bookkeeping(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16))
 
 
 def test_a_report_has_a_figure_for_every_part() -> None:

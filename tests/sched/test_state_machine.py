@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
+from collections import Counter, deque
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +18,8 @@ POLICIES = ["fcfs", "priority", "longest-prefix-first", "deadline", "fair-share"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    tally: ClassVar[Counter[str]] = Counter()  # over all histories: what was checked, and how sequences ended
+
     def __init__(self) -> None:
         super().__init__()
         self.world: World | None = None
@@ -137,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.world is not None:
             self.w.take(self.w.scheduler.take_deltas())
             self.w.check()
+            self.tally["moments"] += 1
 
     def teardown(self) -> None:
         if self.world is None:
@@ -149,7 +152,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.w.scheduler.has_work and not self.w.scheduler.owned_blocks()
         self.w.check()
         self.w.check_nothing_is_held()
+        self.tally["histories"] += 1
         for seq in self.sequences:
+            self.tally[self.w.ends[seq.key]] += 1
             if self.w.ends[seq.key] == "length":
                 self.w.check_output(seq)
             else:
@@ -159,12 +164,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
+def run_histories(num_histories: int, num_events: int, **options: Any) -> None:
+    """The machine checks itself; here that it ran as often as asked, and that sequences ended in various ways."""
+    chosen = settings(
+        max_examples=num_histories, stateful_step_count=num_events, deadline=None, suppress_health_check=CHECKS, **options
+    )
+    SchedulerMachine.tally.clear()
+    run_state_machine_as_test(SchedulerMachine, settings=chosen)
+    tally = SchedulerMachine.tally
+    assert tally["histories"] >= num_histories and tally["moments"] > 2 * num_histories
+    assert min(tally["length"], tally["stop"], tally["error"]) > 0
+
+
 def test_any_order_of_events() -> None:
-    quick = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=CHECKS, derandomize=True)
-    run_state_machine_as_test(SchedulerMachine, settings=quick)
+    run_histories(60, 40, derandomize=True)
 
 
 @pytest.mark.slow
 def test_any_order_of_events_at_length() -> None:
-    long = settings(max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=CHECKS)
-    run_state_machine_as_test(SchedulerMachine, settings=long)
+    run_histories(1500, 80)

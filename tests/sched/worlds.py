@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import pytest
+
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
@@ -13,9 +15,10 @@ from archerfish.params import SamplingParams
 from archerfish.sched.fakes import FakeLoop, FakeRunner, expected_output
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Delta, Namespace, Request, Sequence
+from archerfish.sequence import Delta, Namespace, Plan, Request, Sequence
 
 VOCAB = 50
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 class World:
@@ -125,3 +128,21 @@ class World:
         tokens, _ = expected_output(seq.request, seq.index, VOCAB)
         output = self.outputs.get(seq.key, [])
         assert output == tokens[: len(output)]
+
+
+def plan(world: World) -> Plan:
+    made = world.scheduler.plan()
+    assert made is not None
+    return made
+
+
+def commit(world: World, made: Plan, **changes: Any) -> None:
+    result = world.runner.execute(made)
+    for name, value in changes.items():
+        setattr(result, name, value)
+    world.scheduler.commit(made, result)
+    world.take(world.scheduler.take_deltas())
+
+
+def counts(made: Plan) -> dict[str, int]:
+    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.counts, strict=True)}

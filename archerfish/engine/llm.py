@@ -1,0 +1,45 @@
+"""LLM: LLMEngine as users of vLLM know it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
+from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.errors import InvalidInputError
+from archerfish.params import SamplingParams
+
+
+class LLM(LLMEngine):
+    """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` take and give what those of vLLM do."""
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        use_tqdm: bool | None = None, show_progress: bool = False, **options: Any,
+    ) -> list[RequestOutput]:
+        """Results of one or more prompts, in their order. use_tqdm is another name of show_progress."""
+        shows = show_progress if use_tqdm is None else bool(use_tqdm)
+        return super().generate(prompts, sampling_params, show_progress=shows, **options)
+
+    def chat(  # type: ignore[override]  # a list, as in vLLM, also for one conversation
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool | None = None, *,
+        template_options: Mapping[str, Any] | None = None, **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or to several, in their order: a list either way."""
+        prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+
+    def get_tokenizer(self) -> TextTokenizer:
+        """The model's tokenizer: encode, decode, and what its special tokens are."""
+        if self.tokenizer is None:
+            raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give prompts as lists of token ids.")
+        return self.tokenizer
+
+
+def conversations(messages: Any) -> list[Any]:
+    """A list of conversations as it is, anything else as one conversation, which the template will check."""
+    is_many = isinstance(messages, Sequence) and bool(messages) and all(isinstance(one, list | tuple) for one in messages)
+    return list(messages) if is_many else [messages]

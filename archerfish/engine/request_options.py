@@ -1,0 +1,51 @@
+"""What a caller says of a request beside its prompt and its SamplingParams, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
+from archerfish.params import SamplingParams, is_number
+from archerfish.sequence import Namespace
+
+MAX_DEADLINE_S = 1e9  # thirty years
+REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace")
+
+
+def check_request_options(given: Mapping[str, Any]) -> None:
+    """An unknown keyword is refused; one that belongs into SamplingParams is sent there."""
+    for name in given:
+        if name not in REQUEST_OPTIONS:
+            is_sampling = name in SamplingParams.__dataclass_fields__
+            hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
+            raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
+
+
+def check_option_values(request_id: object, priority: object, deadline_s: Any, namespace: object) -> None:
+    if request_id is not None and not isinstance(request_id, str):
+        raise InvalidInputError(f"request_id must be a string, not {request_id!r}.")
+    if type(priority) is not int:
+        raise InvalidInputError(f"priority must be a whole number, not {priority!r}.", hint="Higher runs first; 0 is usual.")
+    if deadline_s is not None and (not is_number(deadline_s) or not 0 <= deadline_s <= MAX_DEADLINE_S):
+        raise InvalidInputError(
+            f"deadline_s must be a number of seconds from 0 to {MAX_DEADLINE_S:,.0f}, not {deadline_s!r}.",
+            hint="None stands for no deadline.",
+        )
+    if not isinstance(namespace, str | Namespace):
+        raise InvalidInputError(f"namespace must be a string or a Namespace, not {type(namespace).__name__}.")
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Tokens that a request names must be ones that the model has."""
+    for name, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise InvalidInputError(f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}.")
+
+
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is a list of token ids."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        return False
+    return len(prompt) > 0 and all(type(i) is int for i in prompt)

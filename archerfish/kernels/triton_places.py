@@ -1,0 +1,166 @@
+"""The host's side of attention in Triton: what the kernels ask of a batch, and how their work is cut up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from archerfish.kernels.ops import HeadShape, Ids, PagedBatch
+
+Tensor = torch.Tensor
+PLACES = "triton places"  # key in PagedBatch.derived
+SHARED_LEN = "shared_len"  # likewise, from the host: leading tokens whose keys all decodes have in the same blocks
+MAX_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 4  # that the parts of decodes should come to
+MAX_SHARED_PARTS = 32
+SHARED_PROGRAMS_PER_PROCESSOR = 1  # that their parts should come to: a tile's registers fill a processor
+GATHER_STEP = 128  # rows of a piece of gathered keys; steps divide it
+GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
+MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Where keys go that are laid side by side for prefills: of each sequence from a multiple of GATHER_STEP on."""
+
+    starts: Tensor  # (sequences,) first row
+    sequences: Tensor  # (tiles,) of GATHER_STEP rows: their sequence
+    firsts: Tensor  # (tiles,) their first key
+    num_rows: int
+
+
+@dataclass
+class Places:
+    """What the kernels ask of a batch, on the device; lengths as int32. Kept in `PagedBatch.derived` for all layers.
+
+    A captured graph puts its own there, over buffers that it refills: of a batch of decodes only context_lens is read, and
+    a context of 0 gives a row of zeros.
+    """
+
+    context_lens: Tensor  # (sequences,)
+    query_starts: Tensor  # (sequences,) row of the first new token
+    query_lens: Tensor  # (sequences,)
+    shared_len: Tensor | None = None  # (1,) leading keys that lie in the blocks of sequence 0 for all decodes, which have more
+    num_splits: int = 0  # parts of each decode; 0: as many as keep the device busy
+    is_gathered: bool = False  # laying keys side by side costs little beside attending to them
+    num_short_heads: int = 0  # that share a KV head, up to which several new tokens are few rows
+    tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by queries per tile: sequence, first query
+    gathering: Gathering | None = None
+    scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by purpose, shape and type
+
+    def pair(
+        self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Two tensors that every layer writes anew."""
+        key = (purpose, first, second, dtype)
+        if key not in self.scratch:
+            device = self.context_lens.device
+            self.scratch[key] = torch.empty(first, dtype=dtype, device=device), torch.empty(second, dtype=dtype, device=device)
+        return self.scratch[key]
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array on the device without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def find_places(batch: PagedBatch[Tensor], device: torch.device) -> Places:
+    if PLACES not in batch.derived:
+        starts = np.cumsum(batch.query_lens) - batch.query_lens
+        shared_len = batch.derived.get(SHARED_LEN, 0)
+        lengths = np.concatenate((batch.context_lens, starts, batch.query_lens, [shared_len])).astype(np.int32)
+        num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
+        num = len(starts)
+        contexts, rows, query_lens, shared = to_device(lengths, device).tensor_split((num, 2 * num, 3 * num))
+        places = batch.derived[PLACES] = Places(contexts, rows, query_lens, shared if shared_len else None)
+        if num_new and not batch.is_deterministic:
+            places.is_gathered = num_keys <= GATHER_RATIO * num_new
+            places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
+    found: Places = batch.derived[PLACES]
+    return found
+
+
+def cut(lengths: Ids, size: int) -> tuple[Ids, Ids]:
+    """Pieces of at most a size: of which sequence each is, and where in it it begins."""
+    counts = -(-lengths // size)
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    return sequence, (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * size
+
+
+def list_tiles(batch: PagedBatch[Tensor], num_queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sequence and first query of every tile of the sequences with several new tokens, those with most keys first."""
+    lens, contexts = batch.query_lens[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
+    sequence, first = cut(lens, num_queries)
+    order = np.argsort(lens[sequence] - contexts[sequence] - first, kind="stable")
+    sequences, firsts = to_device(np.stack((sequence[order] + batch.num_decodes, first[order])).astype(np.int32), device)
+    return sequences, firsts
+
+
+def plan_gathering(batch: PagedBatch[Tensor], device: torch.device) -> Gathering:
+    lens = batch.context_lens.copy()
+    lens[: batch.num_decodes] = 0
+    sequence, first = cut(lens, GATHER_STEP)
+    padded = -(-lens // GATHER_STEP) * GATHER_STEP
+    starts = np.cumsum(padded) - padded
+    sent = to_device(np.concatenate((starts, sequence, first)).astype(np.int32), device)
+    rows, sequences, firsts = sent.tensor_split((len(starts), len(starts) + len(sequence)))
+    return Gathering(rows, sequences, firsts, int(padded.sum()))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Shape of the work of one program and how it is compiled."""
+
+    rows: int  # of queries times the heads that share a KV head
+    step: int  # keys taken at a time
+    num_warps: int
+    num_stages: int
+
+
+def decode_tile(heads: HeadShape, dtype: torch.dtype, is_split: bool) -> Tile:
+    rows = max(MIN_ROWS, triton.next_power_of_2(heads.num_heads // heads.num_kv_heads))
+    if dtype == torch.float32 or heads.head_dim > 128:
+        return Tile(rows, 32, 4, 2)
+    return Tile(rows, 64, 4, 3) if is_split else Tile(rows, 128, 4, 2)
+
+
+def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:
+    """For the keys that decodes of num_rows heads in all share."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2)
+    if num_rows <= SHORT_ROWS or heads.head_dim > 128:
+        return Tile(SHORT_ROWS, 64, 4, 2)
+    return Tile(128, 64, 8, 2)
+
+
+def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_short: bool) -> Tile:
+    """is_short: most sequences have no more rows than the smallest tile."""
+    least = triton.next_power_of_2(heads.num_heads // heads.num_kv_heads)
+    if dtype == torch.float32:
+        return Tile(max(32, least), 32, 4, 2)
+    if is_gathered:
+        return Tile(max(SHORT_ROWS, least), 64, 4, 3)
+    if heads.head_dim > 128:
+        return Tile(max(128, least), 64, 8, 2)
+    if is_short:
+        return Tile(max(SHORT_ROWS, least), 64, 4, 2)
+    return Tile(max(256, least), 64, 8, 3) if heads.head_dim > 64 else Tile(max(128, least), 64, 4, 3)
+
+
+def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
+    """Parts of a decode, so that all processors have work; 1 where there are sequences enough."""
+    num_programs = num_sequences * num_kv_heads
+    if 2 * num_programs >= 3 * num_processors:
+        return 1
+    return max(1, min(MAX_SPLITS, PROGRAMS_PER_PROCESSOR * num_processors // num_programs))
+
+
+def choose_shared_parts(num_programs: int, num_processors: int) -> int:
+    """Parts of the keys that decodes share, which so many programs take each."""
+    return max(1, min(MAX_SHARED_PARTS, SHARED_PROGRAMS_PER_PROCESSOR * num_processors // num_programs))

@@ -1,0 +1,142 @@
+"""Steps that are only decodes, recorded once for each batch size and repeated: embedding to sampled token, without the host.
+
+A batch is filled up to the next recorded size. All that a step needs of the host travels in one copy (`kernels/decoding.py`);
+tokens stay on the device from step to step, and so do the block lists.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Generic
+
+import numpy as np
+
+from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, Input
+from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.models.adapter import ModelAdapter
+from archerfish.runtime.batch import pad_tables
+from archerfish.runtime.kv_pool import KVCachePool
+from archerfish.runtime.sampler import FastSampler
+from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS, find_shared
+from archerfish.sequence import Plan, Sequence
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+SIZE_STEP = 64  # between larger ones
+NUM_BUFFERS = 4  # more than the steps that are open at once
+
+
+@dataclass(frozen=True)
+class Recorded(Generic[T]):
+    """The step of one batch size: send its inputs, repeat it, fetch its report."""
+
+    inputs: T
+    repeat: Callable[[], T]
+
+
+class DecodeGraphs(Generic[T]):
+    """Runs plans that are only decodes of plainly sampled sequences, on a backend that can record work."""
+
+    def __init__(
+        self, model: ModelAdapter[T], pool: KVCachePool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
+    ) -> None:
+        self.ops: Ops[T] = model.ops
+        self.model, self.pool, self.sampler = model, pool, sampler
+        self.sizes = list_sizes(num_rows)
+        self.state = self.ops.new_decode_state(num_rows, -(-max_len // pool.block_size))
+        self._spare_row = num_rows
+        self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
+        self._recorded: dict[tuple[int, bool], Recorded[T]] = {}
+        self._buffers = cycle([self.ops.host_buffer(NUM_INPUTS * self.sizes[-1]) for _ in range(NUM_BUFFERS)])
+        self._members: bytes = b""
+        self._num_shared = 0
+
+    def forget(self, row: int) -> None:
+        """Another sequence has taken a row."""
+        self._num_known[row] = 0
+        self._members = b""
+
+    def record_next(self) -> bool:
+        """Record one more batch size, in time that nobody needs; False: all are recorded."""
+        size = next((size for size in self.sizes if (size, False) not in self._recorded), None)
+        if size is not None:
+            self._record(size, is_shared=False)
+        return size is not None
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether a plan can be run here."""
+        if plan.num_decodes != len(plan.sequences) or plan.keeps_logits or not all(plan.samples):
+            return False
+        return plan.num_decodes <= self.sizes[-1] and self.sampler.is_plain(plan.sequences)
+
+    def start(self, plan: Plan) -> T:
+        """Queue a plan's work; gives the (2, rows) report of `Drawn`, its first rows being the plan's sequences."""
+        sequences = plan.sequences
+        rows = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
+        positions = np.asarray(plan.starts, dtype=np.int64)
+        self._teach_blocks(sequences, rows, positions)
+        num_shared = self._find_shared(sequences, rows)
+        size = self.sizes[bisect_left(self.sizes, len(rows))]
+        recorded = self._recorded.get((size, num_shared > 0)) or self._record(size, num_shared > 0)
+        words = self._words(size)
+        num, block_size = len(rows), self.pool.block_size
+        words[Input.TOKEN, :num] = [
+            sequence.tokens[at] if at < len(sequence.tokens) else ON_DEVICE
+            for sequence, at in zip(sequences, plan.starts, strict=True)
+        ]
+        words[Input.BLOCK, :num] = [
+            sequence.blocks[at // block_size] for sequence, at in zip(sequences, plan.starts, strict=True)
+        ]
+        words[Input.ROW, :num], words[Input.POSITION, :num] = rows, positions
+        words[Input.NUM_SHARED, 0] = num_shared
+        self.sampler.write_inputs(words, rows)
+        self.ops.send(words, recorded.inputs)
+        return recorded.repeat()
+
+    def _words(self, size: int) -> Ids:
+        """A host buffer of inputs that are all filling."""
+        words = next(self._buffers)[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
+        words[: Input.KEY] = 0
+        words[Input.ROW], words[Input.POSITION] = self._spare_row, FILLING_POSITION
+        self.sampler.write_inputs(words, np.zeros(0, dtype=np.int64))
+        return words
+
+    def _record(self, size: int, is_shared: bool) -> Recorded[T]:
+        ops, words = self.ops, self._words(size)
+        inputs = ops.ids(words.copy())
+
+        def step() -> T:
+            batch, sampling = ops.decode_batch(inputs, self.state, self.pool.block_size, is_shared=is_shared)
+            drawn = ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
+            ops.keep_tokens(inputs, self.state, drawn.tokens)
+            return drawn.report
+
+        recorded = self._recorded[size, is_shared] = Recorded(inputs, ops.capture(step) or step)
+        return recorded
+
+    def _teach_blocks(self, sequences: list[Sequence], rows: Ids, positions: Ids) -> None:
+        """Send the block lists that the device does not know; the block of the new token always travels with it."""
+        own = positions // self.pool.block_size
+        unknown = np.flatnonzero(self._num_known[rows] < own)
+        if len(unknown):
+            self.ops.set_tables(self.state, rows[unknown], pad_tables([sequences[i].blocks for i in unknown.tolist()]))
+        self._num_known[rows] = own + 1
+
+    def _find_shared(self, sequences: list[Sequence], rows: Ids) -> int:
+        """Tokens that all sequences have in the same blocks, where reading those once pays; found anew for new company."""
+        if len(rows) < MIN_SHARED_SEQUENCES:
+            return 0
+        members = rows.tobytes()
+        if members != self._members:
+            self._members = members
+            found = find_shared([sequence.blocks for sequence in sequences], self.pool.block_size)
+            self._num_shared = found if found >= MIN_SHARED_TOKENS else 0
+        return self._num_shared
+
+
+def list_sizes(num_rows: int) -> list[int]:
+    """Batch sizes to record, the last one holding all rows."""
+    sizes = [*SIZES, *range(SIZES[-1] + SIZE_STEP, num_rows + SIZE_STEP, SIZE_STEP)]
+    return [size for size in sizes if size < num_rows] + [num_rows]

@@ -1,0 +1,137 @@
+"""LLM as users of vLLM know it, and what calls of an engine promise: mistakes are named, nothing is left open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish import LLM, LLMEngine, SamplingParams
+from archerfish.engine.outputs import RequestOutput
+from archerfish.errors import ArcherfishError, InvalidInputError
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.engine.tiny_tokenizers import byte_fallback
+
+VOCAB = 280
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+HELLO = [{"role": "user", "content": "Hello"}]
+FISH = [{"role": "user", "content": "A fish?"}]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("talking-llama")
+    byte_fallback(found, chat_template=TEMPLATE)
+    return save_tiny_llama(found, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(tiny_config(directory)) as made:
+        yield made
+
+
+def greedy(num_tokens: int = 6, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
+
+
+def test_llm_takes_keywords_as_vllm_does(directory: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "gpu_memory_utilization": 0.9}
+    with LLM(model=str(directory), max_cache_tokens=512, **options) as llm:
+        assert len(llm.generate([[5, 6]], greedy(3))[0].outputs[0].token_ids) == 3
+
+
+def test_chat_gives_a_list_for_one_conversation_and_for_several(llm: LLM) -> None:
+    one = llm.chat(HELLO, greedy())
+    several = llm.chat([HELLO, FISH], [greedy(), greedy(4)], use_tqdm=False)
+    assert isinstance(one, list) and [len(output.token_ids) for output in several] == [6, 4]
+    single = LLMEngine.chat(llm, HELLO, greedy())  # one result there
+    assert one[0].token_ids == several[0].token_ids == single.token_ids
+    assert several[1].prompt_token_ids == llm.render_chat(FISH)
+
+
+@pytest.mark.parametrize("messages", ["Hello", [], ["Hello"], [HELLO, []], [HELLO, HELLO[0]], HELLO[0], None], ids=str)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidInputError, match="messages"):
+        llm.chat(messages)
+
+
+def test_use_tqdm_is_another_name_of_show_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    ways: list[dict[str, Any]] = [{"use_tqdm": True}, {"show_progress": True}]
+    for options in ways:
+        llm.generate([[5]], greedy(1), **options)
+        assert "Generating" in capsys.readouterr().err
+        llm.chat(HELLO, greedy(1), **options)
+        assert "Generating" in capsys.readouterr().err
+    llm.generate([[5]], greedy(1), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_tokenizer_can_be_had(llm: LLM, tmp_path: Path) -> None:
+    assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("a fish")) == "a fish"
+    with LLM(tiny_config(save_tiny_llama(tmp_path))) as mute, pytest.raises(InvalidInputError, match="has no tokenizer"):
+        mute.get_tokenizer()
+
+
+def test_an_engine_says_what_it_is(directory: Path, llm: LLM) -> None:
+    name = directory.name
+    assert repr(llm) == f"LLM({name!r}, device='cpu', dtype='float32', kv_tokens=4096)"
+    with LLMEngine(tiny_config(directory, max_cache_tokens=64)) as engine:
+        assert repr(engine) == f"LLMEngine({name!r}, device='cpu', dtype='float32', kv_tokens=64)"
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"priority": "high"}, "priority must be a whole number, not 'high'"), ({"priority": 1.5}, "priority must"),
+    ({"priority": True}, "priority must"), ({"deadline_s": -1}, "deadline_s must be .* from 0 to"),
+    ({"deadline_s": math.nan}, "deadline_s must"), ({"deadline_s": math.inf}, "deadline_s must"),
+    ({"deadline_s": "1"}, "deadline_s must"), ({"deadline_s": 10**400}, "deadline_s must"),
+    ({"request_id": 5}, "request_id must be a string"), ({"namespace": ("a", "b")}, "namespace must"),
+    ({"sampling_params": SamplingParams(stop_token_ids=[VOCAB])}, f"stop_token_ids names token {VOCAB}.* of {VOCAB}"),
+    ({"sampling_params": SamplingParams(logit_bias={VOCAB: 1.0})}, f"logit_bias names token {VOCAB}"),
+], ids=lambda value: str(value)[:40])  # fmt: skip
+def test_values_that_cannot_be_meant_are_refused_before_anything_runs(llm: LLM, options: dict[str, Any], said: str) -> None:
+    before = llm.engine_stats().total_requests
+    for call in (llm.generate, llm.add_request, lambda prompt, **options: next(llm.stream(prompt, **options))):
+        with pytest.raises(InvalidInputError, match=said):
+            call([5], **options)
+    assert llm.engine_stats().total_requests == before
+
+
+def test_one_request_id_does_not_name_several_requests(llm: LLM) -> None:
+    with pytest.raises(ArcherfishError, match="request_id names one request, but there are 2 prompts"):
+        llm.generate([[5], [6]], greedy(1), request_id="mine")
+    assert llm.generate([[5]], greedy(1), request_id="mine")[0].request_id == "mine"
+
+
+def test_no_step_is_left_in_flight_after_a_stop(llm: LLM) -> None:
+    """The step that was launched before a stop was found is taken in before the call returns."""
+    text = llm.generate("a fish", greedy(20))[0].text
+    for stop in ({"stop": text[len(text) // 2]}, {"stop_token_ids": llm.generate("a fish", greedy(20))[0].token_ids[5:6]}):
+        output = llm.generate("a fish", greedy(20, **stop))[0]
+        assert output.finish_reason == "stop" and len(output.token_ids) < 20 and not llm.has_work
+        assert list(llm.stream("a fish", greedy(20, **stop)))[-1].finish_reason == "stop" and not llm.has_work
+
+
+def test_a_call_does_not_run_what_others_have_queued(llm: LLM) -> None:
+    queued = llm.add_request([5, 6, 7], greedy(30))
+    llm.generate([[8]], greedy(2))
+    assert llm.get_output(queued) is None and llm.has_work
+    llm.wait_until(lambda: llm.get_output(queued) is not None)
+    assert not llm.has_work
+
+
+def test_results_are_told_as_they_end_even_if_interrupted(llm: LLM) -> None:
+    told: list[tuple[int, RequestOutput]] = []
+
+    def take(place: int, result: RequestOutput) -> None:
+        told.append((place, result))
+        if place == 1:
+            raise KeyboardInterrupt
+
+    params = [greedy(length) for length in (2, 4, 4, 40)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5], [6], [7], [8]], params, on_result=take)
+    assert [(place, len(result.token_ids)) for place, result in told] == [(0, 2), (1, 4), (2, 4)]

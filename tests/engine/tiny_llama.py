@@ -1,0 +1,34 @@
+"""A tiny Llama, of which only config.json exists: load_format="dummy" gives it weights, the same every time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from archerfish.config import EngineConfig
+
+VOCAB = 96
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": False, "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+
+
+def save_tiny_llama(directory: Path, **changes: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return directory
+
+
+def tiny_config(directory: Path, **options: Any) -> EngineConfig:
+    usual = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7}
+    return EngineConfig(model=str(directory), **{**usual, **options})
+
+
+def prompts(num: int, seed: int = 0, least: int = 1, most: int = 60) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(least, most + 1)).tolist() for _ in range(num)]

@@ -1,0 +1,289 @@
+"""Products with few rows in Triton against the reference, in every form in which a decoder asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, random
+
+from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
+from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton_linear import LinearTile, tile_of  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
+from archerfish.layers.weights import Weights  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+Tensor = torch.Tensor
+ROWS = [1, 2, 3, 4, 5, 8, 16, 32]
+TILES = [
+    LinearTile(4, 64, 4, 1), LinearTile(2, 32, 2, 3), LinearTile(8, 512, 4, 1), LinearTile(16, 64, 4, 2, is_dot=True),
+    LinearTile(16, 128, 8, 3, is_dot=True),
+]
+
+
+def weights(
+    num_outputs: int, width: int, dtype: str, *, has_bias: bool = False
+) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
+    """Of a linear map, in a type, and of the same in float32."""
+    weight = random(num_outputs, width, dtype=dtype) * width**-0.5
+    bias = random(num_outputs, dtype=dtype) if has_bias else None
+    wide = TorchOps(DEVICE).linear_weight([weight.float()], [None if bias is None else bias.float()])
+    return TorchOps(DEVICE, dtype).linear_weight([weight], [bias]), wide
+
+
+def check(y: Tensor, expected: Tensor, dtype: str) -> None:
+    torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def _no_torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("left to torch")
+
+    monkeypatch.setattr(TorchOps, "linear", refuse)
+    monkeypatch.setattr(TorchOps, "logits", refuse)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("num_outputs", "width"), [(48, 64), (37, 100), (3, 515)])
+def test_linear(num_rows: int, num_outputs: int, width: int, dtype: str) -> None:
+    x = random(num_rows, 2 * width, dtype=dtype)[:, :width]
+    weight, wide = weights(num_outputs, width, dtype)
+    y = TritonOps(DEVICE, dtype).linear(x, weight)
+    assert y.dtype == x.dtype
+    check(y, TorchOps(DEVICE).linear(x.float(), wide), dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("num_rows", [1, 3, 7])
+@pytest.mark.parametrize("width", [128, 300])
+def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, dtype: str) -> None:
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    ops.linear_tile = tile
+    x, residual, norm = random(num_rows, width, dtype=dtype), random(num_rows, width, dtype=dtype), random(width)
+    weight, wide = weights(38, width, dtype, has_bias=True)
+    check(ops.linear(x, weight), reference.linear(x.float(), wide), dtype)
+    y, _ = ops.normed_linear(x, norm, 1e-3, weight, residual=residual, gate="silu")
+    total = (x + residual).float()
+    check(y, reference.normed_linear(total, norm, 1e-3, wide, gate="silu")[0], dtype)
+
+
+@pytest.mark.parametrize("num_rows", [2, 6])
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.usefixtures("_no_torch_products")
+def test_bias_activation_and_residual(
+    activation: Activation, has_residual: bool, num_rows: int, request: pytest.FixtureRequest
+) -> None:
+    x, residual = random(num_rows, 40), random(num_rows, 21) if has_residual else None
+    weight, _ = weights(21, 40, "float32", has_bias=True)
+    y = TritonOps(DEVICE, "float32").linear(x * 5, weight, activation=activation, residual=residual)
+    request.getfixturevalue("monkeypatch").undo()
+    check(y, TorchOps(DEVICE).linear(x * 5, weight, activation=activation, residual=residual), "float32")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_normed_linear(num_rows: int, gate: Activation | None, has_residual: bool, dtype: str) -> None:
+    """The sum is the reference's, bit by bit: it runs on through all layers."""
+    width = 100
+    x, norm = random(num_rows, width, dtype=dtype) * 3, random(width)
+    residual = random(num_rows, 2 * width, dtype=dtype)[:, width:] if has_residual else None
+    weight, wide = weights(46, width, dtype, has_bias=gate is None)
+    before = x.clone()
+    y, total = TritonOps(DEVICE, dtype).normed_linear(x, norm, 1e-2, weight, residual=residual, gate=gate)
+    _, expected_total = TorchOps(DEVICE, dtype).rms_norm(x, norm, 1e-2, residual=residual)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(x, before)
+    assert y.dtype == total.dtype == x.dtype
+    check(y, TorchOps(DEVICE).normed_linear(total.float(), norm, 1e-2, wide, gate=gate)[0], dtype)
+
+
+def test_the_norm_sees_the_rounded_sum() -> None:
+    """In float16, 2048 + 1 is 2048: the halves of the row are equal after it, and cancel."""
+    signs = torch.tensor([1.0] * 16 + [-1.0] * 16, device=DEVICE)
+    ops, ones = TritonOps(DEVICE, "float16"), torch.ones(32, device=DEVICE)
+    weight = ops.linear_weight([signs.expand(8, 32).half().contiguous()], [None])
+    x, residual = (2048 * ones[None]).half(), (signs[None] > 0).half()
+    y, total = ops.normed_linear(x, ones, 0.0, weight, residual=residual)
+    assert torch.equal(total, x)
+    assert not y.any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_logits_are_float32(num_rows: int, softcap: float, dtype: str) -> None:
+    x = random(num_rows, 64, dtype=dtype)
+    head, wide = weights(50, 64, dtype)
+    scores = TritonOps(DEVICE, dtype).logits(x, head, softcap=softcap)
+    assert scores.dtype == torch.float32
+    check(scores, TorchOps(DEVICE).logits(x.float(), wide, softcap=softcap), dtype)
+
+
+def test_logits_of_few_rows_are_not_rounded() -> None:
+    x = random(2, 64, dtype="float16")
+    head, wide = weights(50, 64, "float16")
+    check(TritonOps(DEVICE, "float16").logits(x, head), TorchOps(DEVICE).logits(x.float(), wide), "float32")
+
+
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
+    ops = TritonOps(DEVICE, "float16")
+    x, residual, norm = random(num_rows, 96, dtype="float16"), random(num_rows, 96, dtype="float16"), random(96)
+    weight, _ = weights(40, 96, "float16")
+    y, _ = ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate="silu")
+    x[1:], residual[1:] = float("nan"), float("inf")
+    assert torch.equal(ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate="silu")[0][0], y[0])
+
+
+@pytest.mark.parametrize("num_rows", [0, triton_linear.MAX_ROWS + 1])
+def test_other_numbers_of_rows_are_left_to_torch(num_rows: int) -> None:
+    ops, reference = TritonOps(DEVICE, "float32"), TorchOps(DEVICE)
+    x, norm = random(num_rows, 32), random(32)
+    weight, _ = weights(10, 32, "float32")
+    assert torch.equal(ops.linear(x, weight), reference.linear(x, weight))
+    y, total = ops.normed_linear(x, norm, 1e-5, weight, gate="silu")
+    check(y, reference.normed_linear(x, norm, 1e-5, weight, gate="silu")[0], "float32")
+    assert total is x
+
+
+def test_other_types_are_left_to_torch() -> None:
+    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE, "float16")
+    weight, wide = weights(10, 32, "float16")
+    x = random(2, 32, dtype="float16")
+    for kind, values in ((wide, x), (weight, x.float())):
+        assert torch.equal(ops.linear(values, kind), reference.linear(values, kind))
+    residual = random(2, 32)
+    assert ops.normed_linear(x, random(32), 1e-5, weight, residual=residual)[1].dtype == torch.float32
+    assert ops.linear(x, weight, residual=random(2, 10)).dtype == torch.float32
+
+
+def test_tiles_fit_the_card() -> None:
+    """227 KiB of shared memory; parts of the columns that a tensor core takes."""
+    for num_rows in range(1, triton_linear.MAX_ROWS + 1):
+        for num_weights, width in ((1, 1), (1024, 3072), (4096, 1024), (28672, 4096), (4096, 14336), (151936, 1024)):
+            for is_gated in (True, False):
+                for element_bytes in (2, 4):
+                    tile = tile_of(num_rows, num_weights, width, is_gated, element_bytes)
+                    rows = max(8, 1 << (num_rows - 1).bit_length()) + tile.outputs * (2 if is_gated else 1)
+                    assert tile.num_stages == 1 or tile.num_stages * rows * tile.columns * element_bytes <= 227 * 1024
+                    assert not tile.is_dot or tile.columns // tile.num_warps >= 16
+
+
+class FusingOps(TorchOps):
+    """The reference, with a note of what was asked of normed_linear."""
+
+    fuses_norms = True
+    num_calls = 0
+
+    def normed_linear(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        return super().normed_linear(*args, **kwargs)
+
+
+def block_of(ops: TorchOps, mlp: Callable[[Weights[Tensor]], Any], attention: type[Attention[Tensor]]) -> DecoderBlock[Tensor]:
+    sizes = {"q_proj": (32, 24), "k_proj": (16, 24), "v_proj": (16, 24), "o_proj": (24, 32)}
+    sizes |= {"gate_proj": (40, 24), "up_proj": (40, 24), "down_proj": (24, 40)}
+    torch.manual_seed(3)
+    source = {f"{name}.weight": random(*size) * 0.2 for name, size in sizes.items()}
+    source |= {"norm.weight": 1 + 0.1 * random(24)}
+    own = Weights(source, ops)
+    norm = RMSNorm(own, "norm", 24, 1e-5)
+    return DecoderBlock(attention(own, 24, HeadShape(4, 2, 8, 0.3), None), mlp(own), BlockNorms(norm, norm))
+
+
+class OwnAttention(Attention[Tensor]):
+    """A subclass may do anything with the normalised input."""
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        return super().__call__(2 * x, *args)
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize(
+    ("mlp", "attention", "num_calls"),
+    [
+        (lambda own: GatedMLP(own, 24, 40, "silu"), Attention, 2), (lambda own: lambda x: 3 * x, Attention, 1),
+        (lambda own: GatedMLP(own, 24, 40, "gelu"), OwnAttention, 1),
+    ],
+)
+def test_a_block_gives_the_same_with_norms_fused(
+    mlp: Callable[[Weights[Tensor]], Any], attention: type[Attention[Tensor]], num_calls: int, has_residual: bool
+) -> None:
+    found = []
+    for ops in (TorchOps(DEVICE), FusingOps(DEVICE)):
+        batch, kv = batch_over(ops, ((1, 5), (1, 9)), 4, HeadShape(4, 2, 8, 0.3))
+        block = block_of(ops, mlp, attention)
+        torch.manual_seed(1)
+        x, residual = random(2, 24), random(2, 24)
+        found.append(block(x, residual if has_residual else None, batch, kv))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert isinstance(ops, FusingOps)
+    assert ops.num_calls == num_calls
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+@pytest.mark.parametrize("starts_early", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+def test_products_can_be_captured(num_rows: int, starts_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of products over static buffers, whose kernels may start before the one in front has ended."""
+    monkeypatch.setattr(triton_linear, "STARTS_EARLY", starts_early)
+    ops, norm = TritonOps(DEVICE, "bfloat16"), 1 + 0.1 * random(512)
+    up, down = weights(4096, 512, "bfloat16")[0], weights(512, 2048, "bfloat16")[0]
+    head = weights(3000, 512, "bfloat16")[0]
+    x = random(num_rows, 512, dtype="bfloat16")
+
+    def step(ops: TorchOps) -> Tensor:
+        y, residual = x, None
+        for _ in range(20):
+            y, residual = ops.normed_linear(y, norm, 1e-5, up, residual=residual, gate="silu")
+            y = ops.linear(y, down)
+        return ops.logits(ops.rms_norm(y, norm, 1e-5, residual=residual)[0], head)
+
+    step(ops)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ops)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        captured, expected = out.clone(), step(TorchOps(DEVICE, "bfloat16"))
+        assert torch.equal(captured, step(ops))
+        assert float((captured - expected).norm() / expected.norm()) < 0.05
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="too slow in the interpreter")
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(
+    ("num_outputs", "width"),
+    [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (6144, 4096), (4096, 14336), (28672, 4096), (50000, 1024)],
+)
+def test_shapes_of_models(num_outputs: int, width: int, num_rows: int) -> None:
+    ops, reference = TritonOps(DEVICE, "bfloat16"), TorchOps(DEVICE)
+    x, residual = random(num_rows, width, dtype="bfloat16"), random(num_rows, width, dtype="bfloat16")
+    weight, wide = weights(num_outputs, width, "bfloat16")
+    norm, plain = 1 + 0.1 * random(width), reference.linear(x.float(), wide)
+    found = [(ops.linear(x, weight), plain), (ops.logits(x, weight), plain)]
+    gates: tuple[Activation | None, ...] = (None, "silu")
+    for gate in gates:
+        y, total = ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate=gate)
+        found.append((y, reference.normed_linear(total.float(), norm, 1e-5, wide, gate=gate)[0]))
+    for y, expected in found:
+        assert float((y - expected).norm() / expected.norm()) < 0.01

@@ -1,0 +1,267 @@
+"""Sampling by the Triton kernels against the reference in torch and against plain numpy.
+
+In the interpreter a cut row takes a quarter of a second, so that there the tests have few rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.triton_support import DEVICE, HAS_CUDA
+
+from archerfish.kernels import triton_sampling  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, SamplingBatch  # isort: skip
+from archerfish.kernels.sampling import stream_key, uniform  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.params import SamplingParams  # isort: skip
+from archerfish.runtime.sampler import FastSampler  # isort: skip
+from archerfish.sequence import Request, Sequence  # isort: skip
+from tests.runtime.sampling_reference import chi_square, probabilities  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where integers wrap around
+Tensor = torch.Tensor
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+GRID = [
+    dict(zip(OFF, values, strict=True))
+    for values in product((0.7, 1.6, 0.0), (0, 1, 9, 500), (1.0, 0.85, 1e-9), (0.0, 0.03, 1.0))
+]
+NUM_DRAWS = 60 if HAS_CUDA else 5
+
+
+def batch_of(rows: list[dict[str, Any]], *, seeds: list[int] | None = None, position: int = 11) -> SamplingBatch[Tensor]:
+    """All parameters of all rows, as a captured graph has them."""
+    full = [{**OFF, **row} for row in rows]
+    seeds = seeds or list(range(len(rows)))
+
+    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+    return SamplingBatch(
+        temperature=column([row["temperature"] or 1.0 for row in full], torch.float64),
+        is_greedy=column([row["temperature"] == 0 for row in full], torch.int64),
+        keys=column([stream_key(seed, 0) for seed in seeds], torch.int64),
+        positions=column([position] * len(rows), torch.int64),
+        min_p=column([row["min_p"] for row in full], torch.float64),
+        long_cuts=Cuts(
+            torch.arange(len(rows), device=DEVICE), column([row["top_k"] or TOP_K_OFF for row in full], torch.int64),
+            column([row["top_p"] if row["top_p"] < 1 else math.inf for row in full], torch.float64), TOP_K_OFF,
+        ),
+        has_uncut=True,
+    )
+
+
+def random_logits(num_rows: int, vocab_size: int, scale: float, *, is_rounded: bool = False, seed: int = 0) -> Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+    return (logits.bfloat16().float() if is_rounded else logits).to(DEVICE)
+
+
+def assert_draws_are_right(logits: Tensor, rows: list[dict[str, Any]], *, position: int = 11) -> None:
+    """Equal to the reference in torch, and to plain numpy, wherever float32 can tell."""
+    batch = batch_of(rows, position=position)
+    found = TritonOps(DEVICE, "float32").sample(logits, batch)
+    expected = TorchOps(DEVICE).sample(logits, batch).tokens.tolist()
+    tokens = found.tokens.tolist()
+    assert found.report[0].tolist() == tokens and found.report[1].tolist() == [CHOSEN] * len(rows)
+    for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        p = probabilities(logits[i].cpu().numpy(), SamplingParams(**{**OFF, **row}))
+        number, end = uniform(stream_key(i, 0), position), p[: token + 1].sum()
+        slack = 2e-6 + min(p[p > 0].min(), 1e-5)  # of sums in float32, and of a top_p that ends between two tokens by a hair
+        assert p[token] > 0 and end - p[token] - slack <= number <= end + slack, (i, row)
+        is_at_border = min(abs(number - end), abs(number - end + p[token])) < slack
+        assert token == expected[i] or is_at_border, (i, row)
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("vocab_size", [37, 1000, 5003, 20_000] if HAS_CUDA else [0])
+def test_every_combination_of_options(vocab_size: int, part: int) -> None:
+    rows = GRID if HAS_CUDA else GRID[part::12]
+    vocab_size = vocab_size or (37, 1000, 5003)[part % 3]
+    logits = random_logits(len(rows), vocab_size, 2.5, is_rounded=part % 2 == 1, seed=part)
+    assert_draws_are_right(logits, rows, position=part)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.2, 6.0])
+def test_flat_and_steep_logits(scale: float) -> None:
+    rows: list[dict[str, Any]] = [
+        {}, {"top_p": 0.5}, {"top_k": 40}, {"top_k": 2500, "top_p": 0.9001}, {"top_p": 0.999, "temperature": 0.3},
+        {"min_p": 0.2}, {"top_k": 3, "temperature": 4.0}, {"top_k": 5003}, {"top_k": 5002}, {"temperature": 1e-20},
+        {"top_k": 6000, "min_p": 0.01}, {"top_k": 2600, "top_p": 0.3001, "min_p": 0.9},
+    ]  # fmt: skip
+    if not HAS_CUDA:
+        rows = rows[int(scale) % 4 :: 4]
+    for position in range(20 if HAS_CUDA else 1):
+        assert_draws_are_right(random_logits(len(rows), 5003, scale, seed=position), rows, position=position)
+
+
+@pytest.mark.parametrize("capacity", [16, 1000])
+def test_rows_with_more_tokens_than_a_list_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sampling, "CAPACITY", capacity)
+    rows: list[dict[str, Any]] = [
+        {"top_p": 0.9}, {"top_k": 15}, {"top_k": 1800, "top_p": 0.6}, {"min_p": 0.001}, {"top_k": 17, "min_p": 0.1}, {}
+    ]
+    assert_draws_are_right(random_logits(len(rows), 4100, 1.0, is_rounded=True), rows)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="too long in the interpreter")
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_large_vocabulary(scale: float) -> None:
+    rows: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 50, "top_p": 0.95}, {"top_k": 40_000, "top_p": 0.9},
+        {"top_k": 20, "min_p": 0.1, "temperature": 0.6}, {"min_p": 0.05},
+    ] * 3  # fmt: skip
+    for position, is_rounded in product(range(3), (False, True)):
+        logits = random_logits(len(rows), 151_936, scale, is_rounded=is_rounded, seed=position)
+        assert_draws_are_right(logits, rows, position=position)
+
+
+def test_equal_logits_are_kept_by_lowest_id() -> None:
+    vocab_size = 2100
+    logits = torch.full((1, vocab_size), -4.0, device=DEVICE)
+    logits[0, [5, 90, 2050, 2060, 2070]] = torch.tensor([0.0, -0.0, 0.0, 1.0, 0.0], device=DEVICE)
+    cases: list[tuple[dict[str, Any], set[int]]] = [
+        ({"top_k": 3}, {2060, 5, 90}), ({"top_k": 1}, {2060}), ({"temperature": 0}, {2060}), ({"top_p": 1e-9}, {2060}),
+        ({"min_p": 1.0}, {2060}), ({"top_k": 5}, {2060, 5, 90, 2050, 2070}),
+        ({"top_k": 9, "min_p": 0.3}, {2060, 5, 90, 2050, 2070}),
+        ({"top_k": 5, "top_p": 0.6}, {2060, 5, 90}),  # of e + 4: e, e + 1, e + 2, which is the first above 0.6 * (e + 4)
+    ]  # fmt: skip
+    rows = [(options, kept) for options, kept in cases for _ in range(NUM_DRAWS)]
+    batch = batch_of([options for options, _ in rows])
+    tokens = TritonOps(DEVICE, "float32").sample(logits.repeat(len(rows), 1), batch).tokens.tolist()
+    for i, (options, kept) in enumerate(cases):
+        seen = set(tokens[i * NUM_DRAWS : (i + 1) * NUM_DRAWS])
+        assert seen == kept if HAS_CUDA else seen <= kept, options
+
+
+def test_failed_rows_do_not_touch_the_others() -> None:
+    bad = [{0: math.nan}, {2099: math.nan}, {7: math.inf}, {7: math.inf, 9: -math.inf}]
+    options: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.1}]
+    logits = random_logits(len(bad) + 3, 2100, 2.0)
+    for row, values in enumerate(bad):
+        for token, value in values.items():
+            logits[row, token] = value
+    logits[len(bad)] = -math.inf
+    logits[len(bad) + 1, 1:] = -math.inf  # one token is left
+    outcomes = [NOT_FINITE] * len(bad) + [NONE_LEFT, CHOSEN, CHOSEN]
+    for option in options:
+        for batch in (batch_of([option] * len(logits)), SamplingBatch[Tensor]()):
+            found = TritonOps(DEVICE, "float32").sample(logits, batch).report.tolist()
+            assert found == TorchOps(DEVICE).sample(logits, batch).report.tolist()
+            assert found[1] == outcomes and found[0][: len(bad) + 2] == [0] * (len(bad) + 2)
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
+    logits = torch.full((NUM_DRAWS, 2500), -math.inf, device=DEVICE)
+    logits[:, [3, 2049, 2400]] = 0.25
+    for option in ({}, {"top_p": 0.99}, {"top_k": 2000}, {"temperature": 50.0, "top_k": 7}):
+        tokens = TritonOps(DEVICE, "float32").sample(logits, batch_of([option] * NUM_DRAWS)).tokens.tolist()
+        assert set(tokens) <= {3, 2049, 2400} and len(set(tokens)) > 1
+
+
+def test_a_greedy_batch_takes_the_lowest_of_the_largest() -> None:
+    logits = random_logits(5, 4500, 2.0)
+    logits[1, [2047, 2048, 4499]] = 50.0
+    logits[2, [4499]] = 50.0
+    found = TritonOps(DEVICE, "float32").sample(logits, SamplingBatch())
+    assert found.tokens.tolist() == logits.argmax(-1).tolist()
+    assert found.tokens[1:3].tolist() == [2047, 4499] and found.report.dtype == torch.int64
+    assert TritonOps(DEVICE, "float32").sample(logits[:0], SamplingBatch()).report.shape == (2, 0)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    rows = GRID[1::2] if HAS_CUDA else GRID[1:72:12]
+    logits = random_logits(len(rows), 3000, 2.0)
+    ops = TritonOps(DEVICE, "float32")
+    together = ops.sample(logits, batch_of(rows)).tokens.tolist()
+    alone = [ops.sample(logits[i : i + 1], batch_of([row], seeds=[i])).tokens.item() for i, row in enumerate(rows)]
+    assert alone == together
+
+
+def test_rows_of_a_wider_array_are_read_where_they_lie() -> None:
+    logits = random_logits(4, 700, 2.0)
+    rows: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 9}, {"top_p": 0.8}]
+    ops = TritonOps(DEVICE, "float32")
+    for view in (logits[:, 31:500], logits.T.contiguous().T[:, :469]):
+        expected = ops.sample(view.contiguous(), batch_of(rows)).tokens
+        assert ops.sample(view, batch_of(rows)).tokens.tolist() == expected.tolist()
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "top_p": 0.9},
+    {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [MIXED, MIXED[:2], MIXED[2:3], MIXED[2:4], MIXED[4:5], MIXED[6:], MIXED[1:2]])
+def test_the_sampler_draws_as_with_the_reference(options: list[dict[str, Any]]) -> None:
+    vocab_size = 641
+    found = []
+    for ops in (TritonOps(DEVICE, "float32"), TorchOps(DEVICE)):
+        sampler: FastSampler[Tensor] = FastSampler(ops, vocab_size, len(options))
+        sequences = []
+        for row, kw in enumerate(options):
+            params = SamplingParams(max_tokens=100, **kw)
+            sequence = Sequence(Request(f"r{row}", [1, 2, 3], params, 100, stop_token_ids=frozenset({5}), seed=row), 0)
+            sequence.row = row
+            sequences.append(sequence)
+            sampler.add(sequence)
+        tokens = []
+        for step in range(6 if HAS_CUDA else 2):
+            logits = random_logits(len(options), vocab_size, 2.0, seed=step)
+            before = logits.clone()
+            sampled = sampler.sample(logits, sequences, [3 + step] * len(options))
+            assert sampled.errors == {} and torch.equal(logits, before)
+            tokens.append(sampled.to_host())
+        found.append(tokens)
+    assert found[0] == found[1]
+
+
+SHAPES: list[dict[str, Any]] = [
+    {}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.06}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SHAPES if HAS_CUDA else SHAPES[::4])
+def test_distribution_passes_chi_square(options: dict[str, Any]) -> None:
+    num_draws, vocab_size = 20_000 if HAS_CUDA else 40, 33
+    logits = torch.from_numpy((np.random.default_rng(3).normal(size=vocab_size) * 1.5).astype(np.float32))
+    batch = batch_of([options] * num_draws)
+    tokens = TritonOps(DEVICE, "float32").sample(logits.repeat(num_draws, 1).to(DEVICE), batch).tokens
+    counts = np.bincount(tokens.cpu().numpy(), minlength=vocab_size)
+    p = probabilities(logits.numpy(), SamplingParams(**{**OFF, **options}))
+    assert not counts[p == 0].any()
+    statistic, most = chi_square(counts, p)
+    assert statistic < most
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a GPU")
+def test_a_captured_graph_follows_its_parameters() -> None:
+    num_rows, vocab_size = 12, 32_003
+    ops = TritonOps(DEVICE, "bfloat16")
+    logits = random_logits(num_rows, vocab_size, 3.0)
+    batch = batch_of([{}] * num_rows)
+    ops.sample(logits, batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = ops.sample(logits, batch)
+    random = np.random.default_rng(5)
+    for step in range(9):
+        new = batch_of([GRID[i] for i in random.integers(len(GRID), size=num_rows)], position=step)
+        logits.copy_(random_logits(num_rows, vocab_size, 3.0, seed=step))
+        for name in ("temperature", "is_greedy", "keys", "positions", "min_p"):
+            getattr(batch, name).copy_(getattr(new, name))
+        assert batch.long_cuts is not None and new.long_cuts is not None
+        batch.long_cuts.top_k.copy_(new.long_cuts.top_k)
+        batch.long_cuts.top_p.copy_(new.long_cuts.top_p)
+        graph.replay()
+        assert drawn.tokens.tolist() == TorchOps(DEVICE).sample(logits, new).tokens.tolist()
+        assert drawn.report.tolist() == ops.sample(logits, replace(new)).report.tolist()

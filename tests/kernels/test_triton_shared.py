@@ -1,0 +1,216 @@
+"""Decodes over keys that all of them share, and windows that keep the first tokens in sight, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, in_float32, random
+
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.reference import TorchOps, visible  # isort: skip
+from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
+from archerfish.kernels.triton_attention import PLACES, Places, Tile, find_places  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_places import SHARED_LEN, choose_shared_parts  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+Tensor = torch.Tensor
+SMALL = Tile(16, 16, 4, 1)
+
+
+def shared_batch(
+    ops: TritonOps, owns: tuple[int, ...], num_blocks: int, block_size: int, heads: HeadShape
+) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
+    """Decodes with so many blocks in common and so many keys of their own."""
+    batch, kv = batch_over(ops, tuple((1, num_blocks * block_size + own) for own in owns), block_size, heads)
+    batch.block_tables[:, :num_blocks] = batch.block_tables[0, :num_blocks].clone()
+    return batch, kv
+
+
+def sharing(batch: PagedBatch[Tensor], kv: KVLayer[Tensor], shared_len: int, num_splits: int = 0) -> PagedBatch[Tensor]:
+    """The batch with Places of its own; what the tables of all but the first say of shared keys leads to NaN."""
+    tables = batch.block_tables.clone()
+    is_unused = kv.keys.isnan().flatten(1).all(1)
+    tables[1:, : shared_len // batch.block_size] = int(is_unused.nonzero()[0])
+    lengths = torch.from_numpy(batch.context_lens).to(DEVICE, torch.int32)
+    num_shared = torch.tensor([shared_len], dtype=torch.int32, device=DEVICE)
+    places = Places(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
+    return replace(batch, block_tables=tables, derived={PLACES: places})
+
+
+def expect(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
+    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), replace(batch, derived={}), heads)
+
+
+def attend_anew(ops: TritonOps, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
+    """A call before which all scratch memory becomes NaN."""
+    scratch = batch.derived[PLACES].scratch
+    if not scratch:
+        ops.paged_attention(q, kv, batch, heads)
+    for pair in scratch.values():
+        for memory in pair:
+            memory.fill_(float("nan"))
+    return ops.paged_attention(q, kv, batch, heads)
+
+
+SHAPES = [  # heads, block size, shared blocks
+    (HeadShape(2, 2, 64, 0.125), 16, 5),
+    (HeadShape(4, 2, 128, 0.09), 16, 1),
+    (HeadShape(4, 1, 64, 0.125), 1, 67),
+    (HeadShape(8, 1, 128, 0.09), 64, 2),
+    (HeadShape(2, 1, 64, 0.125), 64, 0),
+    (HeadShape(6, 2, 80, 0.1, softcap=3.0), 16, 3),
+]
+if HAS_CUDA:
+    SHAPES += [
+        (HeadShape(group * 2, 2, head_dim, 0.1), block_size, num_tokens // block_size)
+        for group in (1, 2, 4, 8, 40)
+        for head_dim, block_size in ((64, 1), (64, 64), (128, 16), (128, 256), (256, 16))
+        for num_tokens in (0, 256, 2560)
+    ]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("heads", "block_size", "num_blocks"), SHAPES)
+def test_shared_keys(heads: HeadShape, block_size: int, num_blocks: int, num_splits: int, dtype: str) -> None:
+    if not HAS_CUDA and dtype == "float16" and num_splits == 3:
+        pytest.skip("float32 takes the same way")
+    ops = TritonOps(DEVICE, dtype)
+    owns = (37, 1, 90, 5) if not HAS_CUDA else tuple(1 + 37 * i % 230 for i in range(70))
+    batch, kv = shared_batch(ops, owns, num_blocks, block_size, heads)
+    q = random(len(owns), heads.num_heads * heads.head_dim, dtype=dtype)
+    out = attend_anew(ops, q, kv, sharing(batch, kv, num_blocks * block_size, num_splits), heads)
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out.float(), expect(q, kv, batch, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+    """More rows than a tile has; the last tile is filling alone, and none of it reads what was never written."""
+    heads = HeadShape(8, 1, 32, 0.2)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = SMALL
+    batch, kv = shared_batch(ops, (1, 20, 5, 3, 9, 2), 5, 8, heads)
+    q = random(6, 256)
+    q[3] = float("nan")
+    shared = sharing(batch, kv, 0, num_splits)
+    shared.block_tables.copy_(batch.block_tables)
+    places = shared.derived[PLACES]
+    places.context_lens[3:] = 0
+    expected = expect(q, kv, batch, heads)
+    expected[3:] = 0
+    for num_blocks in (5, 0, 1):
+        places.shared_len.fill_(num_blocks * 8)
+        torch.testing.assert_close(attend_anew(ops, q, kv, shared, heads), expected, atol=2e-5, rtol=2e-5)
+    places.context_lens.fill_(0)
+    assert not attend_anew(ops, q, kv, shared, heads).any()
+
+
+@pytest.mark.parametrize(("window", "is_deterministic"), [(20, False), (0, True)])
+def test_windows_and_deterministic_batches_share_nothing(window: int, is_deterministic: bool) -> None:
+    heads = HeadShape(2, 1, 32, 0.2, window=window)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = SMALL
+    batch, kv = shared_batch(ops, (3, 9), 4, 8, heads)
+    q = random(2, 64)
+    batch = replace(batch, is_deterministic=is_deterministic)
+    shared = replace(sharing(batch, kv, 32), block_tables=batch.block_tables)
+    assert torch.equal(ops.paged_attention(q, kv, shared, heads), ops.paged_attention(q, kv, batch, heads))
+    assert [purpose for purpose, *_ in shared.derived[PLACES].scratch] == ["parts"]
+
+
+def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
+    heads = HeadShape(2, 1, 32, 0.2)
+    ops = TritonOps(DEVICE, "float32")
+    batch, kv = batch_over(ops, ((1, 40), (1, 33), (5, 21)), 8, heads)
+    batch.block_tables[1, :4] = batch.block_tables[0, :4]
+    q = random(7, 64)
+    batch.derived[SHARED_LEN] = 32
+    out = ops.paged_attention(q, kv, batch, heads)
+    assert find_places(batch, q.device).shared_len is not None
+    torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-5, rtol=2e-5)
+
+
+def test_shared_keys_are_cut_so_that_the_device_is_busy() -> None:
+    assert [choose_shared_parts(num, 132) for num in (8, 32, 64, 96, 1000)] == [16, 4, 2, 1, 1]
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+@pytest.mark.parametrize("num", [9, 100])
+def test_shared_decodes_can_be_captured(num: int) -> None:
+    """One graph serves other lengths, also of what is shared."""
+    heads = HeadShape(8, 2, 128, 0.1)
+    ops = TritonOps(DEVICE, "bfloat16")
+    batch, kv = shared_batch(ops, tuple(1 + 7 * i % 80 for i in range(num)), 40, 16, heads)
+    q = random(num, 1024, dtype="bfloat16")
+    shared = replace(sharing(batch, kv, 0), block_tables=batch.block_tables)
+    places = shared.derived[PLACES]
+    lengths = places.context_lens.clone()
+    places.context_lens.fill_(0)
+    ops.paged_attention(q, kv, shared, heads)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.paged_attention(q, kv, shared, heads)
+    expected = expect(q, kv, batch, heads)
+    for num_blocks, num_real in ((40, num), (0, num), (17, num - 3), (1, 1)):
+        places.shared_len.fill_(16 * num_blocks)
+        places.context_lens.copy_(lengths)
+        places.context_lens[num_real:] = 0
+        graph.replay()
+        torch.testing.assert_close(out[:num_real].float(), expected[:num_real], atol=2e-2, rtol=2e-2)
+        assert not out[num_real:].any()
+
+
+SINKS = [  # heads, block size
+    (HeadShape(2, 1, 64, 0.125, window=10, sinks=4), 16),
+    (HeadShape(4, 2, 32, 0.2, window=1, sinks=1), 1),
+    (HeadShape(3, 1, 16, 0.25, window=30, sinks=40, softcap=2.0), 8),
+    (HeadShape(3, 1, 16, 0.25, window=0, sinks=4), 8),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("heads", "block_size"), SINKS)
+def test_sinks(heads: HeadShape, block_size: int, num_splits: int, dtype: str) -> None:
+    ops = TritonOps(DEVICE, dtype)
+    ops.decode_tile = ops.prefill_tile = SMALL
+    sequences = ((1, 90), (1, 5), (1, 33), (1, 1), (9, 70), (40, 40))
+    batch, kv = batch_over(ops, sequences, block_size, heads)
+    find_places(batch, torch.device(DEVICE)).num_splits = num_splits
+    q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype=dtype)
+    expected = expect(q, kv, batch, heads)
+    out = ops.paged_attention(q, kv, batch, heads).float()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.skipif(not HAS_CUDA, reason="slow in the interpreter")
+def test_sinks_of_long_prompts(is_gathered: bool) -> None:
+    heads = HeadShape(8, 2, 128, 0.1, window=100, sinks=4)
+    ops = TritonOps(DEVICE, "bfloat16")
+    batch, kv = batch_over(ops, ((1, 3000), (1, 70), (300, 900), (1000, 1000)), 16, heads)
+    find_places(batch, torch.device(DEVICE)).is_gathered = is_gathered
+    q = random(batch.num_tokens, 1024, dtype="bfloat16")
+    out = ops.paged_attention(q, kv, batch, heads).float()
+    torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="batches of these tests lie on the GPU")
+def test_sinks_on_a_cpu() -> None:
+    heads = HeadShape(2, 1, 16, 0.25, window=10, sinks=4)
+    batch, kv = batch_over(TorchOps(), ((1, 90), (1, 5), (9, 70)), 8, heads)
+    q = torch.randn(11, 32)
+    expected = TorchOps().paged_attention(q, kv, batch, heads)
+    torch.testing.assert_close(TorchCpuOps().paged_attention(q, kv, batch, heads), expected)
+
+
+def test_the_reference_sees_the_window_and_the_sinks() -> None:
+    seen = visible(2, 6, 2, torch.device("cpu"), sinks=1)
+    assert np.array_equal(seen.numpy(), [[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1]])

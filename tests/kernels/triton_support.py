@@ -1,0 +1,74 @@
+"""What tests of Triton kernels share. They run on a GPU where there is one, else in Triton's interpreter, without bfloat16."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when it is first imported
+triton = pytest.importorskip("triton")
+if not HAS_CUDA and "Interpreted" not in type(triton.language.sum).__name__:
+    pytest.skip("triton was imported before it was told to interpret", allow_module_level=True)
+
+
+def teach_interpreter_new_numpy() -> None:
+    """Its scalars are arrays of one element, which numpy 2.5 no longer takes for numbers."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if not HAS_CUDA:
+    teach_interpreter_new_numpy()
+
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402
+from archerfish.kernels.reference import TorchOps  # noqa: E402
+from archerfish.runtime.batch import build_batch  # noqa: E402
+
+Tensor = torch.Tensor
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+TYPES = ["float32", "float16", "bfloat16"] if HAS_CUDA else ["float32", "float16"]
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+
+
+def random(*shape: int, dtype: str = "float32") -> Tensor:
+    return torch.randn(*shape).to(DEVICE, getattr(torch, dtype))
+
+
+def batch_over(
+    ops: TorchOps, sequences: tuple[tuple[int, int], ...], block_size: int, heads: HeadShape, *, is_deterministic: bool = False,
+    num_rows: int = 0,
+) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
+    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
+    torch.manual_seed(0)
+    needed = [-(-context // block_size) for _, context in sequences]
+    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
+    blocks = [[order.pop() for _ in range(num)] for num in needed]
+    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
+    for memory in (kv.keys, kv.values):
+        memory.fill_(float("nan"))
+        for owned, (_, context) in zip(blocks, sequences, strict=True):
+            position = torch.arange(context, device=DEVICE)
+            block = torch.tensor(owned, device=DEVICE)[position // block_size]
+            memory[block, position % block_size] = random(context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype)
+    batch = build_batch(
+        ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences], blocks=blocks,
+        block_size=block_size, is_deterministic=is_deterministic, num_rows=num_rows,
+    )
+    return batch, kv
+
+
+def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
+    return KVLayer(kv.keys.float().contiguous(), kv.values.float().contiguous())

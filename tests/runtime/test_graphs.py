@@ -1,0 +1,131 @@
+"""Recorded steps of decodes against steps that are not: on the CPU over a backend that only claims to record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from archerfish import LLMEngine, SamplingParams
+from archerfish.engine import llm_loading
+from archerfish.kernels.reference import TorchOps
+from archerfish.runtime.graphs import DecodeGraphs, list_sizes
+from archerfish.sequence import Plan
+from tests.engine.tiny_llama import TINY
+
+PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(1 + 5 * i % 23)] for i in range(12)]
+
+
+class RecordingOps(TorchOps):
+    is_async = True
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def generate(
+    model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, *, records: bool, max_cache_tokens: int = 1024,
+    has_cache: bool = True,
+) -> list[list[int]]:
+    """Tokens of all prompts, of different numbers; twice, the second time out of the cache."""
+    ops = RecordingOps if records else TorchOps
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
+    each = [replace(params, max_tokens=10 + 4 * i) for i in range(len(PROMPTS))]
+    with LLMEngine(
+        str(model), dtype="float32", load_format="dummy", max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10,
+        enable_prefix_caching=has_cache,
+    ) as engine:
+        found = [output.token_ids for output in engine.generate(PROMPTS, each)]
+        again = [output.token_ids for output in engine.generate(PROMPTS, each)]
+        assert again == found
+        graphs = engine.runner._graphs
+        assert (graphs is not None and len(graphs._recorded) > 3) if records else graphs is None
+    return found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=4),
+        SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
+    ],
+)
+def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = generate(model, params, monkeypatch, records=False)
+    assert generate(model, params, monkeypatch, records=True) == plain
+    assert generate(model, params, monkeypatch, records=True, has_cache=False) == plain
+    assert len({tuple(tokens) for tokens in plain}) > 3
+
+
+def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(seed=6)
+    plain = generate(model, params, monkeypatch, records=False)
+    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_TOKENS", 4)
+    assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
+
+
+def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    takes = DecodeGraphs.takes
+
+    def noted(self: DecodeGraphs[torch.Tensor], plan: Plan) -> bool:
+        calls.append(takes(self, plan))
+        return calls[-1]
+
+    monkeypatch.setattr(DecodeGraphs, "takes", noted)
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+        for params in (
+            SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
+            SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
+        ):
+            engine.generate([PROMPTS[3]], params)
+            assert calls and not any(calls)
+        engine.generate([PROMPTS[3]], SamplingParams(max_tokens=6))
+        assert any(calls)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+        expected = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
+        graphs = engine.runner._graphs
+        assert graphs is not None
+        original = engine.runner.model.logits
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = original(hidden)
+            if len(found) > 1:
+                found[1] = float("nan")
+            return found
+
+        monkeypatch.setattr(engine.runner.model, "logits", logits)
+        good, bad = engine.generate([PROMPTS[3], PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))
+        assert good.token_ids == expected
+        assert bad.finish_reason == "error"
+
+
+def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_num_seqs=5) as engine:
+        expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
+        for _ in range(5):
+            engine.use_idle_time()
+        graphs = engine.runner._graphs
+        assert graphs is not None
+        assert sorted(graphs._recorded) == [(size, False) for size in (1, 2, 4, 5)]
+        again = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
+        assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+
+
+def test_sizes_reach_every_number_of_sequences() -> None:
+    assert list_sizes(1) == [1]
+    assert list_sizes(10) == [1, 2, 4, 8, 10]
+    assert list_sizes(512)[-5:] == [256, 320, 384, 448, 512]

@@ -1,0 +1,261 @@
+"""What the scheduler takes out of the cache, and who gives way when memory is short."""
+
+from __future__ import annotations
+
+from archerfish.sched.fakes import FakeRunner
+from archerfish.sequence import Plan, Sequence, StepResult
+from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
+
+
+class Recorder(FakeRunner):
+    """Remembers which tokens of each sequence were computed together."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int) -> None:
+        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
+        self.parts: dict[Sequence, list[tuple[int, int]]] = {}
+
+    def execute(self, plan: Plan) -> StepResult:
+        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            self.parts.setdefault(seq, []).append((start, start + count))
+        return super().execute(plan)
+
+
+# The cache
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_takes_its_blocks() -> None:
+    world = World(block_size=4)
+    world.add(list(range(1, 13)), max_tokens=1)
+    world.run()
+    (seq,) = world.add([*range(1, 11), 90, 91], max_tokens=3)
+    made = plan(world)
+    assert (made.starts, made.counts, len(made.copies)) == ([10], [2], 1)
+    assert (seq.num_cached, seq.hit.num_matched) == (10, 10)
+    commit(world, made)
+    world.run()
+    world.check_output(seq)
+
+
+def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
+    world = World()
+    prompt = list(range(1, 12))
+    world.add(prompt, max_tokens=3)
+    world.run()
+    before = world.runner.num_forward_tokens
+    (seq,) = world.add(prompt, max_tokens=1, seed=5)
+    made = plan(world)
+    assert (made.counts, made.samples, made.num_decodes, made.num_tokens) == ([0], [True], 0, 0)
+    commit(world, made)
+    assert world.runner.num_forward_tokens == before
+    assert world.scheduler.stats().cached_logits_used == 1
+    world.check_output(seq)
+    world.run()
+
+
+def test_without_logits_at_least_one_token_is_computed() -> None:
+    world = World(has_logits_cache=False)
+    prompt = list(range(1, 13))
+    world.add(prompt, max_tokens=3)
+    world.run()
+    world.add(prompt, max_tokens=3)
+    assert plan(world).counts == [1]
+
+
+def test_tenants_share_neither_blocks_nor_logits() -> None:
+    world = World()
+    prompt = list(range(1, 12))
+    world.add(prompt, tenant="a")
+    world.run()
+    world.add(prompt, tenant="b")
+    assert plan(world).counts == [11]
+
+
+def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None:
+    world = World()
+    prompt = list(range(1, 12))
+    world.add(prompt, tenant="a")
+    world.add([*prompt, 70, 71, 72], tenant="b")
+    world.run()
+    world.add(prompt, tenant="b")
+    assert plan(world).counts == [1]
+
+
+def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
+    world = World(max_num_batched_tokens=9)
+    prompt = list(range(1, 18))
+    world.add(prompt)
+    world.run()
+    (seq,) = world.add(prompt, max_tokens=2, params={"prompt_logprobs": 0})
+    told: list[int] = []
+    while seq.finish_reason is None:
+        for delta in world.step():
+            told += [entry.token_id for entry in delta.prompt_logprobs or ()]
+    assert told == prompt[1:] and seq.num_cached == 0
+    world.run()
+
+
+def test_prompt_logprobs_are_told_once_although_a_preemption_came_between() -> None:
+    world = World(num_blocks=12, block_size=4, max_num_batched_tokens=10, max_num_seqs=2)
+    world.add(8, max_tokens=30, priority=1)
+    world.step()
+    (seq,) = world.add(30, max_tokens=2, params={"prompt_logprobs": 0})
+    told: list[int] = []
+    while seq.finish_reason is None:
+        for delta in world.step():
+            if delta.sequence is seq:
+                told += [entry.token_id for entry in delta.prompt_logprobs or ()]
+    assert told == list(seq.request.prompt_token_ids[1:])
+    world.run()
+
+
+@DEPTHS
+def test_the_other_sequences_of_a_request_hit_the_prompt_of_the_first(depth: int) -> None:
+    world = World(depth=depth)
+    sequences = world.add(11, n=4, max_tokens=5)
+    world.run()
+    assert [seq.num_cached for seq in sequences] == [0, 11, 11, 11]
+    assert world.scheduler.stats().cached_logits_used == 3
+    for seq in sequences:
+        world.check_output(seq)
+    assert len({tuple(world.outputs[seq.key]) for seq in sequences}) > 1
+
+
+def test_without_a_cache_all_sequences_of_a_request_start_at_once() -> None:
+    world = World(has_cache=False)
+    sequences = world.add(11, n=4, max_tokens=5)
+    assert len(plan(world).sequences) == 4
+    assert sequences[3].hit.reason == "cache_off"
+
+
+@DEPTHS
+def test_of_prompts_that_arrive_together_and_begin_alike_one_is_computed(depth: int) -> None:
+    world = World(depth=depth, num_blocks=256, max_num_batched_tokens=100)
+    shared = list(range(1, 81))
+    sequences = [world.add([*shared, 100 + i, 200, 300], max_tokens=3)[0] for i in range(8)]
+    world.run()
+    assert [seq.num_cached for seq in sequences] == [0] + [80] * 7
+    for seq in sequences:
+        world.check_output(seq)
+
+
+def test_a_sequence_does_not_wait_for_what_another_tenant_computes() -> None:
+    world = World(num_blocks=64, max_num_batched_tokens=100)
+    for tenant in ("a", "b"):
+        world.add(list(range(1, 41)), tenant=tenant)
+    assert len(plan(world).sequences) == 2
+
+
+def test_a_sequence_does_not_lock_blocks_that_it_has_twice() -> None:
+    world = World(block_size=4)
+    world.add([1, 2, 3, 4, 5], max_tokens=1)
+    world.add([1, 2, 3, 4, 5], max_tokens=9)
+    world.step()
+    assert world.scheduler.num_running == 1
+    assert world.cache.num_evictable == 2
+
+
+def test_a_short_common_beginning_makes_nobody_wait() -> None:
+    world = World(max_num_batched_tokens=100)
+    for i in range(3):
+        world.add([*range(1, 9), *[100 + i] * 12])
+    assert len(plan(world).sequences) == 3
+
+
+def test_a_clear_during_a_run_keeps_what_was_computed_before_out_of_the_tree() -> None:
+    world = World()
+    (seq,) = world.add(list(range(1, 12)), max_tokens=6)
+    world.step()
+    world.cache.clear()
+    world.run()
+    world.check_output(seq)
+    assert world.cache.stats().total_cached == 0
+
+
+# Memory pressure
+
+
+@DEPTHS
+def test_under_pressure_the_latest_of_the_lowest_priority_gives_way_and_resumes_by_a_hit(depth: int) -> None:
+    world = World(num_blocks=10, block_size=4, depth=depth, max_num_seqs=3)
+    (low,) = world.add(8, max_tokens=20, priority=0)
+    (high,) = world.add(8, max_tokens=20, priority=1)
+    world.run()
+    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+    assert world.scheduler.stats().num_preemptions == 1
+    prefilled = world.scheduler.stats().prefill_tokens_computed
+    assert prefilled < 16 + 20, "resuming must not compute everything anew"
+    for seq in (low, high):
+        world.check_output(seq)
+
+
+@DEPTHS
+def test_of_equal_priority_the_latest_gives_way(depth: int) -> None:
+    world = World(num_blocks=10, block_size=4, depth=depth)
+    (first,) = world.add(8, max_tokens=20)
+    (second,) = world.add(8, max_tokens=20)
+    world.run()
+    assert first.num_preemptions == 0 and second.num_preemptions >= 1
+    assert world.order_of_ends == ["r0", "r1"]
+    world.check_output(second)
+
+
+def test_a_preempted_sequence_waits_at_its_old_place() -> None:
+    world = World(num_blocks=10, block_size=4, max_num_seqs=2)
+    world.add(8, max_tokens=24)
+    (second,) = world.add(8, max_tokens=20)
+    third = world.add(8, max_tokens=20)[0]
+    while not second.num_preemptions:
+        world.step()
+    assert list(world.scheduler._board.queue.ordered(0, 9)) == [second, third]
+    world.run()
+    assert world.order_of_ends == ["r0", "r1", "r2"]
+
+
+def test_nothing_is_admitted_that_would_have_to_be_preempted_at_once() -> None:
+    world = World(num_blocks=12, block_size=4, max_num_seqs=4)
+    for _ in range(4):
+        world.add(12, max_tokens=8)
+    world.step()
+    assert world.scheduler.num_running == 3
+    world.run()
+    assert world.scheduler.stats().num_preemptions <= 2
+
+
+def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
+    world = World(num_blocks=10, block_size=4)
+    world.add(16, max_tokens=4)
+    world.run()
+    (seq,) = world.add(16, max_tokens=24)
+    world.run()
+    assert seq.num_preemptions == 0
+    world.check_output(seq)
+
+
+# Deterministic mode
+
+
+@DEPTHS
+def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
+    world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
+    world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
+    world.run()
+    assert world.scheduler.stats().num_preemptions > 0
+    for seq in sequences:
+        world.check_output(seq)
+        assert runner.parts[seq]
+        for start, end in runner.parts[seq]:
+            if start < seq.num_prompt:
+                assert start % 8 == 0 and (end == seq.num_prompt or end == start + 8)
+            else:
+                assert end == start + 1
+
+
+def test_with_fixed_chunks_matches_are_rounded_down_unless_all_is_known() -> None:
+    world = World(fixed_chunk=8)
+    world.add([*range(1, 22)], max_tokens=5)
+    world.run()
+    (part,) = world.add([*range(1, 20), 77, 78], max_tokens=2)
+    (same,) = world.add([*range(1, 22)], max_tokens=2)
+    world.run()
+    assert (part.num_cached, same.num_cached) == (16, 21)
