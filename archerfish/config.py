@@ -141,7 +141,7 @@ class EngineConfig(Options):
     max_batch_size: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
     max_concurrent_requests: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
     max_num_batched_tokens: int = option(
-        0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 8192 on a GPU.", minimum=0
+        0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 16384 on a GPU.", minimum=0
     )
     max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
     block_size: int = option(16, "Tokens in a block of KV memory, the unit of allocation.", minimum=1, maximum=256)

@@ -69,6 +69,7 @@ class LLMEngine:
             adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
             is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
         )
+        self.runner.warm_up()
         self.scheduler = self._make_scheduler()
         self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name))
         self._seeds = random.Random(self.config.seed or None)
@@ -154,9 +155,10 @@ class LLMEngine:
             token_ids = self.tokenizer.encode(prompt)
         elif is_token_ids(prompt) or prompt in ([], ()):
             token_ids = list(prompt)
-            outside = next((i for i in token_ids if not 0 <= i < self.facts.vocab_size), None)
-            if outside is not None:
-                raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {self.facts.vocab_size}.")
+            vocab_size = self.facts.vocab_size
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                outside = next(i for i in token_ids if not 0 <= i < vocab_size)
+                raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
         else:
             raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         if not token_ids:

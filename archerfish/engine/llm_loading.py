@@ -21,7 +21,7 @@ from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
 from archerfish.types import DTYPE_BYTES, Progress
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 8192
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
 
 

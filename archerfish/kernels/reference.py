@@ -254,7 +254,7 @@ class TorchOps(Ops[Tensor]):
             slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
             block_size=block_size,
         )
-        return batch, sampling_batch(inputs, positions + 1)
+        return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens
@@ -272,10 +272,9 @@ class TorchOps(Ops[Tensor]):
         set_counts(counts, row, prompt, output)
 
 
-def sampling_batch(inputs: Tensor, positions: Tensor) -> SamplingBatch[Tensor]:
-    """How inputs of decodes say to sample, as views of them."""
+def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
+    """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
     floats = inputs[FIRST_FLOAT:].view(torch.float64)
-    every = torch.arange(inputs.shape[1], device=inputs.device)
     cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], TOP_K_OFF)
     return SamplingBatch(
         temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],

@@ -14,10 +14,10 @@ Tensor = torch.Tensor
 TABLE_STEP = 256  # blocks of a list that are moved at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def stage_kernel(
     token_words, row_words, position_words, block_words, shared_words, last_tokens, tables, token_ids, places, table_copies,
-    lengths, table_stride, num_rows: tl.constexpr, block_size: tl.constexpr, on_device: tl.constexpr, step: tl.constexpr,
+    lengths, num_rows, table_stride, block_size: tl.constexpr, on_device: tl.constexpr, step: tl.constexpr,
 ):
     """places: positions, slots and next positions; lengths: contexts, and behind them how many tokens are shared."""
     sequence = tl.program_id(0)
@@ -53,7 +53,7 @@ def decode_batch(
     tables = torch.empty((num, state.tables.shape[1]), dtype=torch.int32, device=inputs.device)
     stage_kernel[(num,)](
         inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.NUM_SHARED],
-        state.last_tokens, state.tables, token_ids, places, tables, lengths, state.tables.stride(0), num_rows=num,
+        state.last_tokens, state.tables, token_ids, places, tables, lengths, num, state.tables.stride(0),
         block_size=block_size, on_device=ON_DEVICE, step=TABLE_STEP, num_warps=2,
     )
     contexts = lengths[:num]

@@ -5,9 +5,9 @@ adds up at the end. It can normalise the rows on the way: the scale of a row is 
 is applied to the sums. `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the
 columns.
 
-Activation and gate are applied before anything is written, and what a row gives depends on no other row. A program may start
-while the kernel before is still running: it then asks for its weights and waits. No `from __future__ import annotations` here:
-see `triton_norm`.
+Activation and gate are applied before anything is written, and what a row gives depends on no other row. Starting programs
+before the kernel in front has ended, with a prefetch of their weights, was measured and is slower. No
+`from __future__ import annotations` here: see `triton_norm`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -17,17 +17,15 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from archerfish.kernels.ops import Activation
 
 Tensor = torch.Tensor
-MAX_ROWS = 32  # of a product; cuBLAS is as quick with more
+MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
 DIRECT_ROWS = 4  # of `multiply_rows_kernel`, unless a tile says otherwise
-STARTS_EARLY = False  # whether programs start before the kernel in front of theirs has ended
+NORMED_WIDTH = 2048  # up to which normalising in every program costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
-LINE_BITS = 1024  # of the card's cache
 SHARED_BYTES = 200_000  # of a program, at most
 
 
@@ -42,7 +40,35 @@ class LinearTile:
     is_dot: bool = False  # on tensor cores
 
 
-TUNED: dict[tuple[int, int, int], LinearTile] = {}  # by rows (a power of 2), rows and columns of the weights
+TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
+    (1, 4096, 1024): LinearTile(4, 1024, 4, 1),
+    (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 2048): LinearTile(2, 1024, 4, 1),
+    (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (1, 6144, 1024): LinearTile(2, 512, 1, 1),
+    (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 3072): LinearTile(2, 1024, 4, 1),
+    (4, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 151936, 1024): LinearTile(2, 1024, 4, 1),
+    (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 6144, 4096): LinearTile(4, 2048, 8, 1),
+    (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 4096, 4096): LinearTile(4, 512, 1, 1),
+    (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 28672, 4096): LinearTile(2, 1024, 4, 1),
+    (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 4096, 14336): LinearTile(8, 1024, 4, 3),
+    (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
+    (4, 128256, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 128256, 4096): LinearTile(32, 512, 4, 3, is_dot=True),
+}
 
 
 @triton.jit
@@ -76,29 +102,6 @@ def finish(
             up += tl.load(bias + up_lines).to(tl.float32)
         y *= up
     return y
-
-
-@triton.jit
-def prefetch(weight, lines, width: tl.constexpr, block: tl.constexpr, line_bits: tl.constexpr):
-    """Ask for rows of weights to be brought into the cache."""
-    step: tl.constexpr = line_bits // weight.dtype.element_ty.primitive_bitwidth
-    places = tl.minimum(tl.arange(0, (block + step - 1) // step) * step, width - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [weight + lines[:, None] * width + places[None, :]],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )
-
-
-@triton.jit
-def wait_for_inputs(
-    weight, lines, up_lines, width: tl.constexpr, block: tl.constexpr, line_bits: tl.constexpr, is_gated: tl.constexpr
-):
-    """Until the kernel in front has ended; the weights, which do not depend on it, come closer meanwhile."""
-    gdc_launch_dependents()
-    prefetch(weight, lines, width, block, line_bits)
-    if is_gated:
-        prefetch(weight, up_lines, width, block, line_bits)
-    gdc_wait()
 
 
 @triton.jit
@@ -168,14 +171,12 @@ def multiply_rows_kernel(
     x, residual, norm, weight, bias, addend, out, total, eps, num_outputs, x_stride, residual_stride, addend_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
     block: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_addend: tl.constexpr, is_normed: tl.constexpr,
-    has_residual: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr, line_bits: tl.constexpr,
+    has_residual: tl.constexpr, is_gated: tl.constexpr,
 ):
     """num_pieces in flight; 1: the loop is unrolled. With a residual, the last program only writes the sum of it and x."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     up_lines = lines + num_outputs
-    if is_early:
-        wait_for_inputs(weight, lines, up_lines, width, block, line_bits, is_gated)
     if has_residual:  # noqa: SIM102 (the compiler decides this one)
         if tl.program_id(0) == tl.num_programs(0) - 1:
             sum_rows(x, residual, total, rows, x_stride, residual_stride, width, block)
@@ -212,15 +213,12 @@ def multiply_rows_kernel(
 def multiply_tiles_kernel(
     x, weight, bias, addend, out, num_rows, num_outputs, x_stride, addend_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    block: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_addend: tl.constexpr, is_gated: tl.constexpr,
-    is_early: tl.constexpr, line_bits: tl.constexpr,
+    activation: tl.constexpr, has_bias: tl.constexpr, has_addend: tl.constexpr, is_gated: tl.constexpr,
 ):
     """Rows past the last are the last again, and are not written."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     up_lines = lines + num_outputs
-    if is_early:
-        wait_for_inputs(weight, lines, up_lines, width, block, line_bits, is_gated)
     row = tl.minimum(tl.arange(0, rows), num_rows - 1)
     piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
     acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
@@ -261,9 +259,8 @@ def linear(
         x, weight, x if bias is None else bias, x if residual is None else residual, out, num_rows, num_outputs, x.stride(0),
         x.stride(0) if residual is None else residual.stride(0),
         width=width, rows=max(8, triton.next_power_of_2(num_rows)), outputs=tile.outputs, columns=tile.columns,
-        parts=tile.num_warps, block=triton.next_power_of_2(width), activation=activation, has_bias=bias is not None,
+        parts=tile.num_warps, activation=activation, has_bias=bias is not None,
         has_addend=residual is not None, is_gated=is_gated, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **early(x.device),
     )
     return out
 
@@ -296,20 +293,9 @@ def multiply_rows(
         width=width, rows=num_rows, outputs=tile.outputs, columns=tile.columns, num_pieces=tile.num_stages,
         block=triton.next_power_of_2(width), activation=activation, has_bias=bias is not None, has_addend=addend is not None,
         is_normed=norm is not None, has_residual=residual is not None, is_gated=is_gated, num_warps=tile.num_warps,
-        num_stages=1, **early(x.device),
+        num_stages=1,
     )
     return out, total
-
-
-def early(device: torch.device) -> dict[str, int | bool]:
-    """Arguments of a launch that say whether it may start early, which needs a Hopper."""
-    is_early = STARTS_EARLY and device.type == "cuda" and is_hopper(device)
-    return {"is_early": is_early, "line_bits": LINE_BITS, **({"launch_pdl": True} if is_early else {})}
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def choose_tile(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> LinearTile:

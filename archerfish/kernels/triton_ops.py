@@ -55,6 +55,7 @@ class TritonOps(TorchOps):
         self.encoder_tile: Tile | None = None
         self.linear_tile: LinearTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
+        self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = device == "cuda"
 
@@ -142,7 +143,10 @@ class TritonOps(TorchOps):
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
         batch, positions = triton_decode.decode_batch(inputs, state, block_size, is_shared)
-        return batch, sampling_batch(inputs, positions)
+        num = inputs.shape[1]
+        if num not in self._counting:
+            self._counting[num] = torch.arange(num, device=self.device)
+        return batch, sampling_batch(inputs, positions, self._counting[num])
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
@@ -236,15 +240,18 @@ class TritonOps(TorchOps):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         tile = self.linear_tile or choose_tile(x, matrix, is_gated=gate is not None)
         is_plain = residual is None or (residual.dtype == x.dtype and residual.stride(-1) == 1)
-        if is_plain and not tile.is_dot and x.shape[1] <= triton_norm.MAX_WIDTH:
+        if is_plain and not tile.is_dot and x.shape[1] <= triton_linear.NORMED_WIDTH:
             return triton_linear.normed_linear(x, norm, eps, matrix, bias, tile, residual=residual, gate=gate)
         x, total = self.rms_norm(x, norm, eps, residual=residual)
         return triton_linear.linear(x, matrix, bias, tile, activation=gate or "none", is_gated=gate is not None), total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         matrix, bias = head.get()
-        if softcap or not self.takes_few_rows(x, matrix):
+        if softcap or not x.dtype == matrix.dtype == self.torch_dtype:
             return super().logits(x, head, softcap=softcap)
+        if not self.takes_few_rows(x, matrix):
+            is_half = bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
+            return torch.mm(x, matrix.t(), out_dtype=torch.float32) if is_half else super().logits(x, head)
         return triton_linear.linear(x, matrix, bias, self.linear_tile or choose_tile(x, matrix), dtype=torch.float32)
 
     # Encoders

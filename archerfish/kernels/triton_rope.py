@@ -1,7 +1,7 @@
 """Triton kernel from the product of queries, keys and values to what attention reads: split, norm, rotate, store in blocks.
 
-One program takes one token with all its heads, so that its row of the rotary table is read once. A head lies as the two halves
-that are rotated together and the rest behind them that is not.
+One program takes one token with all its heads, so that its row of the rotary table is read once; where tokens are few, three
+do. A head lies as the two halves that are rotated together and the rest behind them that is not.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,6 +13,7 @@ from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
 
 Tensor = torch.Tensor
 ELEMENTS_PER_WARP = 1024
+FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 
 
 @triton.jit
@@ -69,24 +70,27 @@ def store_kv_kernel(
         cos = 1.0
         sin = 0.0
     source = qkv + token * qkv_stride
-    is_token = token >= 0
-    move_heads(
-        source, q + token * num_heads * head_dim, head_dim, q_norm, cos, sin, eps, is_token,
-        num_heads, head_dim, half, q_rows, half_block, rest_block, is_turned, has_q_norm,
-    )
+    part = tl.program_id(1)
+    if (part == 0) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, q + token * num_heads * head_dim, head_dim, q_norm, cos, sin, eps, token >= 0,
+            num_heads, head_dim, half, q_rows, half_block, rest_block, is_turned, has_q_norm,
+        )
     slot = tl.load(slots + token).to(tl.int64)
     is_stored = (token < num_tokens) & (slot >= 0)
     place = slot // block_size * block_stride + slot % block_size * token_stride
     source += num_heads * head_dim
-    move_heads(
-        source, keys + place, head_stride, k_norm, cos, sin, eps, is_stored,
-        num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_turned, has_k_norm,
-    )
+    if (part == 1) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, keys + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_turned, has_k_norm,
+        )
     source += num_kv_heads * head_dim
-    move_heads(
-        source, values + place, head_stride, k_norm, cos, sin, eps, is_stored,
-        num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, False,
-    )
+    if (part == 2) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, values + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, False,
+        )
 
 
 def store_kv(
@@ -103,7 +107,7 @@ def store_kv(
     block_stride, token_stride, head_stride, _ = kv.keys.stride()
     q_rows = triton.next_power_of_2(heads.num_heads)
     table = qkv if rotary is None else rotary.cos_sin
-    store_kv_kernel[(len(qkv),)](
+    store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
         qkv, q, kv.keys, kv.values, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, batch.num_tokens, qkv.stride(0), table.stride(0),
         block_stride, token_stride, head_stride,

@@ -71,11 +71,16 @@ class DecodeGraphs(Generic[T]):
             return False
         return plan.num_decodes <= self.sizes[-1] and self.sampler.is_plain(plan.sequences)
 
-    def start(self, plan: Plan) -> T:
-        """Queue a plan's work; gives the (2, rows) report of `Drawn`, its first rows being the plan's sequences."""
-        sequences = plan.sequences
+    def start(self, plan: Plan) -> tuple[T, Ids]:
+        """Queue a plan's work; gives the (2, rows) report of `Drawn`, and which of its columns are the plan's sequences.
+
+        The longest sequences stand first: the device begins with them, and has small pieces of work left for the end.
+        """
+        starts = np.asarray(plan.starts, dtype=np.int64)
+        order = np.argsort(-starts, kind="stable")
+        positions = starts[order]
+        sequences = [plan.sequences[i] for i in order.tolist()]
         rows = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
-        positions = np.asarray(plan.starts, dtype=np.int64)
         self._teach_blocks(sequences, rows, positions)
         num_shared = self._find_shared(sequences, rows)
         size = self.sizes[bisect_left(self.sizes, len(rows))]
@@ -84,21 +89,21 @@ class DecodeGraphs(Generic[T]):
         num, block_size = len(rows), self.pool.block_size
         words[Input.TOKEN, :num] = [
             sequence.tokens[at] if at < len(sequence.tokens) else ON_DEVICE
-            for sequence, at in zip(sequences, plan.starts, strict=True)
+            for sequence, at in zip(sequences, positions.tolist(), strict=True)
         ]
         words[Input.BLOCK, :num] = [
-            sequence.blocks[at // block_size] for sequence, at in zip(sequences, plan.starts, strict=True)
+            sequence.blocks[own] for sequence, own in zip(sequences, (positions // block_size).tolist(), strict=True)
         ]
         words[Input.ROW, :num], words[Input.POSITION, :num] = rows, positions
         words[Input.NUM_SHARED, 0] = num_shared
         self.sampler.write_inputs(words, rows)
         self.ops.send(words, recorded.inputs)
-        return recorded.repeat()
+        return recorded.repeat(), np.argsort(order)
 
     def _words(self, size: int) -> Ids:
         """A host buffer of inputs that are all filling."""
         words = next(self._buffers)[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
-        words[: Input.KEY] = 0
+        words[: Input.KEY], words[Input.NUM_SHARED] = 0, 0
         words[Input.ROW], words[Input.POSITION] = self._spare_row, FILLING_POSITION
         self.sampler.write_inputs(words, np.zeros(0, dtype=np.int64))
         return words

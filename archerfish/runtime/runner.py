@@ -15,6 +15,7 @@ from typing import Generic, Protocol
 import numpy as np
 
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import build_batch
 from archerfish.runtime.graphs import DecodeGraphs
@@ -24,6 +25,9 @@ from archerfish.sequence import Plan, Sequence, StepResult
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
+WARM_UPS = (  # new tokens and contexts of sequences: long prompts, short ones, and what stands after a long context
+    [(256, 256)], [(20, 20)] * 8, [(1, 40), (2, 300)],
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,25 @@ class ModelRunner(Generic[T]):
         passes = [self._prepare(plan, members) for members in self._split(plan)]
         return QueuedStep(self._start(plan, passes, []))
 
+    def warm_up(self) -> None:
+        """Run each kind of step that is not recorded, over blocks that nobody has, so that no request waits for a compiler."""
+        if not self.ops.is_async:
+            return
+        ops, size = self.ops, self.pool.block_size
+        with ops.computing():
+            zero, one = ops.ids(host_ids([0])), ops.floats(np.ones(1))
+            for kind in WARM_UPS:
+                lens = [(new, context) for new, context in kind if context <= self.model.max_len]
+                batch = build_batch(
+                    ops, tokens=[[0] * new for new, _ in lens], starts=[context - new for new, context in lens],
+                    blocks=[[i % self.pool.num_blocks for i in range(-(-context // size))] for _, context in lens],
+                    block_size=size, is_deterministic=self.is_deterministic,
+                )
+                logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), host_ids([0])))
+                ops.sample(logits, SamplingBatch())
+                ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero, has_uncut=True))
+        self.use_idle_time()
+
     def use_idle_time(self) -> bool:
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
@@ -112,10 +135,11 @@ class ModelRunner(Generic[T]):
         self.num_forward_passes += 1
         with self.ops.computing():
             self.pool.copy(plan.copies)
-            fetch = self.ops.fetch(graphs.start(plan))
+            drawn, columns = graphs.start(plan)
+            fetch = self.ops.fetch(drawn)
 
         def finish() -> StepResult:
-            report = fetch()[:, : len(plan.sequences)]
+            report = fetch()[:, columns]
             return StepResult(report[0].tolist(), errors=failures(report, plan.sequences))
 
         return finish

@@ -11,8 +11,9 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
+from archerfish.kernels.decoding import FILLING_POSITION, Input
 from archerfish.kernels.reference import TorchOps
-from archerfish.runtime.graphs import DecodeGraphs, list_sizes
+from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, list_sizes
 from archerfish.sequence import Plan
 from tests.engine.tiny_llama import TINY
 
@@ -95,7 +96,7 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
 def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
-        expected = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
+        expected = engine.generate([PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
         graphs = engine.runner._graphs
         assert graphs is not None
         original = engine.runner.model.logits
@@ -107,7 +108,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeyp
             return found
 
         monkeypatch.setattr(engine.runner.model, "logits", logits)
-        good, bad = engine.generate([PROMPTS[3], PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))
+        good, bad = engine.generate([PROMPTS[4], PROMPTS[3]], SamplingParams(max_tokens=8, temperature=0.0))
         assert good.token_ids == expected
         assert bad.finish_reason == "error"
 
@@ -123,6 +124,19 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
         assert sorted(graphs._recorded) == [(size, False) for size in (1, 2, 4, 5)]
         again = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+
+
+def test_a_buffer_that_held_another_size_is_filled_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_num_seqs=5) as engine:
+        graphs = engine.runner._graphs
+        assert graphs is not None
+        expected = graphs._words(4).copy()
+        for _ in range(NUM_BUFFERS):
+            next(graphs._buffers)[:] = 123
+        assert (graphs._words(4) == expected).all()
+        assert (expected[Input.POSITION] == FILLING_POSITION).all()
+        assert not expected[Input.NUM_SHARED].any()
 
 
 def test_sizes_reach_every_number_of_sequences() -> None:
