@@ -156,7 +156,7 @@ class LLMEngine:
         elif is_token_ids(prompt) or prompt in ([], ()):
             token_ids = list(prompt)
             vocab_size = self.facts.vocab_size
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
                 outside = next(i for i in token_ids if not 0 <= i < vocab_size)
                 raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
         else:

@@ -193,7 +193,7 @@ def take_parts(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window"])
+@triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window", "table_stride"])
 def decode_kernel(
     q, keys, values, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale, cap,
     num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
@@ -276,7 +276,7 @@ def join_kernel(
     tl.store(out + row * head_dim + dims, joined.to(out.dtype.element_ty), mask=dims < head_dim)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def prefill_kernel(
     q, keys, values, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
@@ -334,7 +334,7 @@ def prefill_kernel(
     tl.store(out + target, result.to(out.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def gather_kernel(
     keys, values, tables, tile_sequences, tile_firsts, context_lens, key_starts, key_rows, value_rows,
     table_stride, block_stride, token_stride,

@@ -58,6 +58,13 @@ class DecodeGraphs(Generic[T]):
         self._num_known[row] = 0
         self._members = b""
 
+    def warm_up(self) -> None:
+        """Record the smallest and the largest batch, which between them use every kernel."""
+        for size in {self.sizes[0], self.sizes[-1]}:
+            self._record(size, is_shared=False)
+        if self.sizes[-1] >= MIN_SHARED_SEQUENCES:
+            self._record(self.sizes[-1], is_shared=True)
+
     def record_next(self) -> bool:
         """Record one more batch size, in time that nobody needs; False: all are recorded."""
         size = next((size for size in self.sizes if (size, False) not in self._recorded), None)

@@ -102,7 +102,7 @@ class ModelRunner(Generic[T]):
         return QueuedStep(self._start(plan, passes, []))
 
     def warm_up(self) -> None:
-        """Run each kind of step that is not recorded, over blocks that nobody has, so that no request waits for a compiler."""
+        """Run each kind of step once, over blocks that nobody has, so that no request waits for a compiler."""
         if not self.ops.is_async:
             return
         ops, size = self.ops, self.pool.block_size
@@ -118,7 +118,8 @@ class ModelRunner(Generic[T]):
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), host_ids([0])))
                 ops.sample(logits, SamplingBatch())
                 ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero, has_uncut=True))
-        self.use_idle_time()
+            if self._graphs is not None:
+                self._graphs.warm_up()
 
     def use_idle_time(self) -> bool:
         """Do a piece of what later steps would have to do; False: nothing is left."""

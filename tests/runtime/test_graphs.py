@@ -122,6 +122,7 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
         graphs = engine.runner._graphs
         assert graphs is not None
         assert sorted(graphs._recorded) == [(size, False) for size in (1, 2, 4, 5)]
+        assert not engine.runner.use_idle_time()
         again = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
 
