@@ -26,7 +26,13 @@ from archerfish.engine.live_request import Listener, LiveRequest
 from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, load_adapter, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.request_options import check_option_values, check_request_options, check_vocabulary, is_token_ids
+from archerfish.engine.request_options import (
+    check_option_values,
+    check_request_options,
+    check_vocabulary,
+    is_token_ids,
+    read_token_ids,
+)
 from archerfish.engine.text_tokenizer import TextTokenizer
 from archerfish.errors import (
     InputTooLargeError,
@@ -154,11 +160,7 @@ class LLMEngine:
                 raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {self.config.max_prompt_bytes:,}.")
             token_ids = self.tokenizer.encode(prompt)
         elif is_token_ids(prompt) or prompt in ([], ()):
-            token_ids = list(prompt)
-            vocab_size = self.facts.vocab_size
-            if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < vocab_size:
-                outside = next(i for i in token_ids if not 0 <= i < vocab_size)
-                raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
+            token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:
             raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         if not token_ids:

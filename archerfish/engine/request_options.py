@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
+
+import numpy as np
 
 from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams, is_number
@@ -45,7 +48,22 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    """Whether a prompt is a list of token ids."""
+    """Whether a prompt is a list of token ids, by its first."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
         return False
-    return len(prompt) > 0 and all(type(i) is int for i in prompt)
+    return len(prompt) > 0 and type(prompt[0]) is int
+
+
+def read_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """A prompt's ids, if the model has them all. Prompts may be long: no loop of ours looks at every id unless one is wrong."""
+    try:
+        values = np.frombuffer(array("q", prompt), dtype=np.int64)
+        is_right = not len(values) or (values.min() >= 0 and values.max() < vocab_size)
+    except TypeError as error:
+        raise InvalidInputError(f"A prompt must be a string or a list of token ids: {error}.") from error
+    except OverflowError:
+        is_right = False
+    if not is_right:
+        outside = next(i for i in prompt if not 0 <= i < vocab_size)
+        raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
+    return list(prompt)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
+from archerfish.errors import InvalidInputError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
@@ -29,6 +30,7 @@ from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCou
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
+MASK_STEP = 16  # tokens that a mask's blocks are a multiple of
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,21 @@ class HeadShape:
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
     sinks: int = 0  # with a window: so many tokens at the start of a sequence are seen by all after them too
+
+
+@dataclass(frozen=True)
+class BlockMask(Generic[T]):
+    """Which blocks of keys the queries of a block see, by their positions in a sequence; causality, a window and sinks hold too.
+
+    Every query sees its own block, whatever the mask says. What lies past the last row or column is as that row or column.
+    """
+
+    size: int  # tokens of a block of queries or keys, a multiple of MASK_STEP
+    visible: T  # (blocks of queries, blocks of keys) booleans or integers on the device, read anew by each call
+
+    def __post_init__(self) -> None:
+        if self.size <= 0 or self.size % MASK_STEP:
+            raise InvalidInputError(f"A mask has blocks of {self.size} tokens, which is not a multiple of {MASK_STEP}.")
 
 
 @dataclass(frozen=True)
@@ -229,7 +246,9 @@ class Ops(ABC, Generic[T]):
         given; rotate q and k; write k and v into their slots; give q as (tokens, heads * head_dim)."""
 
     @abstractmethod
-    def paged_attention(self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape) -> T:
+    def paged_attention(
+        self, q: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, *, mask: BlockMask[T] | None = None
+    ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
     @abstractmethod

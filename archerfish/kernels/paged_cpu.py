@@ -53,7 +53,7 @@ class Layout:
 
 
 def attend_blocks(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
-    """`Ops.paged_attention` without softcap and sinks; rows past the last token are left as they happen to be."""
+    """`Ops.paged_attention` without softcap, sinks and mask; rows past the last token are left as they happen to be."""
     key = ("attention", heads.window, q.dtype)
     if key not in batch.derived:
         batch.derived[key] = lay_out(batch, heads.window, q.dtype)

@@ -19,6 +19,7 @@ from archerfish.kernels.decoding import FIRST_FLOAT, ON_DEVICE, DecodeState, Inp
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
+    BlockMask,
     HeadShape,
     Ids,
     KVLayer,
@@ -170,14 +171,17 @@ class TorchOps(Ops[Tensor]):
             memory.view(-1, *memory.shape[2:])[slots] = new[: batch.num_tokens].to(memory.dtype)
         return q.to(self.torch_dtype).reshape(len(qkv), -1)
 
-    def paged_attention(self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
+        mask: BlockMask[Tensor] | None = None,
+    ) -> Tensor:
         out = torch.zeros_like(q)
         start = 0
         lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
         for table, (num_new, context_len) in zip(batch.block_tables, lengths, strict=True):
             blocks = table[: -(-context_len // batch.block_size)]
             keys, values = (memory[blocks].flatten(0, 1)[:context_len] for memory in (kv.keys, kv.values))
-            out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads)
+            out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
             start += num_new
         return out
 
@@ -289,22 +293,32 @@ def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None
+) -> Tensor:
     """Causal attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
     num_new, num_all = len(q), len(keys)
     grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
     if heads.softcap:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, heads.sinks), float("-inf"))
+    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, heads.sinks, mask), float("-inf"))
     return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
 
 
-def visible(num_new: int, num_all: int, window: int, device: torch.device, sinks: int = 0) -> Tensor:
+def visible(
+    num_new: int, num_all: int, window: int, device: torch.device, sinks: int = 0, mask: BlockMask[Tensor] | None = None
+) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""
     query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
     key = torch.arange(num_all, device=device)
-    return (key <= query) & ((key > query - window) | (key < sinks)) if window else key <= query
+    seen = (key <= query) & ((key > query - window) | (key < sinks)) if window else key <= query
+    if mask is None:
+        return seen
+    row, column = query // mask.size, key // mask.size
+    num_rows, num_columns = mask.visible.shape
+    listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
+    return seen & (listed | (row == column))
 
 
 def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:

@@ -20,7 +20,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from archerfish.kernels.ops import Activation, HeadShape, Ids, KVLayer, LinearWeight, PagedBatch, Pooling, Rotary, Segments
+from archerfish.kernels.ops import (
+    Activation,
+    BlockMask,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Segments,
+)
 from archerfish.kernels.paged_cpu import attend_blocks
 from archerfish.kernels.reference import TorchOps, activate, join_heads, split_heads
 
@@ -124,9 +135,12 @@ class TorchCpuOps(TorchOps):
             memory.view(-1, new.shape[1]).index_copy_(0, slots, new[: batch.num_tokens])
         return q
 
-    def paged_attention(self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
-        if heads.softcap or heads.sinks:
-            return super().paged_attention(q, kv, batch, heads)
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
+        mask: BlockMask[Tensor] | None = None,
+    ) -> Tensor:
+        if heads.softcap or heads.sinks or mask is not None:
+            return super().paged_attention(q, kv, batch, heads, mask=mask)
         return attend_blocks(q, kv, batch, heads)
 
     def rows(self, x: Tensor, indices: Ids) -> Tensor:
