@@ -3,7 +3,8 @@
 Every figure is the median of at least 20 calls with nothing of their input in the card's cache: it is emptied before each, or,
 for decodes, which run in a captured graph as in the engine, each call has a layer of its own. Bytes are the fewest that the
 work must move, operations the fewest that it must do. "PyTorch" is the formula that transformers runs, and for attention
-torch's fused kernel, with the blocks gathered first where it decodes; for decodes that share keys, our kernel without sharing.
+torch's fused kernel, with the blocks gathered first where it decodes; for decodes that share keys, our kernel without sharing,
+for block masks, ours without a mask.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ BLOCK_SIZE = 16
 DECODES = tuple((num, context) for num in (1, 32, 256) for context in (512, 4096))
 SHARED_HEADS, SHARED_DECODES = ((16, 8), (32, 8)), (256, 3072, 160)  # sequences, keys in common, keys of each beside them
 PREFILL = (8, 2048)
+MASK_SIZE, MASK_SHARE, MASKED_DECODES, MASKED_CONTEXT = 64, 8, 32, 8192  # every MASK_SHAREth block of keys is visible
 SAMPLES, VOCAB_SIZE, LOGIT_SPREAD = (1, 32, 256), 151_936, 3.0
 WARMUP_MS, REPEAT_MS, SLOW_MS = 10, 60, 400
 MIN_CALLS = 20
@@ -103,8 +105,8 @@ def measure_kernels() -> list[KernelRow]:
     ops = TritonOps("cuda", "bfloat16")
     with torch.inference_mode():
         return [
-            *norm_rows(ops), *store_rows(ops), *decode_rows(ops), *shared_rows(ops), prefill_row(ops), gated_row(ops),
-            *sample_rows(ops),
+            *norm_rows(ops), *store_rows(ops), *decode_rows(ops), *shared_rows(ops), prefill_row(ops), *masked_rows(ops),
+            gated_row(ops), *sample_rows(ops),
         ]  # fmt: skip
 
 
@@ -262,6 +264,32 @@ def prefill_row(ops: TritonOps) -> KernelRow:
         "prefill attention", f"{num} x {length}", lambda: ops.paged_attention(q, kv, batch, heads),
         lambda: scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True),
         flops=num * 32 * 4 * 128 * length * (length + 1) / 2,
+    )
+
+
+def masked_rows(ops: TritonOps) -> Iterator[KernelRow]:
+    """Every block of queries sees its own block of keys, the MASK_SHAREth before it, and so on."""
+    from archerfish.kernels.ops import BlockMask, HeadShape
+
+    heads, length = HeadShape(32, 8, 128, 128**-0.5), MASKED_CONTEXT
+    blocks = np.arange(length // MASK_SIZE)
+    visible = (blocks[:, None] - blocks) % MASK_SHARE == 0
+    mask = BlockMask(MASK_SIZE, ops.ids(visible.astype(np.int64)))
+    shape = f"{length}, 1/{MASK_SHARE} of {MASK_SIZE}s"
+    batch, kv = blocks_of(ops, heads, [(1, length)] * MASKED_DECODES)
+    layers = [kv, type(kv)(kv.keys.clone(), kv.values.clone())]
+    q = random(MASKED_DECODES, 32 * 128)
+    us, peer_us = (
+        graph_us([partial(ops.paged_attention, q, layer, batch, heads, mask=one) for layer in layers]) for one in (mask, None)
+    )
+    num_bytes = 2 * kv.keys.nbytes / MASK_SHARE + 2 * q.nbytes
+    yield as_row("masked decode", f"{MASKED_DECODES} x {shape}", us, peer_us, num_bytes=num_bytes)
+    prompt, prompt_kv = blocks_of(ops, heads, [(length, length)])
+    queries = random(length, 32 * 128)
+    num_pairs = np.tril(visible, -1).sum() * MASK_SIZE**2 + length * (MASK_SIZE + 1) / 2
+    yield row(
+        "masked prefill", f"1 x {shape}", lambda: ops.paged_attention(queries, prompt_kv, prompt, heads, mask=mask),
+        lambda: ops.paged_attention(queries, prompt_kv, prompt, heads), flops=32 * 4 * 128 * float(num_pairs),
     )
 
 

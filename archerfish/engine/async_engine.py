@@ -11,7 +11,8 @@ from typing import Any
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput, TextDelta
-from archerfish.errors import StoppedError
+from archerfish.engine.request_options import check_request_options
+from archerfish.errors import InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 
 
@@ -42,6 +43,9 @@ class AsyncLLMEngine:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[TextDelta]:
         """What an answer gains, as it comes. Leaving the loop, or being cancelled, aborts the request."""
+        check_request_options(options)
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(sampling_params).__name__}.")
         if self._is_closing.is_set():
             raise StoppedError("This engine has been closed.")
         loop = self._loop = asyncio.get_running_loop()

@@ -38,7 +38,6 @@ from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
     NotFoundError,
-    OutOfMemoryError,
     StoppedError,
 )
 from archerfish.params import SamplingParams
@@ -159,7 +158,7 @@ class LLMEngine:
             if num_bytes > self.config.max_prompt_bytes:
                 raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {self.config.max_prompt_bytes:,}.")
             token_ids = self.tokenizer.encode(prompt)
-        elif is_token_ids(prompt) or prompt in ([], ()):
+        elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:
             raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
@@ -212,10 +211,13 @@ class LLMEngine:
     def _launch(self, plan: Plan) -> None:
         try:
             self._in_flight.append((plan, self.runner.launch(plan)))
-        except Exception as error:
+        except BaseException as error:  # the plan is open: whatever ended its launch must end it too
             failed: Future[StepResult] = Future()
-            failed.set_exception(error)
+            is_ordinary = isinstance(error, Exception)
+            failed.set_exception(error if is_ordinary else StoppedError("The step was interrupted."))
             self._in_flight.append((plan, failed))
+            if not is_ordinary:
+                raise
 
     def _collect(self) -> list[RequestOutput]:
         """Take in the oldest step in flight. It stays there while it is waited for, so that ctrl-c loses nothing."""
@@ -295,9 +297,10 @@ class LLMEngine:
             self._is_stepping = True
         try:
             self._has_idle_work = self.runner.use_idle_time()
-        except OutOfMemoryError:  # steps will do without it, or say so
+        except Exception:  # a step that needs it will do without it, or say so
             self._has_idle_work = False
         finally:
+            self._deliver()  # of requests that were aborted meanwhile
             with self._turn:
                 self._is_stepping = False
                 self._turn.notify_all()

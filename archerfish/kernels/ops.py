@@ -82,7 +82,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class BlockMask(Generic[T]):
-    """Which blocks of keys the queries of a block see, by their positions in a sequence; causality, a window and sinks hold too.
+    """Which blocks of keys the queries of a block see, by positions in a sequence. Causality and a window hold beside it.
 
     Every query sees its own block, whatever the mask says. What lies past the last row or column is as that row or column.
     """
@@ -351,6 +351,7 @@ class Ops(ABC, Generic[T]):
 
     # Between host and device
 
+    max_recorded_head_dim: int = 1 << 30  # of models whose decodes `decode_batch` can be used for
     is_async: bool = False  # operations return before they are done, in the order in which they were called
 
     def host_buffer(self, size: int) -> Ids:

@@ -12,6 +12,8 @@ the heads of many sequences, and a decode begins with what these parts come to.
 Several new tokens are cut into tiles that the host lists, the longest first. Where most keys are new, they are first laid side
 by side: the card's copy engine then brings them, which is worth more than laying them out costs.
 
+Under a block mask, keys are left out that no query of a tile sees (`triton_attend`).
+
 Scores are kept as base-2 logarithms. No `from __future__ import annotations` here: see `triton_norm`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,12 +25,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.triton_attend import attend
 from archerfish.kernels.triton_places import (
     GATHER_STEP,
     Gathering,
     choose_shared_parts,
     decode_tile,
+    lay_mask,
     list_tiles,
     plan_gathering,
     prefill_tile,
@@ -48,64 +52,7 @@ FIXED_SPLITS = 16  # where a sequence's numbers must not depend on the batch
 PARTS_AT_ONCE = 4  # of shared keys that a decode loads
 GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
 GATHERED_DIMS = (64, 128)  # of heads that the copy engine takes whole
-
-
-@triton.jit
-def attend(
-    query, acc, top, total, query_positions, keys, values, table, row, column, begin, end, window, scale, cap, block_stride,
-    token_stride, block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
-    sinks: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
-):
-    """Keys from begin to end (a multiple of step after begin unless is_masked) taken into the running softmax.
-
-    They lie in blocks of the table, or with is_gathered from a row and a column on in what keys and values describe.
-    """
-    dims = tl.arange(0, width)
-    for start in range(begin, end, step):
-        positions = start + tl.arange(0, step)
-        is_key = positions < end
-        if is_gathered:
-            key = keys.load([row + start, column])
-        else:
-            if is_masked:
-                blocks = tl.load(table + positions // block_size, mask=is_key, other=0).to(tl.int64)
-                is_loaded = is_key[:, None] & (dims < head_dim)[None, :]
-            else:
-                blocks = tl.load(table + positions // block_size).to(tl.int64)
-                is_loaded = (dims < head_dim)[None, :]
-            places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + dims[None, :]
-            if is_masked or width > head_dim:
-                key = tl.load(keys + places, mask=is_loaded, other=0.0)
-                value = tl.load(values + places, mask=is_loaded, other=0.0)
-            else:
-                key = tl.load(keys + places)
-                value = tl.load(values + places)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if has_cap:  # cap * tanh(x), scale having brought 2 x log2(e)
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
-            factor = 1.0
-        else:
-            factor = scale
-        if is_masked:
-            is_seen = is_key[None, :] & (positions[None, :] <= query_positions[:, None])
-            if has_window:
-                is_near = positions[None, :] > query_positions[:, None] - window
-                if sinks > 0:
-                    is_near = is_near | (positions < sinks)[None, :]
-                is_seen = is_seen & is_near
-            scores = tl.where(is_seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        level = new_top
-        if has_window:  # a row may see none of the first keys
-            level = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores * factor - level[:, None])
-        shrink = tl.exp2(top - level)
-        total = total * shrink + tl.sum(weights, 1)
-        if is_gathered:
-            value = values.load([row + start, column])
-        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-        top = new_top
-    return acc, top, total
+MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
 
 
 @triton.jit
@@ -158,11 +105,11 @@ def shared_kernel(
     middle = begin + (end - begin) // step * step  # whole steps need no mask
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, middle, 0, scale, cap, block_stride,
-        token_stride, block_size, head_dim, width, step, 0, False, False, False, has_cap,
+        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, 0, False, False, False, has_cap,
     )
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, middle, end, 0, scale, cap, block_stride,
-        token_stride, block_size, head_dim, width, step, 0, False, True, False, has_cap,
+        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, 0, False, True, False, has_cap,
     )
     place = (sequence * tl.num_programs(1) * group + heads) * num_parts + part
     tl.store(partials + place[:, None] * head_dim + dims[None, :], acc / total[:, None], mask=is_inside)
@@ -193,13 +140,15 @@ def take_parts(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window", "table_stride"])
+@triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window", "table_stride", *MASK_NUMBERS])
 def decode_kernel(
     q, keys, values, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale, cap,
     num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
+    mask, num_mask_rows, num_mask_columns,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    step: tl.constexpr, sinks: tl.constexpr, shared_step: tl.constexpr, parts_at_once: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr, is_shared: tl.constexpr,
+    step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
+    parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
+    is_shared: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -218,7 +167,8 @@ def decode_kernel(
     acc = tl.zeros((rows, width), tl.float32)
     top = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
-    query_positions = tl.zeros((rows,), tl.int32) + (context_len - 1)
+    position = context_len - 1
+    query_positions = tl.zeros((rows,), tl.int32) + position
     head_row = sequence * tl.num_programs(0) * group + heads
     keys += kv_head * head_stride
     values += kv_head * head_stride
@@ -234,11 +184,13 @@ def decode_kernel(
         last_sink = tl.where(split == 0, tl.minimum(first, sinks), 0)
         acc, top, total = attend(
             query, acc, top, total, query_positions, keys, values, table, 0, 0, 0, last_sink, window, scale, cap,
-            block_stride, token_stride, block_size, head_dim, width, step, sinks, False, True, has_window, has_cap,
+            block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
+            head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
         )
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, end, window, scale, cap,
-        block_stride, token_stride, block_size, head_dim, width, step, sinks, False, True, has_window, has_cap,
+        block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
+        head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
@@ -276,13 +228,14 @@ def join_kernel(
     tl.store(out + row * head_dim + dims, joined.to(out.dtype.element_ty), mask=dims < head_dim)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(do_not_specialize=["window", "table_stride", *MASK_NUMBERS])
 def prefill_kernel(
     q, keys, values, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
+    mask, num_mask_rows, num_mask_columns,
     block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr, is_gathered: tl.constexpr, has_window: tl.constexpr,
-    has_cap: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
+    is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -306,6 +259,7 @@ def prefill_kernel(
     top = tl.full((rows,), float("-inf"), tl.float32)
     total = tl.zeros((rows,), tl.float32)
     end = tl.minimum(first_position + rows // group, context_len)
+    last_position = end - 1
     key_row = tl.load(key_starts + sequence)
     if not is_gathered:
         keys += kv_head * head_stride
@@ -316,18 +270,21 @@ def prefill_kernel(
         if sinks > 0:
             acc, top, total = attend(
                 query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0,
-                tl.minimum(begin, sinks), window, scale, cap, block_stride, token_stride, block_size, head_dim, width, step,
-                sinks, is_gathered, True, True, has_cap,
+                tl.minimum(begin, sinks), window, scale, cap, block_stride, token_stride, mask, num_mask_rows,
+                num_mask_columns, first_position, last_position, block_size, head_dim, width, step, sinks, mask_size,
+                mask_span, is_gathered, True, True, has_cap,
             )
     else:  # what all queries of the tile see needs no mask
         begin = (first_position + 1) // step * step
         acc, top, total = attend(
             query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
-            scale, cap, block_stride, token_stride, block_size, head_dim, width, step, 0, is_gathered, False, False, has_cap,
+            scale, cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position,
+            last_position, block_size, head_dim, width, step, 0, mask_size, mask_span, is_gathered, False, False, has_cap,
         )
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window, scale,
-        cap, block_stride, token_stride, block_size, head_dim, width, step, sinks, is_gathered, True, has_window, has_cap,
+        cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position, last_position,
+        block_size, head_dim, width, step, sinks, mask_size, mask_span, is_gathered, True, has_window, has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
@@ -402,7 +359,7 @@ def attend_shared(
 
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
-    tile: Tile | None = None,
+    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with one new token."""
     places = find_places(batch, q.device)
@@ -411,10 +368,10 @@ def attend_decodes(
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile = tile or decode_tile(heads, q.dtype, is_split)
+    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, is_split), 1, places.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = places.pair("parts", (*shape, head_dim), shape, torch.float32)
-    shared = attend_shared(q, kv, batch, heads, places, num_processors)
+    shared = None if mask is not None else attend_shared(q, kv, batch, heads, places, num_processors)
     shared_len = places.context_lens if shared is None or places.shared_len is None else places.shared_len
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
@@ -422,8 +379,9 @@ def attend_decodes(
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, shared_len, out, partials, levels, parts.partials,
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
-        *kv.keys.stride()[:3], block_size=batch.block_size, group=num_heads // heads.num_kv_heads, head_dim=head_dim,
-        rows=tile.rows, width=width, step=tile.step, sinks=count_sinks(heads), shared_step=parts.step,
+        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size,
+        group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
+        sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
         is_shared=shared is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
@@ -455,14 +413,17 @@ def gather(
 
 
 def attend_prefills(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, tile: Tile | None = None
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, tile: Tile | None = None,
+    mask: BlockMask[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with several new tokens."""
     places = find_places(batch, q.device)
     group = heads.num_heads // heads.num_kv_heads
     is_gathered = places.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
-    tile = tile or prefill_tile(heads, q.dtype, is_gathered, is_short=group <= places.num_short_heads)
+    is_short = mask is not None or group <= places.num_short_heads
+    tile = tile or prefill_tile(heads, q.dtype, is_gathered, is_short)
     num_queries = tile.rows // group
+    tile, laid = lay_mask(mask, tile, num_queries, places.context_lens)
     if num_queries not in places.tiles:
         places.tiles[num_queries] = list_tiles(batch, num_queries, q.device)
     sequences, firsts = places.tiles[num_queries]
@@ -474,7 +435,8 @@ def attend_prefills(
     prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
         q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
         key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
-        block_size=batch.block_size, num_kv_heads=heads.num_kv_heads, group=group, head_dim=heads.head_dim, rows=tile.rows,
-        width=triton.next_power_of_2(heads.head_dim), step=tile.step, sinks=count_sinks(heads), is_gathered=is_gathered,
+        laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
+        group=group, head_dim=heads.head_dim, rows=tile.rows, width=triton.next_power_of_2(heads.head_dim), step=tile.step,
+        sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
         has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

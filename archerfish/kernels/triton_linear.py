@@ -26,7 +26,7 @@ DIRECT_ROWS = 4  # of `multiply_rows_kernel`, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
-SHARED_BYTES = 200_000  # of a program, at most
+SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 
 
 @dataclass(frozen=True)
@@ -299,14 +299,26 @@ def multiply_rows(
 
 
 def choose_tile(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> LinearTile:
-    return tile_of(len(x), *weight.shape, is_gated, weight.element_size())
+    return tile_of(len(x), *weight.shape, is_gated, weight.element_size(), shared_bytes(x.device))
 
 
 @cache
-def tile_of(num_rows: int, num_weights: int, width: int, is_gated: bool, element_bytes: int) -> LinearTile:
+def shared_bytes(device: torch.device) -> int:
+    """What the stages of a program may take."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return min(SHARED_BYTES, most * 7 // 8)
+
+
+@cache
+def tile_of(
+    num_rows: int, num_weights: int, width: int, is_gated: bool, element_bytes: int, most_bytes: int = SHARED_BYTES
+) -> LinearTile:
     """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights."""
     rows = triton.next_power_of_2(num_rows)
-    if element_bytes == 2 and (rows, num_weights, width) in TUNED:
+    if element_bytes == 2 and most_bytes == SHARED_BYTES and (rows, num_weights, width) in TUNED:
         return TUNED[rows, num_weights, width]
     widest = triton.next_power_of_2(width)
     if num_rows <= DIRECT_ROWS:
@@ -316,4 +328,4 @@ def tile_of(num_rows: int, num_weights: int, width: int, is_gated: bool, element
         return LinearTile(outputs, columns, max(1, columns // COLUMNS_PER_WARP), num_stages)
     outputs, columns = (16 if num_weights <= 4096 else 32), max(64, min(widest, 1024 // element_bytes))
     stage_bytes = (max(8, rows) + outputs * (2 if is_gated else 1)) * columns * element_bytes
-    return LinearTile(outputs, columns, 4, max(1, min(4, SHARED_BYTES // stage_bytes)), is_dot=True)
+    return LinearTile(outputs, columns, 4, max(1, min(4, most_bytes // stage_bytes)), is_dot=True)

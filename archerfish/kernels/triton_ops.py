@@ -18,7 +18,18 @@ import triton.language as tl
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels import triton_attention, triton_decode, triton_encoder, triton_linear, triton_norm, triton_rope
 from archerfish.kernels.decoding import DecodeState, Input
-from archerfish.kernels.ops import Activation, HeadShape, Ids, KVLayer, LinearWeight, PagedBatch, Pooling, Rotary, Segments
+from archerfish.kernels.ops import (
+    Activation,
+    BlockMask,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Segments,
+)
 from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.triton_attention import Tile, attend_decodes, attend_prefills, to_device
@@ -46,6 +57,7 @@ class TritonOps(TorchOps):
     """TorchOps with Triton kernels."""
 
     name = "torch + Triton"
+    max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
     fuses_norms = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
@@ -197,14 +209,17 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         return triton_rope.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
 
-    def paged_attention(self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
+        mask: BlockMask[Tensor] | None = None,
+    ) -> Tensor:
         if heads.head_dim > triton_attention.MAX_HEAD_DIM:
-            return super().paged_attention(q, kv, batch, heads)
+            return super().paged_attention(q, kv, batch, heads, mask=mask)
         out = torch.empty((len(q), q.shape[1]), dtype=q.dtype, device=q.device)
         if batch.num_decodes:
-            attend_decodes(q, kv, batch, heads, out, self.num_processors, self.decode_tile)
+            attend_decodes(q, kv, batch, heads, out, self.num_processors, self.decode_tile, mask)
         if batch.num_decodes < len(batch.query_lens):
-            attend_prefills(q, kv, batch, heads, out, self.prefill_tile)
+            attend_prefills(q, kv, batch, heads, out, self.prefill_tile, mask)
         if batch.num_tokens < len(q):
             out[batch.num_tokens :] = 0
         return out

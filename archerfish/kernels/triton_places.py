@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from archerfish.kernels.ops import HeadShape, Ids, PagedBatch
+from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
 
 Tensor = torch.Tensor
 PLACES = "triton places"  # key in PagedBatch.derived
@@ -140,7 +141,7 @@ def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:
 
 
 def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_short: bool) -> Tile:
-    """is_short: most sequences have no more rows than the smallest tile."""
+    """is_short: most sequences have no more rows than the smallest tile, or a tile should span few rows of a mask."""
     least = triton.next_power_of_2(heads.num_heads // heads.num_kv_heads)
     if dtype == torch.float32:
         return Tile(max(32, least), 32, 4, 2)
@@ -151,6 +152,30 @@ def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_sho
     if is_short:
         return Tile(max(SHORT_ROWS, least), 64, 4, 2)
     return Tile(max(256, least), 64, 8, 3) if heads.head_dim > 64 else Tile(max(128, least), 64, 4, 3)
+
+
+@dataclass(frozen=True)
+class LaidMask:
+    """A block mask as the kernels take it."""
+
+    visible: Tensor  # contiguous; any tensor where there is no mask
+    num_rows: int
+    num_columns: int
+    size: int
+    span: int  # rows that the queries of a tile may lie in, as a power of 2; 0: no mask
+
+
+def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothing: Tensor) -> tuple[Tile, LaidMask]:
+    """The mask for tiles of so many queries, and the tile, whose steps of keys become such that a block holds whole ones."""
+    if mask is None:
+        return tile, LaidMask(nothing, 0, 0, 0, 0)
+    visible = mask.visible.contiguous()
+    num_rows, num_columns = visible.shape
+    if visible.dtype == torch.bool:
+        visible = visible.view(torch.uint8)
+    span = triton.next_power_of_2(1 + (mask.size + num_queries - 2) // mask.size)
+    step = math.gcd(tile.step, mask.size)
+    return replace(tile, step=step), LaidMask(visible, num_rows, num_columns, mask.size, span)
 
 
 def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:

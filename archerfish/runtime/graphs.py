@@ -25,6 +25,7 @@ from archerfish.sequence import Plan, Sequence
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SIZE_STEP = 64  # between larger ones
+WARM_SIZE = 16  # up to which batches are recorded at the start
 NUM_BUFFERS = 4  # more than the steps that are open at once
 
 
@@ -59,9 +60,10 @@ class DecodeGraphs(Generic[T]):
         self._members = b""
 
     def warm_up(self) -> None:
-        """Record the smallest and the largest batch, which between them use every kernel."""
-        for size in {self.sizes[0], self.sizes[-1]}:
-            self._record(size, is_shared=False)
+        """Record the small batches, each of which has kernels of its own, and the largest."""
+        for size in self.sizes:
+            if size <= WARM_SIZE or size == self.sizes[-1]:
+                self._record(size, is_shared=False)
         if self.sizes[-1] >= MIN_SHARED_SEQUENCES:
             self._record(self.sizes[-1], is_shared=True)
 
@@ -125,7 +127,11 @@ class DecodeGraphs(Generic[T]):
             ops.keep_tokens(inputs, self.state, drawn.tokens)
             return drawn.report
 
-        recorded = self._recorded[size, is_shared] = Recorded(inputs, ops.capture(step) or step)
+        try:
+            repeat = ops.capture(step) or step
+        except Exception:  # as for want of memory: the step can still be run
+            repeat = step
+        recorded = self._recorded[size, is_shared] = Recorded(inputs, repeat)
         return recorded
 
     def _teach_blocks(self, sequences: list[Sequence], rows: Ids, positions: Ids) -> None:

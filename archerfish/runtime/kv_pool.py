@@ -15,7 +15,7 @@ from archerfish.types import DTYPE_BYTES
 
 GIB = 1 << 30
 CPU_SHARE, CPU_MOST_BYTES = 0.25, 4 * GIB  # of free memory, unless a budget is given
-GPU_SPARE_BYTES = GIB // 2  # for the context, recorded steps and the allocator's slack
+GPU_SPARE_BYTES = GIB  # for the context, recorded steps, kept logits and the allocator's slack
 MAX_SHRINKS, SHRUNK = 6, 0.85  # how often a pool that does not fit is tried again, and with which share of it
 
 
@@ -71,7 +71,8 @@ def work_bytes(shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens
     inputs = [shape[1] for shape in shapes if len(shape) == 2]
     per_token = (4 * max(widths, default=0) + 8 * min(inputs, default=0)) * DTYPE_BYTES[dtype]
     logits = vocab_size * (4 + DTYPE_BYTES[dtype])
-    return step_tokens * per_token + 2 * max_num_seqs * logits
+    counts = 4 * vocab_size  # of tokens, for penalties
+    return step_tokens * per_token + max_num_seqs * (2 * logits + counts)
 
 
 def allocate_pool(device: str, ops: Ops[T], shape: KVShape, plan: MemoryPlan) -> tuple[KVCachePool[T], MemoryPlan]:
@@ -81,10 +82,10 @@ def allocate_pool(device: str, ops: Ops[T], shape: KVShape, plan: MemoryPlan) ->
             return kv_pool_class(device)(ops, shape, plan.num_blocks, plan.block_size), plan
         except OutOfMemoryError:
             ops.free_unused()
-            reason = f"{plan.num_blocks:,} blocks did not fit"
+            tried, reason = plan, f"{plan.num_blocks:,} blocks did not fit"
             plan = replace(plan, num_blocks=max(1, int(plan.num_blocks * SHRUNK)), reason=reason)
     raise DeviceError(
-        f"There is no room for KV: not even {plan.num_bytes / GIB:.2f} GiB could be had.",
+        f"There is no room for KV: not even {tried.num_bytes / GIB:.2f} GiB could be had.",
         hint="Other programs may use the card: free memory there, or lower gpu_memory_utilization.",
     )
 

@@ -14,6 +14,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
+from archerfish.background import Lazy
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
@@ -50,11 +51,14 @@ class RunningStep(Protocol):
         """What it brought, or the error that it raised; waits for it."""
 
 
-@dataclass(frozen=True)
 class QueuedStep:
     """A step whose work the device has."""
 
-    result: Callable[[], StepResult]
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._result = Lazy(finish)
+
+    def result(self) -> StepResult:
+        return self._result.get()
 
 
 class ModelRunner(Generic[T]):
@@ -73,7 +77,7 @@ class ModelRunner(Generic[T]):
         self._graphs: DecodeGraphs[T] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if self.ops.is_async:
-            if not is_deterministic:
+            if not is_deterministic and model.kv_shape(model.config).head_dim <= self.ops.max_recorded_head_dim:
                 self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
         else:
             self._thread = ThreadPoolExecutor(
@@ -92,10 +96,11 @@ class ModelRunner(Generic[T]):
         if self._thread is not None:
             passes = [self._prepare(plan, members) for members in self._split(plan)]
             return self._thread.submit(lambda: self._start(plan, passes, entering)())
-        for sequence in entering:
-            self.sampler.add(sequence)
-            if self._graphs is not None:
-                self._graphs.forget(sequence.row)
+        with self.ops.computing():
+            for sequence in entering:
+                self.sampler.add(sequence)
+                if self._graphs is not None:
+                    self._graphs.forget(sequence.row)
         if self._graphs is not None and self._graphs.takes(plan):
             return QueuedStep(self._start_graph(plan, self._graphs))
         passes = [self._prepare(plan, members) for members in self._split(plan)]
@@ -109,7 +114,7 @@ class ModelRunner(Generic[T]):
         with ops.computing():
             zero, one = ops.ids(host_ids([0])), ops.floats(np.ones(1))
             for kind in WARM_UPS:
-                lens = [(new, context) for new, context in kind if context <= self.model.max_len]
+                lens = [(min(new, self.model.max_len), min(context, self.model.max_len)) for new, context in kind]
                 batch = build_batch(
                     ops, tokens=[[0] * new for new, _ in lens], starts=[context - new for new, context in lens],
                     blocks=[[i % self.pool.num_blocks for i in range(-(-context // size))] for _, context in lens],
@@ -207,8 +212,9 @@ class ModelRunner(Generic[T]):
                 endings.append(self._sample(plan, joined, order, result))
 
         def finish() -> StepResult:
-            for end in endings:
-                end()
+            while endings:  # each once, even if an interrupt makes the caller ask again
+                endings[0]()
+                del endings[0]
             return result
 
         return finish

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, Input
+from archerfish.kernels.ops import Ids
 from archerfish.kernels.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, list_sizes
+from archerfish.runtime.runner import RunningStep
 from archerfish.sequence import Plan
 from tests.engine.tiny_llama import TINY
 
@@ -67,9 +71,96 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: p
 def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(seed=6)
     plain = generate(model, params, monkeypatch, records=False)
+    assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
+
+
+def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_TOKENS", 4)
-    assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    sent: list[tuple[int, int]] = []  # sequences, and the tokens that they share
+
+    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
+        sent.append((int((values[Input.POSITION] >= 0).sum()), int(values[Input.NUM_SHARED, 0])))
+        TorchOps.send(self, values, target)
+
+    monkeypatch.setattr(RecordingOps, "send", noted)
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024, block_size=4) as engine:
+        greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        engine.generate([[7] * 22], greedy)
+        sent.clear()
+        engine.generate([[7] * 22 + [5], [7] * 22 + [6]], greedy)
+        assert (2, 20) in sent
+        sent.clear()
+        engine.generate([[7] * 22 + [5], [8] * 22 + [6]], greedy)
+        assert {shared for num, shared in sent if num == 2} == {0}
+
+
+def test_many_penalised_tokens_leave_the_next_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the room that counts begin with."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 512, "vocab_size": 400}))
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    params = SamplingParams(max_tokens=300, repetition_penalty=1.1, seed=1, ignore_eos=True)
+    with LLMEngine(str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+        for _ in range(2):
+            assert engine.generate([[5, 6, 7]], params)[0].finish_reason == "length"
+
+
+def test_a_model_of_few_positions_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_model_len=10) as engine:
+        assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+
+
+def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256) as engine:
+        expected = engine.generate([PROMPTS[3]], params)[0].token_ids
+        launch = engine.runner.launch
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "launch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([PROMPTS[4]], params)
+        assert engine.runner.launch == launch
+        assert engine.generate([PROMPTS[3]], params)[0].token_ids == expected
+        assert not engine.has_work
+
+
+def interrupted(plan: Plan) -> RunningStep:
+    raise KeyboardInterrupt
+
+
+def test_a_step_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0)
+    plain = generate(model, params, monkeypatch, records=False)
+
+    def capture(self: RecordingOps, call: Callable[[], torch.Tensor]) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(RecordingOps, "capture", capture)
+    assert generate(model, params, monkeypatch, records=True) == plain
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
+def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and eager against together and recorded, with a shared prefix, pressure, n and penalties."""
+    shared = [5 + i % 80 for i in range(40)]
+    prompts = [shared + prompt for prompt in PROMPTS]
+    each = [SamplingParams(max_tokens=20 + i, seed=i, n=1 + i % 2, ignore_eos=True) for i in range(len(prompts))]
+    each[3] = replace(each[3], repetition_penalty=1.2)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "block_size": 4}
+    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_TOKENS", 4)
+    with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
+        together = [[one.token_ids for one in output.outputs] for output in engine.generate(prompts, each)]
+    monkeypatch.setattr(DecodeGraphs, "takes", lambda self, plan: False)
+    with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
+        alone = [
+            [one.token_ids for one in engine.generate([prompt], params)[0].outputs]
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+    assert together == alone
 
 
 def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,214 @@
+"""Attention over a given mask of blocks against the reference, which lays the mask out for every token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, in_float32, random
+
+from archerfish.errors import InvalidInputError  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # isort: skip
+from archerfish.kernels.reference import TorchOps, visible  # isort: skip
+from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_places import PLACES, SHARED_LEN, Places, Tile, find_places, lay_mask  # isort: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+Tensor = torch.Tensor
+SMALL = Tile(16, 16, 4, 1)
+WIDE = Tile(64, 32, 4, 1)  # its queries lie in several rows of a mask
+MIXED = ((1, 90), (1, 33), (1, 1), (9, 70), (40, 40))  # (new tokens, context) of sequences
+
+
+def random_mask(size: int, num_rows: int, num_columns: int, share: float = 0.3) -> BlockMask[Tensor]:
+    random = torch.Generator().manual_seed(2)
+    return BlockMask(size, (torch.rand(num_rows, num_columns, generator=random) < share).to(DEVICE))
+
+
+def expect(
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor]
+) -> Tensor:
+    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), replace(batch, derived={}), heads, mask=mask)
+
+
+CASES = [  # heads, size of a mask's blocks, rows and columns of the mask, parts of a decode
+    (HeadShape(2, 2, 64, 0.125), 16, 6, 6, 1),
+    (HeadShape(2, 2, 64, 0.125), 32, 2, 1, 3),  # shorter than the sequences
+    (HeadShape(3, 1, 64, 0.125), 16, 3, 9, 3),
+    (HeadShape(3, 1, 64, 0.125), 48, 2, 2, 1),
+    (HeadShape(3, 1, 64, 0.125, window=25), 16, 6, 6, 1),
+    (HeadShape(3, 1, 64, 0.125, window=25, sinks=20, softcap=3.0), 16, 6, 6, 3),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tile", [SMALL, WIDE])
+@pytest.mark.parametrize(("heads", "size", "num_rows", "num_columns", "num_splits"), CASES)
+def test_block_mask(
+    heads: HeadShape, size: int, num_rows: int, num_columns: int, num_splits: int, tile: Tile, dtype: str
+) -> None:
+    if not HAS_CUDA and dtype == "float16" and tile == SMALL:
+        pytest.skip("float32 takes the same way")
+    ops = TritonOps(DEVICE, dtype)
+    ops.decode_tile = ops.prefill_tile = tile
+    batch, kv = batch_over(ops, MIXED, 16, heads, num_rows=60)
+    find_places(batch, torch.device(DEVICE)).num_splits = num_splits
+    q = random(60, heads.num_heads * heads.head_dim, dtype=dtype)
+    mask = random_mask(size, num_rows, num_columns)
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask)
+    expected = expect(q, kv, batch, heads, mask)
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert not torch.allclose(expected, TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads), atol=0.01)
+
+
+def test_keys_laid_side_by_side() -> None:
+    heads = HeadShape(2, 1, 64, 0.125)
+    ops = TritonOps(DEVICE, "float16")
+    batch, kv = batch_over(ops, ((40, 50), (70, 70)), 16, heads)
+    q, mask = random(110, 128, dtype="float16"), random_mask(32, 3, 3)
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
+    assert find_places(batch, q.device).gathering is not None
+    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=4e-3, rtol=4e-3)
+
+
+def test_more_steps_than_are_looked_up_at_once() -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = ops.prefill_tile = SMALL
+    batch, kv = batch_over(ops, ((1, 1100), (9, 600)), 64, heads)
+    find_places(batch, torch.device(DEVICE)).num_splits = 1
+    q, mask = random(10, 32), random_mask(16, 80, 80, share=0.1)
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask)
+    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_what_no_query_sees_is_not_loaded(num_splits: int) -> None:
+    """An empty mask leaves every query its own block."""
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = ops.prefill_tile = replace(SMALL, step=32)
+    batch, kv = batch_over(ops, ((1, 90), (6, 88)), 16, heads)
+    find_places(batch, torch.device(DEVICE)).num_splits = num_splits
+    q, mask = random(7, 32), BlockMask(16, torch.zeros(1, 1, dtype=torch.uint8, device=DEVICE))
+    expected = expect(q, kv, batch, heads, mask)
+    for memory in (kv.keys, kv.values):
+        memory[batch.block_tables[:, :5].flatten().long()] = float("nan")
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = ops.prefill_tile = SMALL
+    batch, kv = batch_over(ops, ((1, 60), (5, 50)), 8, heads)
+    q, mask = random(6, 32), random_mask(16, 4, 4)
+    expected = ops.paged_attention(q, kv, batch, heads, mask=mask)
+    table = mask.visible.cpu().numpy()
+    for other in (ops.ids(table.astype(np.int64) * 256), ops.ids(table.T.astype(np.int64).copy()).T):
+        assert torch.equal(ops.paged_attention(q, kv, batch, heads, mask=BlockMask(16, other)), expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_lengths_and_mask_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+    """What a captured graph relies on."""
+    heads = HeadShape(4, 2, 32, 0.2)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = SMALL
+    batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
+    q, mask = random(3, 128), random_mask(16, 4, 4)
+    lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
+    batch.derived[PLACES] = Places(lengths, lengths, lengths, num_splits=num_splits)
+    shorter = replace(batch, context_lens=np.array([50, 20, 7]))
+    for _ in range(2):
+        expected = expect(q, kv, shorter, heads, mask)
+        expected[2] = 0
+        torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads, mask=mask), expected, atol=2e-5, rtol=2e-5)
+        mask.visible.logical_not_()
+
+
+def test_a_mask_shares_nothing() -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    ops = TritonOps(DEVICE, "float32")
+    ops.decode_tile = SMALL
+    batch, kv = batch_over(ops, ((1, 40), (1, 37)), 8, heads)
+    batch.block_tables[1, :4] = batch.block_tables[0, :4]
+    batch.derived[SHARED_LEN] = 32
+    q, mask = random(2, 32), random_mask(16, 3, 3)
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask)
+    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
+    assert [purpose for purpose, *_ in batch.derived[PLACES].scratch] == ["parts"]
+
+
+def test_a_step_never_spans_two_blocks_of_a_mask() -> None:
+    nothing = torch.empty(0)
+    laid = [lay_mask(random_mask(size, 2, 3), Tile(64, 64, 4, 2), 16, nothing) for size in (16, 48, 64, 192)]
+    assert [tile.step for tile, _ in laid] == [16, 16, 64, 64]
+    assert [mask.span for _, mask in laid] == [2, 2, 2, 2]
+    assert lay_mask(random_mask(16, 2, 3), SMALL, 1, nothing)[1].span == 1
+    assert lay_mask(None, SMALL, 64, nothing)[1].span == 0
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="batches of these tests lie on the GPU")
+def test_a_mask_on_a_cpu() -> None:
+    heads = HeadShape(2, 1, 16, 0.25)
+    batch, kv = batch_over(TorchOps(), ((1, 90), (1, 5), (9, 70)), 8, heads)
+    q, mask = torch.randn(11, 32), random_mask(16, 6, 6)
+    expected = TorchOps().paged_attention(q, kv, batch, heads, mask=mask)
+    torch.testing.assert_close(TorchCpuOps().paged_attention(q, kv, batch, heads, mask=mask), expected)
+
+
+def test_the_reference_sees_its_own_block_and_what_the_mask_shows() -> None:
+    """The mask is shorter than the sequence: its last row and column hold for what lies behind."""
+    mask = BlockMask(16, torch.tensor([[0, 1], [1, 0]]))
+    seen = visible(20, 64, 0, torch.device("cpu"), mask=mask)
+    blocks = [[1, 0, 1, 0], [1, 0, 0, 1]]  # of the queries from 44 on, and from 48 on
+    dense = np.repeat(np.repeat(blocks, (4, 16), axis=0), 16, axis=1) * np.tri(20, 64, 44, dtype=int)
+    assert np.array_equal(seen.numpy(), dense)
+
+
+@pytest.mark.parametrize("size", [0, 24, -16])
+def test_blocks_of_a_mask_have_a_multiple_of_16_tokens(size: int) -> None:
+    with pytest.raises(InvalidInputError, match="multiple of 16"):
+        BlockMask(size, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("is_gathered", [True, False])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [HeadShape(8, 2, 128, 0.1), HeadShape(9, 3, 64, 0.1, window=700), HeadShape(4, 4, 64, 0.1)])
+@pytest.mark.skipif(not HAS_CUDA, reason="slow in the interpreter")
+def test_long_contexts(heads: HeadShape, size: int, is_gathered: bool) -> None:
+    ops = TritonOps(DEVICE, "bfloat16")
+    batch, kv = batch_over(ops, ((1, 8000), (1, 5000), (1, 70), (300, 2900), (1000, 1000), (3000, 3000)), 16, heads)
+    find_places(batch, torch.device(DEVICE)).is_gathered = is_gathered
+    q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype="bfloat16")
+    mask = random_mask(size, 8000 // size, 8000 // size, share=0.125)
+    out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
+    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+@pytest.mark.parametrize("num", [4, 100])
+def test_masked_decodes_can_be_captured(num: int) -> None:
+    """One graph serves other lengths and other masks."""
+    heads = HeadShape(8, 2, 128, 0.1)
+    ops = TritonOps(DEVICE, "bfloat16")
+    batch, kv = batch_over(ops, tuple((1, 1 + 37 * i % 2000) for i in range(num)), 16, heads)
+    q, mask = random(num, 1024, dtype="bfloat16"), random_mask(64, 40, 40, share=0.2)
+    lengths = torch.zeros(num, dtype=torch.int32, device=DEVICE)
+    static = replace(batch, derived={PLACES: Places(lengths, lengths, lengths)})
+    ops.paged_attention(q, kv, static, heads, mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.paged_attention(q, kv, static, heads, mask=mask)
+    lengths.copy_(torch.from_numpy(batch.context_lens))
+    for _ in range(2):
+        mask.visible.logical_not_()
+        graph.replay()
+        torch.testing.assert_close(out.float(), expect(q, kv, batch, heads, mask), atol=2e-2, rtol=2e-2)
