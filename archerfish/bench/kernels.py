@@ -220,7 +220,6 @@ def sharing_blocks(
     ops: TritonOps, heads: HeadShape, num: int, shared: int, own: int
 ) -> tuple[PagedBatch[Tensor], PagedBatch[Tensor], KVLayer[Tensor]]:
     """Decodes whose first keys lie in the same blocks: a batch that says so, one that does not, the blocks."""
-    from archerfish.kernels.triton_places import SHARED_LEN
     from archerfish.runtime.batch import build_batch
 
     num_shared, num_own = shared // BLOCK_SIZE, -(-own // BLOCK_SIZE)
@@ -233,10 +232,10 @@ def sharing_blocks(
         build_batch(
             ops, tokens=[[7]] * num, starts=[shared + own - 1] * num,
             blocks=[order[:num_shared] + order[first : first + num_own] for first in firsts], block_size=BLOCK_SIZE,
+            num_shared=told,
         )
-        for _ in range(2)
+        for told in (shared, 0)
     )
-    batch.derived[SHARED_LEN] = shared
     return batch, plain, kv
 
 

@@ -131,6 +131,7 @@ class PagedBatch(Generic[T]):
     block_tables: T  # (sequences, most blocks of any) physical blocks, in order; entries past a sequence's last mean nothing
     block_size: int
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
+    num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
 

@@ -15,7 +15,6 @@ from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
 
 Tensor = torch.Tensor
 PLACES = "triton places"  # key in PagedBatch.derived
-SHARED_LEN = "shared_len"  # likewise, from the host: leading tokens whose keys all decodes have in the same blocks
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4  # that the parts of decodes should come to
 MAX_SHARED_PARTS = 32
@@ -74,12 +73,11 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 def find_places(batch: PagedBatch[Tensor], device: torch.device) -> Places:
     if PLACES not in batch.derived:
         starts = np.cumsum(batch.query_lens) - batch.query_lens
-        shared_len = batch.derived.get(SHARED_LEN, 0)
-        lengths = np.concatenate((batch.context_lens, starts, batch.query_lens, [shared_len])).astype(np.int32)
+        lengths = np.concatenate((batch.context_lens, starts, batch.query_lens, [batch.num_shared])).astype(np.int32)
         num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
         num = len(starts)
         contexts, rows, query_lens, shared = to_device(lengths, device).tensor_split((num, 2 * num, 3 * num))
-        places = batch.derived[PLACES] = Places(contexts, rows, query_lens, shared if shared_len else None)
+        places = batch.derived[PLACES] = Places(contexts, rows, query_lens, shared if batch.num_shared else None)
         if num_new and not batch.is_deterministic:
             places.is_gathered = num_keys <= GATHER_RATIO * num_new
             places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new

@@ -12,11 +12,12 @@ from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
 
 def build_batch(
     ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, is_deterministic: bool = False, num_rows: int = 0,
+    block_size: int, is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0,
 ) -> PagedBatch[T]:
     """The batch of sequences whose new tokens begin at `starts` and whose KV lies in `blocks`.
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared: as
+    in `PagedBatch`.
     """
     query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
     num_tokens = int(query_lens.sum())
@@ -26,7 +27,7 @@ def build_batch(
         token_ids = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
     return pack_batch(
         ops, token_ids, query_lens, np.asarray(starts, dtype=np.int64), pad_tables(blocks), block_size,
-        is_deterministic=is_deterministic, num_rows=num_rows,
+        is_deterministic=is_deterministic, num_rows=num_rows, num_shared=num_shared,
     )
 
 
@@ -41,7 +42,7 @@ def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
 
 def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0,
+    is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0,
 ) -> PagedBatch[T]:
     """The batch out of arrays: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences, most blocks)."""
     is_decode = query_lens == 1
@@ -60,5 +61,5 @@ def pack_batch(
     return PagedBatch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
         token_ids=ops.ids(rows[0]), positions=ops.ids(rows[1]), slots=ops.ids(rows[2]), block_tables=ops.ids(block_tables),
-        block_size=block_size, is_deterministic=is_deterministic,
+        block_size=block_size, is_deterministic=is_deterministic, num_shared=num_shared,
     )

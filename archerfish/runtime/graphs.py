@@ -20,7 +20,7 @@ from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import pad_tables
 from archerfish.runtime.kv_pool import KVCachePool
 from archerfish.runtime.sampler import FastSampler
-from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS, find_shared
+from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, find_shared
 from archerfish.sequence import Plan, Sequence
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -143,14 +143,11 @@ class DecodeGraphs(Generic[T]):
         self._num_known[rows] = own + 1
 
     def _find_shared(self, sequences: list[Sequence], rows: Ids) -> int:
-        """Tokens that all sequences have in the same blocks, where reading those once pays; found anew for new company."""
-        if len(rows) < MIN_SHARED_SEQUENCES:
-            return 0
+        """What `find_shared` finds, looked for anew in new company."""
         members = rows.tobytes()
         if members != self._members:
             self._members = members
-            found = find_shared([sequence.blocks for sequence in sequences], self.pool.block_size)
-            self._num_shared = found if found >= MIN_SHARED_TOKENS else 0
+            self._num_shared = find_shared([sequence.blocks for sequence in sequences], self.pool.block_size)
         return self._num_shared
 
 

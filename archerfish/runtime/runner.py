@@ -22,6 +22,7 @@ from archerfish.runtime.batch import build_batch
 from archerfish.runtime.graphs import DecodeGraphs
 from archerfish.runtime.kv_pool import KVCachePool
 from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
+from archerfish.runtime.shared import find_shared
 from archerfish.sequence import Plan, Sequence, StepResult
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
@@ -183,10 +184,12 @@ class ModelRunner(Generic[T]):
                 last_places.append(place - 1)
                 sampled.append(index)
         is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
+        decodes = [plan.sequences[i].blocks for i in members if plan.counts[i] == 1] if self.ops.is_async else []
         batch = build_batch(
             self.ops, tokens=tokens, starts=[plan.starts[i] for i in members],
             blocks=[plan.sequences[i].blocks for i in members], block_size=self.pool.block_size,
             is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if is_decode_tile else 0,
+            num_shared=find_shared(decodes, self.pool.block_size),
         )
         return Pass(members, batch, host_ids(pending_places), host_ids(pending_rows), host_ids(last_places), sampled, spans)
 

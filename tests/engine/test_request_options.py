@@ -22,7 +22,8 @@ def test_a_list_is_known_by_its_first(prompt: object, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [([3, -1], "Token id -1 is outside"), ([3, 10], "Token id 10 is outside"),
-     ([3, 1 << 70], "is outside of the vocabulary of 10"), ([3, "a"], "list of token ids"), ([3, 1.5], "list of token ids"), ([3, None], "list of token ids")],
+     ([3, 1 << 70], "is outside of the vocabulary of 10"), ([3, "a"], "list of token ids"),
+     ([3, 1.5], "list of token ids"), ([3, None], "list of token ids")],
 )  # fmt: skip
 def test_wrong_ids_are_named(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):

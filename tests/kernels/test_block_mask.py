@@ -15,7 +15,7 @@ from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # 
 from archerfish.kernels.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import PLACES, SHARED_LEN, Places, Tile, find_places, lay_mask  # isort: skip
+from archerfish.kernels.triton_places import PLACES, Places, Tile, find_places, lay_mask  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -138,7 +138,7 @@ def test_a_mask_shares_nothing() -> None:
     ops.decode_tile = SMALL
     batch, kv = batch_over(ops, ((1, 40), (1, 37)), 8, heads)
     batch.block_tables[1, :4] = batch.block_tables[0, :4]
-    batch.derived[SHARED_LEN] = 32
+    batch = replace(batch, num_shared=32)
     q, mask = random(2, 32), random_mask(16, 3, 3)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
     torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)

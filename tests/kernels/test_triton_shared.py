@@ -15,7 +15,7 @@ from archerfish.kernels.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
 from archerfish.kernels.triton_attention import PLACES, Places, Tile, find_places  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import SHARED_LEN, choose_shared_parts  # isort: skip
+from archerfish.kernels.triton_places import choose_shared_parts  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -130,7 +130,7 @@ def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
     batch, kv = batch_over(ops, ((1, 40), (1, 33), (5, 21)), 8, heads)
     batch.block_tables[1, :4] = batch.block_tables[0, :4]
     q = random(7, 64)
-    batch.derived[SHARED_LEN] = 32
+    batch = replace(batch, num_shared=32)
     out = ops.paged_attention(q, kv, batch, heads)
     assert find_places(batch, q.device).shared_len is not None
     torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-5, rtol=2e-5)

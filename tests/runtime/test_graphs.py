@@ -75,8 +75,8 @@ def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pyt
 
 
 def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_SEQUENCES", 2)
-    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_TOKENS", 4)
+    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_TOKENS", 4)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     sent: list[tuple[int, int]] = []  # sequences, and the tokens that they share
 
@@ -150,8 +150,8 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, mo
     each = [SamplingParams(max_tokens=20 + i, seed=i, n=1 + i % 2, ignore_eos=True) for i in range(len(prompts))]
     each[3] = replace(each[3], repetition_penalty=1.2)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "block_size": 4}
-    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_SEQUENCES", 2)
-    monkeypatch.setattr("archerfish.runtime.graphs.MIN_SHARED_TOKENS", 4)
+    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_TOKENS", 4)
     with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
         together = [[one.token_ids for one in output.outputs] for output in engine.generate(prompts, each)]
     monkeypatch.setattr(DecodeGraphs, "takes", lambda self, plan: False)
