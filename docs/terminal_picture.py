@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -32,7 +33,8 @@ def run(command: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.environ |= {"COLUMNS": str(WIDTH), "TERM": "xterm-256color", "PATH": path}
     pty.spawn(shlex.split(command), keep)
-    return b"".join(chunks).decode().replace("\r\n", "\n").replace(str(Path.home()), "~")
+    text = b"".join(chunks).decode().replace("\r\n", "\n").replace(str(Path.home()), "~")
+    return re.sub(r"(Linux) [^,]+|, nvcc: \S+", r"\1", text)  # not of interest: which kernel, and who has a CUDA compiler
 
 
 def main() -> None:

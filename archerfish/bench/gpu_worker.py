@@ -198,7 +198,7 @@ class GpuWorker:
         return {"shared_prefix_req_s": len(inputs.shared) / self._run(inputs.shared, self.work.shared_output, SAMPLED)}
 
     def write_store(self, target: str) -> dict[str, Any]:
-        from archerfish.bench.startup import write_random_store
+        from archerfish.bench.random_store import write_random_store
 
         return {"num_bytes": write_random_store(Path(self.directory), Path(target), self.options)}
 

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,44 +47,6 @@ def ensure_store(shape: str, folder: Path) -> Path:
         with gpu.model_directory(shape) as source, WorkerProcess(gpu.worker_command(gpu.OURS, source, options)) as worker:
             worker.ask("write_store", target=str(target))
     return target
-
-
-def write_random_store(source: Path, target: Path, options: dict[str, Any]) -> int:
-    """Write a converted directory for a config.json, one tensor in memory at a time; returns its bytes. Runs in the worker."""
-    import torch
-
-    from archerfish.engine.llm_loading import read_json
-    from archerfish.kernels.select import choose_ops
-    from archerfish.models.adapter import model_class
-    from archerfish.models.config import Config
-    from archerfish.store.files import check_free_space, new_directory, write_errors, write_file
-    from archerfish.store.format import ARROW_NAME, ITEM_BYTES, METADATA_NAME, Row, TensorInfo
-    from archerfish.store.mapping import write_arrow
-    from archerfish.store.metadata import StoreMetadata, encode_metadata
-    from archerfish.store.torch_source import as_bytes
-    from archerfish.store.validate import stored_dtype_of
-
-    values, dtype = read_json(source / "config.json"), options["dtype"]
-    config, ops = Config(values), choose_ops(options["device"], dtype)
-    infos = tuple(
-        TensorInfo(name, stored_dtype_of("float32", shape, dtype), shape)
-        for name, shape in model_class(config).dummy_shapes(config).items()
-    )
-    check_free_space(target, sum(info.num_params * ITEM_BYTES[info.dtype] for info in infos))
-
-    def random_row(info: TensorInfo) -> Row:
-        made = ops.random_weights({info.name: info.shape})[info.name]
-        return Row(info, as_bytes(made.to("cpu", getattr(torch, info.dtype))))
-
-    with new_directory(target) as temporary, write_errors(target):
-        record = write_arrow(temporary / ARROW_NAME, infos, map(random_row, infos))
-        metadata = StoreMetadata(
-            model_name=target.name, dtype=dtype, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            source={"kind": "random", "name": source.name}, config=values, tensors=infos,
-            files={ARROW_NAME: record},
-        )  # fmt: skip
-        write_file(temporary / METADATA_NAME, encode_metadata(metadata))
-    return record.num_bytes
 
 
 def measure_startup(
