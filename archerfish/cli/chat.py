@@ -81,7 +81,7 @@ class Chat:
                 if sys.stdin.isatty():
                     self._write("\n")
                 return
-            if line.strip() == "/quit":
+            if line.strip() in ("/quit", "/exit"):
                 return
             try:
                 self.obey(line) if line.startswith("/") else self.answer(line)

@@ -89,6 +89,10 @@ def dispatch(arguments: list[str]) -> int:
     if "--help" in leading or "-h" in leading or not rest:
         sys.stdout.write(overview())
         return 0 if rest or leading or not arguments else 2
+    family = [command for command in COMMANDS if command.name.startswith(f"{rest[0]} ")]
+    if family and {"--help", "-h"} & set(rest[1:2]):
+        sys.stdout.write(overview(rest[0], family))
+        return 0
     command, rest = find_command(rest)
     parser = make_parser(command)
     module = importlib.import_module(f"archerfish.cli.{command.module}")
@@ -129,19 +133,18 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         if name in known:
             return known[name], words[length:]
     family = [name for name in known if name.startswith(f"{words[0]} ")]
-    if family and {"--help", "-h"} & set(words):
-        return known[family[0]], ["--help"]
     if family:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
         raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)
     raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
 
 
-def overview() -> str:
-    width = max(len(command.name) for command in COMMANDS) + 2
-    commands = "".join(f"  {command.name:<{width}}{command.summary}\n" for command in COMMANDS)
+def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str:
+    """All commands, or those that begin with one word."""
+    width = max(len(command.name) for command in listed) + 2
+    commands = "".join(f"  {command.name:<{width}}{command.summary}\n" for command in listed)
     return (
-        f"usage: archerfish COMMAND [options]\n\n{DESCRIPTION}\n\ncommands:\n{commands}\n"
+        f"usage: archerfish {name} [options]\n\n{DESCRIPTION}\n\ncommands:\n{commands}\n"
         "everywhere: --config FILE, --json, --quiet, --debug, --version, --help\n"
         "Every option is also an environment variable and a key of the TOML file; see docs/options.md.\n"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.request_options import is_token_ids
 from archerfish.engine.text_tokenizer import TextTokenizer
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
@@ -16,12 +17,19 @@ class LLM(LLMEngine):
     """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` take and give what those of vLLM do."""
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        use_tqdm: bool | None = None, show_progress: bool = False, **options: Any,
+        self, prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool | None = None,
+        show_progress: bool = False, **options: Any,
     ) -> list[RequestOutput]:
-        """Results of one or more prompts, in their order. use_tqdm is another name of show_progress."""
+        """Results of one or more prompts, in their order. use_tqdm is another name of show_progress.
+
+        A prompt may also be a dict with "prompt" or "prompt_token_ids".
+        """
         shows = show_progress if use_tqdm is None else bool(use_tqdm)
-        return super().generate(prompts, sampling_params, show_progress=shows, **options)
+        plain: Any = [plain_prompt(prompts)] if isinstance(prompts, Mapping) else prompts
+        if isinstance(plain, list | tuple) and not is_token_ids(plain):
+            plain = [plain_prompt(one) for one in plain]
+        return super().generate(plain, sampling_params, show_progress=shows, **options)
 
     def chat(  # type: ignore[override]  # a list, as in vLLM, also for one conversation
         self, messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -37,6 +45,17 @@ class LLM(LLMEngine):
         if self.tokenizer is None:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give prompts as lists of token ids.")
         return self.tokenizer
+
+
+def plain_prompt(prompt: Any) -> Any:
+    """What a dict of vLLM's says; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    known = [prompt[key] for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
+    if len(known) != 1 or len(prompt) != 1:
+        keys = ", ".join(map(repr, prompt)) or "none"
+        raise InvalidInputError(f"A prompt that is a dict has one key, 'prompt' or 'prompt_token_ids', not {keys}.")
+    return known[0]
 
 
 def conversations(messages: Any) -> list[Any]:

@@ -161,7 +161,8 @@ class LLMEngine:
         elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:
-            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+            what = f"a list that begins with {prompt[0]!r}" if isinstance(prompt, list) else type(prompt).__name__
+            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {what}.")
         if not token_ids:
             raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
         return token_ids, prompt if isinstance(prompt, str) else None

@@ -59,8 +59,12 @@ def read_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     try:
         values = np.frombuffer(array("q", prompt), dtype=np.int64)
         is_right = not len(values) or (values.min() >= 0 and values.max() < vocab_size)
-    except TypeError as error:
-        raise InvalidInputError(f"A prompt must be a string or a list of token ids: {error}.") from error
+    except TypeError:
+        place, wrong = next((i, one) for i, one in enumerate(prompt) if not isinstance(one, int))
+        raise InvalidInputError(
+            f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list.",
+            hint="Several prompts are a list of strings or of lists.",
+        ) from None
     except OverflowError:
         is_right = False
     if not is_right:

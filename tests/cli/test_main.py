@@ -244,3 +244,12 @@ def test_convert_reports_its_result(
     assert main([*arguments, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["success"] is True and body["output_dir"] == str(tmp_path / "out")
+
+
+def test_help_of_a_family_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: archerfish bench [options]")
+    assert "bench embed" in said
+    assert "bench gpu" in said
+    assert "archerfish doctor" not in said

@@ -59,6 +59,18 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages)
 
 
+def test_prompts_may_be_dicts_as_in_vllm(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    expected = llm.generate([5, 6, 7], params)[0].token_ids
+    assert llm.generate({"prompt_token_ids": [5, 6, 7]}, params)[0].token_ids == expected
+    mixed: list[Any] = [{"prompt_token_ids": [5, 6, 7]}, [5, 6, 7]]
+    both = llm.generate(mixed, params)
+    assert [one.token_ids for one in both] == [expected, expected]
+    for wrong in ({}, {"prompts": "a"}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "multi_modal_data": 1}):
+        with pytest.raises(InvalidInputError, match="has one key"):
+            llm.generate([wrong], params)
+
+
 def test_use_tqdm_is_another_name_of_show_progress(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     ways: list[dict[str, Any]] = [{"use_tqdm": True}, {"show_progress": True}]
     for options in ways:
