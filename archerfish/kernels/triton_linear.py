@@ -26,6 +26,7 @@ DIRECT_ROWS = 4  # of `multiply_rows_kernel`, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
+HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 
 
@@ -318,14 +319,16 @@ def tile_of(
 ) -> LinearTile:
     """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights."""
     rows = triton.next_power_of_2(num_rows)
-    if element_bytes == 2 and most_bytes == SHARED_BYTES and (rows, num_weights, width) in TUNED:
-        return TUNED[rows, num_weights, width]
+    copies = 2 if is_gated else 1
+    tuned = TUNED.get((rows, num_weights, width)) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
+    if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
+        return tuned
     widest = triton.next_power_of_2(width)
     if num_rows <= DIRECT_ROWS:
         outputs = 2 if num_weights <= 2048 or is_gated else 4
-        columns = min(widest, 1024)
+        columns = min(widest, 1024 if most_bytes == SHARED_BYTES else 512)
         num_stages = 1 if num_rows * width <= UNROLLED_COLUMNS else 3
         return LinearTile(outputs, columns, max(1, columns // COLUMNS_PER_WARP), num_stages)
     outputs, columns = (16 if num_weights <= 4096 else 32), max(64, min(widest, 1024 // element_bytes))
-    stage_bytes = (max(8, rows) + outputs * (2 if is_gated else 1)) * columns * element_bytes
+    stage_bytes = (max(8, rows) + outputs * copies) * columns * element_bytes
     return LinearTile(outputs, columns, 4, max(1, min(4, most_bytes // stage_bytes)), is_dot=True)
