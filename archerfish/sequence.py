@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+def pack_tokens(tokens: Iterable[int]) -> array[int]:
+    """Token ids side by side in memory, where they are copied, compared and hashed without a loop over them."""
+    try:
+        return array("I", tokens)
+    except (TypeError, OverflowError) as error:
+        raise InvalidInputError(f"Tokens must be whole numbers from 0 to 2^32 - 1: {error}.") from None
 
 
 class Namespace(NamedTuple):
@@ -54,7 +65,7 @@ class Sequence:
     def __init__(self, request: Request, index: int = 0) -> None:
         self.request = request
         self.index = index  # which of the request's n
-        self.tokens: list[int] = list(request.prompt_token_ids)  # prompt and output, as far as the host knows it
+        self.tokens = pack_tokens(request.prompt_token_ids)  # prompt and output, as far as the host knows it
         self.num_prompt = len(self.tokens)
         self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
         self.num_pending = 0  # tokens sampled by steps in flight

@@ -30,7 +30,7 @@ LAYERS = [
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # What these may import of ours, and nothing else.
 EXTRA_RULES: dict[str, set[str]] = {
-    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors"}, "sequence": {"params"},
+    "config": {"errors"}, "background": set(), "observe": {"types"}, "params": {"errors"}, "sequence": {"errors", "params"},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "prometheus_client"}
 

@@ -6,6 +6,7 @@ imported before the clock starts.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -116,10 +117,8 @@ class Vllm:
     """vLLM's own LLM class."""
 
     def imports(self) -> str:
-        import vllm  # type: ignore[import-not-found, unused-ignore]
-
-        self._vllm: Any = vllm
-        return str(getattr(vllm, "__version__", ""))
+        self._vllm: Any = importlib.import_module("vllm")
+        return str(getattr(self._vllm, "__version__", ""))
 
     def load(self, directory: str, options: dict[str, Any]) -> None:
         self.engine = self._vllm.LLM(model=directory, **options)

@@ -4,7 +4,8 @@ Every figure is the median of at least 20 calls with nothing of their input in t
 for decodes, which run in a captured graph as in the engine, each call has a layer of its own. Bytes are the fewest that the
 work must move, operations the fewest that it must do. "PyTorch" is the formula that transformers runs, and for attention
 torch's fused kernel, with the blocks gathered first where it decodes; for decodes that share keys, our kernel without sharing,
-for block masks, ours without a mask.
+for block masks, ours without a mask. "compiled" is the same formula by torch.compile, where that is one kernel or a few; the
+time that it takes to compile is not counted (some 30 s in all; TORCH_COMPILE_DISABLE=1 does without).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class KernelRow:
     unit: str  # of rate: GB/s or TFLOP/s
     share: float  # of what the card can do
     ratio: float  # to PyTorch: how many times as long that takes
+    compiled_ratio: float | None = None  # to torch.compile of the same formula
 
 
 def median_us(call: Callable[[], object]) -> float:
@@ -83,16 +85,33 @@ def graph_us(calls: list[Callable[[], object]]) -> float:
     return float(np.median(times[1:])) * 1000 / len(calls)
 
 
+def compiled_us(measure: Callable[[list[Callable[[], object]]], float], peers: list[partial[Any]]) -> float | None:
+    """What calls of one function take when torch.compile has made it over; None where it cannot."""
+    import torch
+
+    function = torch.compile(peers[0].func, dynamic=False)
+    try:
+        return measure([partial(function, *peer.args) for peer in peers])
+    except Exception:  # a compiler that is not there, or does not know something, is no reason to measure nothing else
+        return None
+
+
 def row(
     name: str, shape: str, call: Callable[[], object], peer: Callable[[], object], *, num_bytes: float = 0, flops: float = 0
 ) -> KernelRow:
-    return as_row(name, shape, median_us(call), median_us(peer), num_bytes=num_bytes, flops=flops)
+    """A peer that is a partial is measured compiled, too."""
+    compiled = compiled_us(lambda calls: median_us(calls[0]), [peer]) if isinstance(peer, partial) else None
+    return as_row(name, shape, median_us(call), median_us(peer), compiled, num_bytes=num_bytes, flops=flops)
 
 
-def as_row(name: str, shape: str, us: float, peer_us: float, *, num_bytes: float = 0, flops: float = 0) -> KernelRow:
+def as_row(
+    name: str, shape: str, us: float, peer_us: float, compiled: float | None = None, *, num_bytes: float = 0, flops: float = 0
+) -> KernelRow:
+    """Times in microseconds: ours, PyTorch's, and that of its formula compiled."""
+    ratios = peer_us / us, None if compiled is None else compiled / us
     if flops:
-        return KernelRow(name, shape, us, flops / us / 1e6, "TFLOP/s", flops / us * 1e6 / BF16_FLOPS, peer_us / us)
-    return KernelRow(name, shape, us, num_bytes / us / 1e3, "GB/s", num_bytes / us * 1e6 / COPY_BYTES_PER_S, peer_us / us)
+        return KernelRow(name, shape, us, flops / us / 1e6, "TFLOP/s", flops / us * 1e6 / BF16_FLOPS, *ratios)
+    return KernelRow(name, shape, us, num_bytes / us / 1e3, "GB/s", num_bytes / us * 1e6 / COPY_BYTES_PER_S, *ratios)
 
 
 def measure_kernels() -> list[KernelRow]:
@@ -119,10 +138,12 @@ def random(*shape: int) -> Tensor:
 def norm_rows(ops: TritonOps) -> Iterator[KernelRow]:
     x, residual, weight = random(TOKENS, WIDTH), random(TOKENS, WIDTH), random(WIDTH)
     factors, num_bytes, shape = weight.float(), 2 * x.nbytes, f"{TOKENS} x {WIDTH}"
-    yield row("rms_norm", shape, lambda: ops.rms_norm(x, factors, 1e-5), lambda: eager_norm(x, weight), num_bytes=num_bytes)
+    yield row(
+        "rms_norm", shape, lambda: ops.rms_norm(x, factors, 1e-5), partial(eager_norm, x, weight), num_bytes=num_bytes
+    )
     yield row(
         "rms_norm + residual", shape, lambda: ops.rms_norm(x, factors, 1e-5, residual=residual),
-        lambda: eager_norm(x + residual, weight), num_bytes=2 * num_bytes,
+        partial(eager_norm_of_sum, x, residual, weight), num_bytes=2 * num_bytes,
     )
 
 
@@ -132,6 +153,11 @@ def eager_norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
     return weight * wide.to(x.dtype)
+
+
+def eager_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return eager_norm(total, weight), total
 
 
 def store_rows(ops: TritonOps) -> Iterator[KernelRow]:
@@ -146,13 +172,13 @@ def store_rows(ops: TritonOps) -> Iterator[KernelRow]:
     cos, sin = random(1, TOKENS, 128), random(1, TOKENS, 128)
     shape, num_bytes = f"{TOKENS} x (32 + 2 * 8) x 128", 2 * qkv.nbytes
     yield row(
-        "rope + store", shape, lambda: ops.store_kv(qkv, kv, batch, heads, rotary), lambda: eager_rope(q, k, cos, sin),
+        "rope + store", shape, lambda: ops.store_kv(qkv, kv, batch, heads, rotary), partial(eager_rope, q, k, cos, sin),
         num_bytes=num_bytes,
     )
     yield row(
         "qk-norm + rope + store", shape,
         lambda: ops.store_kv(qkv, kv, batch, heads, rotary, q_norm=norm, k_norm=norm, eps=1e-6),
-        lambda: eager_rope(eager_norm(q, norm.bfloat16()), eager_norm(k, norm.bfloat16()), cos, sin), num_bytes=num_bytes,
+        partial(eager_normed_rope, q, k, norm.bfloat16(), cos, sin), num_bytes=num_bytes,
     )
 
 
@@ -164,6 +190,10 @@ def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
+
+
+def eager_normed_rope(q: Tensor, k: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return eager_rope(eager_norm(q, norm), eager_norm(k, norm), cos, sin)
 
 
 def blocks_of(
@@ -293,13 +323,18 @@ def masked_rows(ops: TritonOps) -> Iterator[KernelRow]:
 
 
 def gated_row(ops: TritonOps) -> KernelRow:
-    from torch.nn.functional import silu
-
     x = random(TOKENS, 2 * FEED_FORWARD)
     return row(
-        "gated silu", f"{TOKENS} x {FEED_FORWARD}", lambda: ops.gated(x, "silu"),
-        lambda: silu(x[:, :FEED_FORWARD]) * x[:, FEED_FORWARD:], num_bytes=1.5 * x.nbytes,
+        "gated silu", f"{TOKENS} x {FEED_FORWARD}", lambda: ops.gated(x, "silu"), partial(eager_gated, x),
+        num_bytes=1.5 * x.nbytes,
     )
+
+
+def eager_gated(x: Tensor) -> Tensor:
+    from torch.nn.functional import silu
+
+    width = x.shape[1] // 2
+    return silu(x[:, :width]) * x[:, width:]
 
 
 def sample_rows(ops: TritonOps) -> Iterator[KernelRow]:
@@ -314,8 +349,9 @@ def sample_rows(ops: TritonOps) -> Iterator[KernelRow]:
         ):
             batch = sampling_of(num, temperature, top_k, top_p)
             us = graph_us([partial(ops.sample, x, batch) for x in logits])
-            peer_us = graph_us([partial(eager_sample, x, temperature, top_k, top_p) for x in logits])
-            yield as_row(name, f"{num} x {VOCAB_SIZE}", us, peer_us, num_bytes=logits[0].nbytes)
+            peers = [partial(eager_sample, x, temperature, top_k, top_p) for x in logits]
+            compiled = compiled_us(graph_us, peers) if num == SAMPLES[-1] else None  # which is slow to compile
+            yield as_row(name, f"{num} x {VOCAB_SIZE}", us, graph_us([*peers]), compiled, num_bytes=logits[0].nbytes)
 
 
 def sampling_of(num: int, temperature: float, top_k: int, top_p: float) -> SamplingBatch[Tensor]:
@@ -351,10 +387,11 @@ def eager_sample(logits: Tensor, temperature: float, top_k: int, top_p: float) -
 
 def as_table(rows: list[KernelRow]) -> str:
     """For people to read."""
-    lines = [f"{'kernel':24} {'shape':28} {'us':>8} {'rate':>16} {'of limit':>8} {'x PyTorch':>9}"]
-    lines += [
-        f"{r.name:24} {r.shape:28} {r.microseconds:8.1f} {r.rate:8.0f} {r.unit:7} {r.share:8.0%} {r.ratio:9.2f}" for r in rows
-    ]
+    lines = [f"{'kernel':24} {'shape':28} {'us':>8} {'rate':>16} {'of limit':>8} {'x PyTorch':>9} {'x compiled':>10}"]
+    for r in rows:
+        compiled = "" if r.compiled_ratio is None else f"{r.compiled_ratio:.2f}"
+        figures = f"{r.microseconds:8.1f} {r.rate:8.0f} {r.unit:7} {r.share:8.0%} {r.ratio:9.2f} {compiled:>10}"
+        lines.append(f"{r.name:24} {r.shape:28} {figures}".rstrip())
     return "\n".join(lines)
 
 

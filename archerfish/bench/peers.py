@@ -170,8 +170,8 @@ class OpenVino(Exported):
 
     def imports(self) -> str:
         import openvino
-        import tokenizers  # noqa: F401
 
+        importlib.import_module("tokenizers")
         return str(openvino.__version__)
 
     def load(self) -> None:
@@ -226,8 +226,8 @@ class OnnxRuntime(Exported):
 
     def imports(self) -> str:
         import onnxruntime
-        import tokenizers  # noqa: F401
 
+        importlib.import_module("tokenizers")
         return str(onnxruntime.__version__)
 
     def load(self) -> None:

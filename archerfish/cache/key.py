@@ -8,19 +8,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from archerfish.errors import InvalidInputError
-from archerfish.sequence import Namespace
+from archerfish.sequence import Namespace, pack_tokens
 
 TOKEN_BYTES = array("I").itemsize
 _DTYPE = np.dtype(f"u{TOKEN_BYTES}")
 NO_NAMESPACE = Namespace()
-
-
-def pack_tokens(tokens: Iterable[int]) -> array[int]:
-    try:
-        return array("I", tokens)
-    except (TypeError, OverflowError) as error:
-        raise InvalidInputError(f"Tokens must be whole numbers from 0 to 2^32 - 1: {error}.") from None
 
 
 def as_namespace(namespace: str | Namespace) -> Namespace:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from archerfish.cache.key import RadixKey, pack_tokens
+from archerfish.cache.key import RadixKey
 from archerfish.cache.node import Node
 from archerfish.errors import InvalidOptionError
+from archerfish.sequence import pack_tokens
 
 
 class CacheKey:

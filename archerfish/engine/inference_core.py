@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -51,12 +51,13 @@ class InferenceCore:
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
-        self.pooling: Pooling = pooling  # type: ignore[assignment]  # checked above
+        self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
         everything = Weights(weights, self.ops)
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
-        self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
-        self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
+        with self.ops.allocating("The model"):
+            self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
+            self.head = architecture.head(everything, self.config) if self.config.is_classifier else None
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}

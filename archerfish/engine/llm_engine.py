@@ -70,10 +70,11 @@ class LLMEngine:
         adapter = load_adapter(facts, self.config)
         pool, memory = allocate_pool(facts.device, adapter.ops, facts.kv_shape, facts.memory)
         facts = self.facts = replace(facts, memory=memory)
-        self.runner = ModelRunner(
-            adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
-            is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
-        )
+        with adapter.ops.allocating(f"{self.config.max_num_seqs} sequences"):
+            self.runner = ModelRunner(
+                adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
+                is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
+            )
         self.runner.warm_up()
         self.scheduler = self._make_scheduler()
         self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name))
@@ -150,14 +151,14 @@ class LLMEngine:
         )
         return request, text
 
-    def _tokenize(self, prompt: Prompt) -> tuple[list[int], str | None]:
+    def _tokenize(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
             num_bytes = len(prompt) if prompt.isascii() else len(prompt.encode(errors="surrogatepass"))
             if num_bytes > self.config.max_prompt_bytes:
                 raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {self.config.max_prompt_bytes:,}.")
-            token_ids = self.tokenizer.encode(prompt)
+            token_ids: Sequence[int] = self.tokenizer.encode(prompt)
         elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:

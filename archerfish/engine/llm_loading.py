@@ -10,6 +10,7 @@ from typing import Any
 
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import CorruptFileError, InvalidOptionError
+from archerfish.kernels.ops import Ops
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, ModelAdapter, model_class
@@ -75,6 +76,11 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
     ops = choose_ops(facts.device, facts.dtype)
+    with ops.allocating(facts.name):
+        return build_adapter(facts, config, ops)
+
+
+def build_adapter(facts: ModelFacts, config: EngineConfig, ops: Ops[Any]) -> ModelAdapter[Any]:
     if config.load_format == "dummy":
         weights = Weights(ops.random_weights(facts.adapter.dummy_shapes(facts.config)), ops)
         adapter = facts.adapter(weights, facts.config, facts.max_len)

@@ -54,11 +54,11 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
     return len(prompt) > 0 and type(prompt[0]) is int
 
 
-def read_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+def read_token_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
     """A prompt's ids, if the model has them all. Prompts may be long: no loop of ours looks at every id unless one is wrong."""
     try:
-        values = np.frombuffer(array("q", prompt), dtype=np.int64)
-        is_right = not len(values) or (values.min() >= 0 and values.max() < vocab_size)
+        packed = array("I", prompt)
+        is_right = not packed or int(np.frombuffer(packed, dtype=np.uintc).max()) < vocab_size
     except TypeError:
         place, wrong = next((i, one) for i, one in enumerate(prompt) if not isinstance(one, int))
         raise InvalidInputError(
@@ -70,4 +70,4 @@ def read_token_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
     if not is_right:
         outside = next(i for i in prompt if not 0 <= i < vocab_size)
         raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
-    return list(prompt)
+    return packed

@@ -155,7 +155,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             loop.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), lineno=line))
             if loop.test is not None:
                 loop.test = nodes.And(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), loop.test, lineno=line)
-        return JoinedByUs().visit(tree)  # type: ignore[no-any-return]
+        joined: nodes.Template = JoinedByUs().visit(tree)
+        return joined
 
     @property
     def is_in_bounds(self) -> bool:

@@ -138,6 +138,8 @@ class PagedBatch(Generic[T]):
 class LinearWeight(Lazy[tuple[T, T | None]]):
     """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest, made when first used."""
 
+    following: LinearWeight[T] | None = None  # what is probably used next: a model makes its weights in their order
+
 
 class Ops(ABC, Generic[T]):
     """Operations of one backend on one device, computing in one type."""
@@ -152,6 +154,8 @@ class Ops(ABC, Generic[T]):
     def linear_weight(self, weights: Sequence[T], biases: Sequence[T | None]) -> LinearWeight[T]:
         """One or more (out_i, in) weights, stacked along the outputs, for `linear`."""
         weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases))
+        if self._linear_weights:
+            self._linear_weights[-1].following = weight
         self._linear_weights.append(weight)
         return weight
 
@@ -190,7 +194,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
-        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual."""
+        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose memory may become the result's."""
 
     def linear_layer_norm(
         self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
@@ -373,6 +377,10 @@ class Ops(ABC, Generic[T]):
 
     def computing(self) -> AbstractContextManager[object]:
         """What a thread enters while it computes."""
+        return nullcontext()
+
+    def allocating(self, what: str) -> AbstractContextManager[object]:
+        """What a thread enters while it takes memory that stays; want of it becomes an OutOfMemoryError that says for what."""
         return nullcontext()
 
     def start_thread(self, num_threads: int) -> None:

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
 from archerfish.kernels.triton_attend import attend
+from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.triton_places import (
     GATHER_STEP,
     Gathering,
@@ -77,9 +78,10 @@ def shared_kernel(
     q, keys, values, table, context_lens, shared_len, partials, levels, scale, cap, num_sequences, num_parts,
     q_stride, block_stride, token_stride, head_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    step: tl.constexpr, has_cap: tl.constexpr,
+    step: tl.constexpr, has_cap: tl.constexpr, is_early: tl.constexpr,
 ):
     """One part of the keys that all decodes share, for heads of many sequences."""
+    follow(is_early)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     num_shared = tl.load(shared_len).to(tl.int32)
@@ -148,8 +150,9 @@ def decode_kernel(
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
-    is_shared: tl.constexpr,
+    is_shared: tl.constexpr, is_early: tl.constexpr,
 ):
+    follow(is_early)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -206,9 +209,10 @@ def decode_kernel(
 def join_kernel(
     partials, levels, context_lens, shared_len, out, num_splits, window,
     head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, most_splits: tl.constexpr, has_window: tl.constexpr,
-    is_shared: tl.constexpr,
+    is_shared: tl.constexpr, is_early: tl.constexpr,
 ):
     """The parts of one decode and one head, each weighed by its share of the softmax."""
+    follow(is_early)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens + sequence)
@@ -352,7 +356,7 @@ def attend_shared(
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, places.shared_len, partials, levels, scale, cap, num,
         num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
         rows=tile.rows, width=triton.next_power_of_2(head_dim), step=tile.step, has_cap=heads.softcap > 0,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
     )
     return SharedParts(partials, levels, num_parts, tile.step)
 
@@ -368,7 +372,7 @@ def attend_decodes(
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, is_split), 1, places.context_lens)
+    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, num, is_split), 1, places.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
     partials, levels = places.pair("parts", (*shape, head_dim), shape, torch.float32)
     shared = None if mask is not None else attend_shared(q, kv, batch, heads, places, num_processors)
@@ -383,13 +387,13 @@ def attend_decodes(
         group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
         sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
-        is_shared=shared is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        is_shared=shared is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
     )
     if is_split:
         join_kernel[(num_heads, num)](
             partials, levels, places.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
             step=tile.step, most_splits=triton.next_power_of_2(num_splits), has_window=heads.window > 0,
-            is_shared=shared is not None, num_warps=4,
+            is_shared=shared is not None, num_warps=4, **early_start(q.device),
         )
 
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from archerfish.kernels.triton_launch import early_start, follow
+
 Tensor = torch.Tensor
 MAX_WIDTH = 16384  # of a row that one program normalises
 GATED_BLOCK = 2048  # columns of a program
@@ -17,8 +19,9 @@ GATED_BLOCK = 2048  # columns of a program
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, normed, total, eps, x_stride, residual_stride,
-    width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr,
+    width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr, is_early: tl.constexpr,
 ):
+    follow(is_early)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     is_inside = columns < width
@@ -44,7 +47,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
         x, added, weight, normed, total, eps, x.stride(0), added.stride(0), width=width, block=block,
-        has_residual=residual is not None, num_warps=max(1, min(16, block // 512)),
+        has_residual=residual is not None, num_warps=max(1, min(16, block // 512)), **early_start(x.device),
     )
     return normed, total
 

@@ -4,6 +4,7 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -33,8 +34,8 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.triton_attention import Tile, attend_decodes, attend_prefills, to_device
-from archerfish.kernels.triton_linear import LinearTile, choose_tile
 from archerfish.kernels.triton_sampling import TritonSampling
+from archerfish.kernels.triton_tiles import MAX_ROWS, NORMED_WIDTH, LinearTile, choose_tile
 from archerfish.kernels.upload import Uploads
 
 Tensor = torch.Tensor
@@ -51,6 +52,12 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
     for start in range(0, num_words, block):
         words = start + tl.arange(0, block)
         tl.store(target + words, tl.load(source + words, mask=words < num_words, other=0), mask=words < num_words)
+
+
+def is_want_of_memory(error: RuntimeError) -> bool:
+    """Of the allocator, of a kernel that is loaded, or of cuBLAS."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words
 
 
 class TritonOps(TorchOps):
@@ -73,12 +80,19 @@ class TritonOps(TorchOps):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        with self.allocating("A step"), torch.inference_mode():
+            yield
+
+    @contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
         try:
-            with torch.inference_mode():
-                yield
-        except torch.OutOfMemoryError as error:
+            yield
+        except RuntimeError as error:
+            if not is_want_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
             self.free_unused()
-            raise OutOfMemoryError(f"A step needs more memory than the device has left: {error}") from error
+            raise OutOfMemoryError(f"{what} needs more memory than the device has left: {error}") from error
 
     def prepare(self) -> None:
         if self.device == "cpu":
@@ -234,17 +248,26 @@ class TritonOps(TorchOps):
     def takes_few_rows(self, x: Tensor, matrix: Tensor) -> bool:
         """Whether a product is for `triton_linear`."""
         is_plain = x.dtype == matrix.dtype == self.torch_dtype and x.stride(-1) == 1 and matrix.is_contiguous()
-        return is_plain and 0 < len(x) <= triton_linear.MAX_ROWS
+        return is_plain and 0 < len(x) <= MAX_ROWS
 
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
         matrix, bias = weight.get()
-        is_plain = residual is None or (residual.dtype == x.dtype and residual.stride(-1) == 1)
-        if not (is_plain and self.takes_few_rows(x, matrix)):
-            return super().linear(x, weight, activation=activation, residual=residual)
-        tile = self.linear_tile or choose_tile(x, matrix)
-        return triton_linear.linear(x, matrix, bias, tile, activation=activation, residual=residual)
+        is_plain = residual is None or (residual.dtype == x.dtype == matrix.dtype and residual.stride(-1) == 1)
+        if is_plain and self.takes_few_rows(x, matrix):
+            tile = self.linear_tile or choose_tile(x, matrix)
+            return triton_linear.linear(
+                x, matrix, bias, tile, activation=activation, residual=residual, upcoming=self._upcoming(weight)
+            )
+        if residual is not None and is_plain and bias is None and activation == "none":
+            return residual.addmm_(x, matrix.t())  # added before it is rounded, and on the way out of the product
+        return super().linear(x, weight, activation=activation, residual=residual)
+
+    def _upcoming(self, weight: LinearWeight[Tensor]) -> Tensor | None:
+        """Weights that are probably used next, for the card to fetch meanwhile."""
+        following = weight.following
+        return following.get()[0] if following is not None and following.is_made and self.device != "cpu" else None
 
     def normed_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
@@ -253,12 +276,16 @@ class TritonOps(TorchOps):
         matrix, bias = weight.get()
         if not self.takes_few_rows(x, matrix):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
-        tile = self.linear_tile or choose_tile(x, matrix, is_gated=gate is not None)
-        is_plain = residual is None or (residual.dtype == x.dtype and residual.stride(-1) == 1)
-        if is_plain and not tile.is_dot and x.shape[1] <= triton_linear.NORMED_WIDTH:
-            return triton_linear.normed_linear(x, norm, eps, matrix, bias, tile, residual=residual, gate=gate)
-        x, total = self.rms_norm(x, norm, eps, residual=residual)
-        return triton_linear.linear(x, matrix, bias, tile, activation=gate or "none", is_gated=gate is not None), total
+        is_gated, upcoming = gate is not None, self._upcoming(weight)
+        tile, total = self.linear_tile or choose_tile(x, matrix, is_gated=is_gated), x
+        is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
+        if not is_fused:
+            x, total = self.rms_norm(x, norm, eps, residual=residual)
+        y = triton_linear.linear(
+            x, matrix, bias, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps,
+            upcoming=upcoming,
+        )
+        return y, total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         matrix, bias = head.get()

@@ -21,6 +21,7 @@ MAX_SHARED_PARTS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1  # that their parts should come to: a tile's registers fill a processor
 GATHER_STEP = 128  # rows of a piece of gathered keys; steps divide it
 GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
+MANY_DECODES = 1024  # sequences times KV heads, from which on one warp for each is best
 MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
 
 
@@ -122,11 +123,16 @@ class Tile:
     num_stages: int
 
 
-def decode_tile(heads: HeadShape, dtype: torch.dtype, is_split: bool) -> Tile:
+def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool) -> Tile:
     rows = max(MIN_ROWS, triton.next_power_of_2(heads.num_heads // heads.num_kv_heads))
     if dtype == torch.float32 or heads.head_dim > 128:
         return Tile(rows, 32, 4, 2)
-    return Tile(rows, 64, 4, 3) if is_split else Tile(rows, 128, 4, 2)
+    num_programs = num_sequences * heads.num_kv_heads
+    if is_split:
+        return Tile(rows, 64, 4, 3)
+    if num_programs < MANY_DECODES // 2:
+        return Tile(rows, 128, 4, 2)
+    return Tile(rows, 64, 2, 3) if num_programs < MANY_DECODES or rows > MIN_ROWS else Tile(rows, 32, 1, 3)
 
 
 def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:

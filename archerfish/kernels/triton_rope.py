@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
+from archerfish.kernels.triton_launch import early_start, follow
 
 Tensor = torch.Tensor
 ELEMENTS_PER_WARP = 1024
@@ -59,7 +60,9 @@ def store_kv_kernel(
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
     q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
     is_turned: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
+    is_early: tl.constexpr,
 ):
+    follow(is_early)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, half_block)[None, :]
     if is_turned:
@@ -115,6 +118,6 @@ def store_kv(
         q_rows=q_rows, kv_rows=triton.next_power_of_2(heads.num_kv_heads), half_block=triton.next_power_of_2(half),
         rest_block=triton.next_power_of_2(rest) if rest else 0, is_turned=rotary is not None,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None,
-        num_warps=max(1, min(8, triton.next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)),
+        num_warps=max(1, min(8, triton.next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
     )
     return q

@@ -55,14 +55,16 @@ class Attention(Generic[T]):
     def __call__(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
         return self._attend(self._store(self.ops.linear(x, self.qkv), batch, kv), batch, kv)
 
-    def of_sum(self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T]:
-        """Attention of the normalised sum of x and residual, and the sum."""
-        x, residual = norm.linear(x, residual, self.qkv)
+    def of_sum(
+        self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], *, adds: bool
+    ) -> tuple[T, T | None]:
+        """Attention of the normalised sum of x and residual, and that sum; or the two added up, and None."""
+        x, total = norm.linear(x, residual, self.qkv)
         x = self._store(x, batch, kv)
-        return self._attend(x, batch, kv), residual
+        return (self._attend(x, batch, kv, total), None) if adds else (self._attend(x, batch, kv), total)
 
-    def _attend(self, q: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
-        return self.ops.linear(self.ops.paged_attention(q, kv, batch, self.heads), self.out)
+    def _attend(self, q: T, batch: PagedBatch[T], kv: KVLayer[T], residual: T | None = None) -> T:
+        return self.ops.linear(self.ops.paged_attention(q, kv, batch, self.heads), self.out, residual=residual)
 
     def _store(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
         norms = self.norms
@@ -93,10 +95,10 @@ class GatedMLP(Generic[T]):
         ops = self.ops  # nested calls: what has been used is freed before the next product asks for memory
         return ops.linear(ops.gated(ops.linear(x, self.gate_up), self.activation), self.down)
 
-    def of_sum(self, norm: RMSNorm[T], x: T, residual: T | None) -> tuple[T, T]:
-        """The feed-forward of the normalised sum of x and residual, and the sum."""
-        x, residual = norm.linear(x, residual, self.gate_up, gate=self.activation)
-        return self.ops.linear(x, self.down), residual
+    def of_sum(self, norm: RMSNorm[T], x: T, residual: T | None, *, adds: bool) -> tuple[T, T | None]:
+        """The feed-forward of the normalised sum of x and residual, and that sum; or the two added up, and None."""
+        x, total = norm.linear(x, residual, self.gate_up, gate=self.activation)
+        return (self.ops.linear(x, self.down, residual=total), None) if adds else (self.ops.linear(x, self.down), total)
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ class BlockNorms(Generic[T]):
 class DecoderBlock(Generic[T]):
     """Attention and feed-forward, each of a normalised input and added to the stream that runs past it (pre-norm).
 
-    The addition is left to the next norm: a block takes and gives its last result and the stream without it. On a backend
-    that fuses norms, the parts of this file take theirs into their first product; parts of other types are called as they are.
+    A block takes and gives its last result and the stream without it, the addition being left to the next norm; or the sum,
+    and None. On a backend that fuses norms, the parts of this file take theirs into their first product and add the stream in
+    their last; parts of other types are called as they are.
     """
 
     def __init__(self, attention: Attention[T], mlp: Callable[[T], T], norms: BlockNorms[T]) -> None:
@@ -121,17 +124,19 @@ class DecoderBlock(Generic[T]):
         self._fused_attention = attention if type(attention) is Attention and fuses(norms.before_attention) else None
         self._fused_mlp = mlp if type(mlp) is GatedMLP and fuses(norms.before_mlp) else None
 
-    def __call__(self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T]:
+    def __call__(self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T | None]:
         norms = self.norms
         if self._fused_attention is not None:
-            x, residual = self._fused_attention.of_sum(norms.before_attention, x, residual, batch, kv)
+            x, residual = self._fused_attention.of_sum(
+                norms.before_attention, x, residual, batch, kv, adds=norms.after_attention is None
+            )
         else:
             x, residual = norms.before_attention(x, residual)
             x = self.attention(x, batch, kv)
         if norms.after_attention is not None:
             x, _ = norms.after_attention(x)
         if self._fused_mlp is not None:
-            x, residual = self._fused_mlp.of_sum(norms.before_mlp, x, residual)
+            x, residual = self._fused_mlp.of_sum(norms.before_mlp, x, residual, adds=norms.after_mlp is None)
         else:
             x, residual = norms.before_mlp(x, residual)
             x = self.mlp(x)

@@ -7,6 +7,7 @@ where they are chosen.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Pass(Generic[T]):
     pending_rows: Ids  # rows of their sequences
     last_places: Ids  # of members that are sampled: where their last token stands
     sampled: list[int]  # those members, as indices into the plan
-    prompt_spans: list[tuple[int, int, list[int]]] = field(default_factory=list)  # plan index, first place, next tokens
+    prompt_spans: list[tuple[int, int, array[int]]] = field(default_factory=list)  # plan index, first place, next tokens
 
 
 class RunningStep(Protocol):
@@ -161,12 +162,12 @@ class ModelRunner(Generic[T]):
         return [*tiles, *([index] for index in prefills)]
 
     def _prepare(self, plan: Plan, members: list[int]) -> Pass[T]:
-        tokens: list[list[int]] = []
+        tokens: list[array[int]] = []
         pending_places: list[int] = []
         pending_rows: list[int] = []
         last_places: list[int] = []
         sampled: list[int] = []
-        spans: list[tuple[int, int, list[int]]] = []
+        spans: list[tuple[int, int, array[int]]] = []
         place = 0
         for index in members:
             sequence, start, count = plan.sequences[index], plan.starts[index], plan.counts[index]
@@ -233,7 +234,7 @@ class ModelRunner(Generic[T]):
             top = plan.sequences[index].request.params.prompt_logprobs or 0
             found = result.prompt_logprobs.setdefault(index, [])
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
-                part = next_tokens[first : first + LOGPROB_ROWS]
+                part = next_tokens[first : first + LOGPROB_ROWS].tolist()
                 rows = np.arange(place + first, place + first + len(part))
                 read = prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, top)
                 endings.append(lambda found=found, read=read: found.extend(read()))  # type: ignore[misc]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable
+from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -166,7 +167,7 @@ class FastSampler(Generic[T]):
             cache.insert(cache_key, known)
         return self.sample_optimized(known, config, seed=seed, position=position)
 
-    def _known(self, token_ids: list[int]) -> Ids:
+    def _known(self, token_ids: SequenceOf[int]) -> Ids:
         ids = np.asarray(token_ids, dtype=np.int64)
         return ids[ids < self.vocab_size]
 

@@ -75,7 +75,7 @@ class FakeRunner:
     def _write(self, seq: Sequence, start: int, count: int) -> list[int]:
         """Put the new tokens into the blocks; the whole context up to them."""
         end, size = start + count, self._block_size
-        tokens = seq.tokens[:end]
+        tokens = seq.tokens[:end].tolist()
         if len(tokens) < end:  # the last one is still in flight
             owner, position, token = self._sampled[seq.row]
             _demand(owner is seq and position == len(tokens) == end - 1, f"{seq.key}: no token for position {end - 1}")

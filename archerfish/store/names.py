@@ -314,7 +314,7 @@ def tree_bytes(directory: Path) -> int:
     for parent, _, files in os.walk(directory):
         for file in files:
             with suppress(OSError):
-                total += os.lstat(os.path.join(parent, file)).st_size  # noqa: PTH118  (a Path per file is slow)
+                total += os.lstat(f"{parent}/{file}").st_size  # a Path per file is slow
     return total
 
 

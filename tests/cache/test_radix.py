@@ -6,10 +6,10 @@ import pytest
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.eviction import LFU
-from archerfish.cache.key import PathHash, common_length, pack_tokens
+from archerfish.cache.key import PathHash, common_length
 from archerfish.cache.radix import Node, RadixCache, RadixKey
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, StaleHandleError
-from archerfish.sequence import Namespace
+from archerfish.sequence import Namespace, pack_tokens
 
 
 class World:

@@ -58,16 +58,24 @@ def alone(tiny: Path, many: list[list[int]], params: SamplingParams) -> list[lis
         return [engine.generate([prompt], params)[0].token_ids for prompt in many]
 
 
+@pytest.fixture(scope="module")
+def mixed(tiny: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, some of which begin alike, and what each gives alone."""
+    shared = prompts(1, 5, 30, 30)[0]
+    many = [*prompts(12), *(shared + prompt for prompt in prompts(8, 1, 1, 20))]
+    return many, alone(tiny, many, greedy())
+
+
 @pytest.mark.parametrize("options", [
     {}, {"pipeline_depth": 0}, {"block_size": 1}, {"block_size": 5}, {"max_num_batched_tokens": 33},
     {"enable_prefix_caching": False}, {"max_cache_tokens": 256}, {"max_cache_tokens": 112, "pipeline_depth": 0},
     {"max_num_seqs": 3}, {"scheduling_policy": "fair-share"},
     {"deterministic": True}, {"eviction_policy": "lfu", "max_cache_tokens": 320},
 ], ids=str)
-def test_tokens_do_not_depend_on_scheduling(tiny: Path, options: dict[str, Any]) -> None:
-    shared = prompts(1, 5, 30, 30)[0]
-    many = [*prompts(12), *(shared + prompt for prompt in prompts(8, 1, 1, 20))]
-    expected = alone(tiny, many, greedy())
+def test_tokens_do_not_depend_on_scheduling(
+    tiny: Path, mixed: tuple[list[list[int]], list[list[int]]], options: dict[str, Any]
+) -> None:
+    many, expected = mixed
     with make(tiny, **options) as engine:
         assert tokens(engine.generate(many, greedy())) == expected
         assert tokens(engine.generate(many, greedy())) == expected  # now out of the cache

@@ -37,20 +37,20 @@ def test_a_chat_is_answered(engine: LLMEngine) -> None:
 
 def test_streamed_text_is_the_whole_text(engine: LLMEngine) -> None:
     prompt = "Write about 北京 and 🎉:"
-    deltas = list(engine.stream(prompt, greedy(32)))
+    deltas = list(engine.stream(prompt, greedy(12)))
     output = deltas[-1].output
     assert output is not None and "".join(delta.text for delta in deltas) == output.text
-    assert engine.generate(prompt, greedy(32))[0].text == output.text
+    assert engine.generate(prompt, greedy(12))[0].text == output.text
     assert "\ufffd" not in output.text[:-1]
 
 
 def test_a_stop_string_ends_the_text_before_it(engine: LLMEngine) -> None:
-    free = engine.generate("Once upon a time", greedy(40))[0].text
+    free = engine.generate("Once upon a time", greedy(16))[0].text
     stop = free[30:36]
-    output = engine.generate("Once upon a time", greedy(40, stop=[stop, "never there"]))[0]
+    output = engine.generate("Once upon a time", greedy(16, stop=[stop, "never there"]))[0]
     assert output.text == free[: free.index(stop)]
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    kept = engine.generate("Once upon a time", greedy(40, stop=stop, include_stop_str_in_output=True))[0]
+    kept = engine.generate("Once upon a time", greedy(16, stop=stop, include_stop_str_in_output=True))[0]
     assert kept.text == free[: free.index(stop)] + stop
     assert not engine.has_work
     engine.scheduler.cache.check([])

@@ -12,7 +12,7 @@ from archerfish.sequence import Delta, FinishReason, Request, Sequence, Sequence
 
 def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:
     made = Sequence(Request("r", [1, 2, 3, 4], SamplingParams(), 16, frozenset((9,))), index)
-    made.tokens += [5] * num_output
+    made.tokens.extend([5] * num_output)
     made.times = SequenceTimes(**times)
     return made
 

@@ -25,7 +25,10 @@ def save_tiny_llama(directory: Path, **changes: Any) -> Path:
 
 
 def tiny_config(directory: Path, **options: Any) -> EngineConfig:
-    usual = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7}
+    usual = {
+        "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 4096, "max_num_seqs": 32, "seed": 7,
+        "num_threads": 1,  # two are slower with tensors this small, and much slower on a busy machine
+    }  # fmt: skip
     return EngineConfig(model=str(directory), **{**usual, **options})
 
 

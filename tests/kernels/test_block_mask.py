@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, in_float32, random
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
 
 from archerfish.errors import InvalidInputError  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # isort: skip
@@ -45,14 +45,10 @@ CASES = [  # heads, size of a mask's blocks, rows and columns of the mask, parts
 ]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tile", [SMALL, WIDE])
-@pytest.mark.parametrize(("heads", "size", "num_rows", "num_columns", "num_splits"), CASES)
-def test_block_mask(
-    heads: HeadShape, size: int, num_rows: int, num_columns: int, num_splits: int, tile: Tile, dtype: str
-) -> None:
-    if not HAS_CUDA and dtype == "float16" and tile == SMALL:
-        pytest.skip("float32 takes the same way")
+@untraced
+@pytest.mark.parametrize(("case", "tile", "dtype"), combine(CASES, [SMALL, WIDE], TYPES))
+def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtype: str) -> None:
+    heads, size, num_rows, num_columns, num_splits = case
     ops = TritonOps(DEVICE, dtype)
     ops.decode_tile = ops.prefill_tile = tile
     batch, kv = batch_over(ops, MIXED, 16, heads, num_rows=60)
@@ -65,6 +61,7 @@ def test_block_mask(
     assert not torch.allclose(expected, TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads), atol=0.01)
 
 
+@untraced
 def test_keys_laid_side_by_side() -> None:
     heads = HeadShape(2, 1, 64, 0.125)
     ops = TritonOps(DEVICE, "float16")
@@ -102,6 +99,7 @@ def test_what_no_query_sees_is_not_loaded(num_splits: int) -> None:
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@untraced
 def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
     ops = TritonOps(DEVICE, "float32")
@@ -114,6 +112,7 @@ def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
         assert torch.equal(ops.paged_attention(q, kv, batch, heads, mask=BlockMask(16, other)), expected)
 
 
+@untraced
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_lengths_and_mask_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
     """What a captured graph relies on."""

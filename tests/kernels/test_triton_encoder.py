@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, random
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, combine, random, untraced
 
 from archerfish.engine import inference_core  # isort: skip (triton must be told to interpret first)
 from archerfish.errors import UnreachableError  # isort: skip
@@ -40,10 +40,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tile", [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)])
-@pytest.mark.parametrize(("num_heads", "head_dim", "has_bias"), SHAPES)
-def test_attention(num_heads: int, head_dim: int, has_bias: bool, tile: Tile | None, dtype: str) -> None:
+@untraced
+@pytest.mark.parametrize(
+    ("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES)
+)
+def test_attention(shape: tuple[int, int, bool], tile: Tile | None, dtype: str) -> None:
+    num_heads, head_dim, has_bias = shape
     torch.manual_seed(0)
     ops = TritonOps(DEVICE, dtype)
     ops.encoder_tile = tile
@@ -95,6 +97,7 @@ def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
     assert LAYOUT in segments.derived
 
 
+@untraced
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [48, 384, 1100])
 def test_layer_norm(width: int, dtype: str) -> None:
@@ -176,6 +179,7 @@ def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool 
     return TokenBatch(numbers.integers(3, vocab_size, sum(lengths)), Segments(lengths), types)
 
 
+@untraced
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIGS[kind], "model_type": kind}

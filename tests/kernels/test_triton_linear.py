@@ -8,12 +8,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, random
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, random, untraced
 
-from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
 from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_linear import LinearTile, tile_of  # isort: skip
+from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES, LinearTile, tile_of  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
@@ -24,6 +23,10 @@ ROWS = [1, 2, 3, 4, 5, 8, 16, 32]
 TILES = [
     LinearTile(4, 64, 4, 1), LinearTile(2, 32, 2, 3), LinearTile(8, 512, 4, 1), LinearTile(16, 64, 4, 2, is_dot=True),
     LinearTile(16, 128, 8, 3, is_dot=True),
+]
+STREAMS = [
+    LinearTile(4, 0, 1, 2, num_programs=3), LinearTile(1, 0, 2, 3, num_programs=5, turns_ahead=4),
+    LinearTile(2, 0, 1, 1, num_programs=100, turns_ahead=1),
 ]
 
 
@@ -55,9 +58,11 @@ def _no_torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchOps, "logits", refuse)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize(("num_outputs", "width"), [(48, 64), (37, 100), (3, 515)])
+@untraced
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "width", "dtype"),
+    [(num_rows, *size, dtype) for num_rows, size, dtype in combine(ROWS, [(48, 64), (37, 100), (3, 515)], TYPES)],
+)
 def test_linear(num_rows: int, num_outputs: int, width: int, dtype: str) -> None:
     x = random(num_rows, 2 * width, dtype=dtype)[:, :width]
     weight, wide = weights(num_outputs, width, dtype)
@@ -66,10 +71,10 @@ def test_linear(num_rows: int, num_outputs: int, width: int, dtype: str) -> None
     check(y, TorchOps(DEVICE).linear(x.float(), wide), dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("num_rows", [1, 3, 7] if HAS_CUDA else [3])
-@pytest.mark.parametrize("width", [128, 300])
+@untraced
+@pytest.mark.parametrize(
+    ("tile", "num_rows", "width", "dtype"), combine(TILES, [1, 3, 7] if HAS_CUDA else [3], [128, 300], TYPES)
+)
 def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, dtype: str) -> None:
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
     ops.linear_tile = tile
@@ -79,11 +84,40 @@ def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, 
     y, _ = ops.normed_linear(x, norm, 1e-3, weight, residual=residual, gate="silu")
     total = (x + residual).float()
     check(y, reference.normed_linear(total, norm, 1e-3, wide, gate="silu")[0], dtype)
+    y, _ = ops.normed_linear(x, norm, 1e-3, weight)
+    check(y, reference.normed_linear(x.float(), norm, 1e-3, wide)[0], dtype)
 
 
-@pytest.mark.parametrize("num_rows", [2, 6])
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@untraced
+@pytest.mark.parametrize(("tile", "width", "gate", "dtype"), combine(STREAMS, [128, 300], [None, "silu"], TYPES))
+def test_programs_that_stay(tile: LinearTile, width: int, gate: Activation | None, dtype: str) -> None:
+    """Outputs that fill their last turn, and such that do not."""
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    ops.linear_tile = tile
+    x, norm = random(1, width, dtype=dtype), random(width)
+    for num_outputs in (24, 38):
+        weight, wide = weights(num_outputs, width, dtype, has_bias=True)
+        y, total = ops.normed_linear(x, norm, 1e-3, weight, gate=gate)
+        check(y, reference.normed_linear(x.float(), norm, 1e-3, wide, gate=gate)[0], dtype)
+        assert total is x
+        residual = random(1, num_outputs, dtype=dtype)
+        y = ops.linear(x, weight, residual=residual)
+        check(y, reference.linear(x.float(), wide, residual=residual.float()), dtype)
+
+
+def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
+    x, residual = random(33, 64, dtype="float16"), 100 * random(33, 24, dtype="float16")
+    weight, wide = weights(24, 64, "float16")
+    expected = TorchOps(DEVICE).linear(x.float(), wide, residual=residual.float())
+    y = TritonOps(DEVICE, "float16").linear(x, weight, residual=residual)
+    assert y.dtype == torch.float16
+    assert float((y - expected.half()).float().norm()) <= 1e-4 * float(expected.norm())
+
+
+@untraced
+@pytest.mark.parametrize(
+    ("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6])
+)
 @pytest.mark.usefixtures("_no_torch_products")
 def test_bias_activation_and_residual(
     activation: Activation, has_residual: bool, num_rows: int, request: pytest.FixtureRequest
@@ -95,10 +129,10 @@ def test_bias_activation_and_residual(
     check(y, TorchOps(DEVICE).linear(x * 5, weight, activation=activation, residual=residual), "float32")
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize("has_residual", [True, False])
+@untraced
+@pytest.mark.parametrize(
+    ("num_rows", "gate", "has_residual", "dtype"), combine(ROWS, [None, "silu", "gelu_tanh"], [True, False], TYPES)
+)
 def test_normed_linear(num_rows: int, gate: Activation | None, has_residual: bool, dtype: str) -> None:
     """The sum is the reference's, bit by bit: it runs on through all layers."""
     width = 100
@@ -125,6 +159,7 @@ def test_the_norm_sees_the_rounded_sum() -> None:
     assert not y.any()
 
 
+@untraced
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -142,6 +177,7 @@ def test_logits_of_few_rows_are_not_rounded() -> None:
     check(TritonOps(DEVICE, "float16").logits(x, head), TorchOps(DEVICE).logits(x.float(), wide), "float32")
 
 
+@untraced
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
     ops = TritonOps(DEVICE, "float16")
@@ -152,7 +188,7 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
     assert torch.equal(ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate="silu")[0][0], y[0])
 
 
-@pytest.mark.parametrize("num_rows", [0, triton_linear.MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [0, MAX_ROWS + 1])
 def test_other_numbers_of_rows_are_left_to_torch(num_rows: int) -> None:
     ops, reference = TritonOps(DEVICE, "float32"), TorchOps(DEVICE)
     x, norm = random(num_rows, 32), random(32)
@@ -176,11 +212,11 @@ def test_other_types_are_left_to_torch() -> None:
 
 def test_tiles_fit_the_card() -> None:
     """227 KiB of shared memory, or 99 on other cards; parts of the columns that a tensor core takes."""
-    for num_rows in range(1, triton_linear.MAX_ROWS + 1):
+    for num_rows in range(1, MAX_ROWS + 1):
         for num_weights, width in ((1, 1), (1024, 3072), (4096, 1024), (28672, 4096), (4096, 14336), (151936, 1024)):
             for is_gated in (True, False):
                 for element_bytes, room in ((2, 227), (4, 227), (2, 99), (4, 99)):
-                    most = triton_linear.SHARED_BYTES if room == 227 else room * 1024 * 7 // 8
+                    most = SHARED_BYTES if room == 227 else room * 1024 * 7 // 8
                     tile = tile_of(num_rows, num_weights, width, is_gated, element_bytes, most)
                     rows = max(8, 1 << (num_rows - 1).bit_length()) + tile.outputs * (2 if is_gated else 1)
                     assert tile.num_stages == 1 or tile.num_stages * rows * tile.columns * element_bytes <= room * 1024
@@ -233,8 +269,9 @@ def test_a_block_gives_the_same_with_norms_fused(
         block = block_of(ops, mlp, attention)
         torch.manual_seed(1)
         x, residual = random(2, 24), random(2, 24)
-        found.append(block(x, residual if has_residual else None, batch, kv))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        x, added = block(x, residual if has_residual else None, batch, kv)
+        found.append(x if added is None else x + added)
+    assert torch.equal(*found)
     assert isinstance(ops, FusingOps)
     assert ops.num_calls == num_calls
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels import triton_sampling  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps  # isort: skip
@@ -26,7 +26,7 @@ from archerfish.runtime.sampler import FastSampler  # isort: skip
 from archerfish.sequence import Request, Sequence  # isort: skip
 from tests.runtime.sampling_reference import chi_square, probabilities  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where integers wrap around
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where integers wrap around
 Tensor = torch.Tensor
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GRID = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, in_float32, random
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps, visible  # isort: skip
@@ -74,12 +74,10 @@ if HAS_CUDA:
     ]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(("heads", "block_size", "num_blocks"), SHAPES)
-def test_shared_keys(heads: HeadShape, block_size: int, num_blocks: int, num_splits: int, dtype: str) -> None:
-    if not HAS_CUDA and dtype == "float16" and num_splits == 3:
-        pytest.skip("float32 takes the same way")
+@untraced
+@pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SHAPES, [1, 3], TYPES))
+def test_shared_keys(shape: tuple[HeadShape, int, int], num_splits: int, dtype: str) -> None:
+    heads, block_size, num_blocks = shape
     ops = TritonOps(DEVICE, dtype)
     owns = (37, 1, 90, 5) if not HAS_CUDA else tuple(1 + 37 * i % 230 for i in range(70))
     batch, kv = shared_batch(ops, owns, num_blocks, block_size, heads)
@@ -89,6 +87,7 @@ def test_shared_keys(heads: HeadShape, block_size: int, num_blocks: int, num_spl
     torch.testing.assert_close(out.float(), expect(q, kv, batch, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@untraced
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
     """More rows than a tile has; the last tile is filling alone, and none of it reads what was never written."""
@@ -111,6 +110,7 @@ def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_spli
     assert not attend_anew(ops, q, kv, shared, heads).any()
 
 
+@untraced
 @pytest.mark.parametrize(("window", "is_deterministic"), [(20, False), (0, True)])
 def test_windows_and_deterministic_batches_share_nothing(window: int, is_deterministic: bool) -> None:
     heads = HeadShape(2, 1, 32, 0.2, window=window)
@@ -175,10 +175,10 @@ SINKS = [  # heads, block size
 ]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(("heads", "block_size"), SINKS)
-def test_sinks(heads: HeadShape, block_size: int, num_splits: int, dtype: str) -> None:
+@untraced
+@pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SINKS, [1, 3], TYPES))
+def test_sinks(shape: tuple[HeadShape, int], num_splits: int, dtype: str) -> None:
+    heads, block_size = shape
     ops = TritonOps(DEVICE, dtype)
     ops.decode_tile = ops.prefill_tile = SMALL
     sequences = ((1, 90), (1, 5), (1, 33), (1, 1), (9, 70), (40, 40))

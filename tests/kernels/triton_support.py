@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
+from itertools import combinations, product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +33,18 @@ def teach_interpreter_new_numpy() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def patch_once_a_kernel() -> None:
+    """The interpreter redefines the language at every call of a function inside of a kernel, which was half of its time."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    original = interpreter._patch_lang
+    everything = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
+    interpreter._patch_lang = lambda fn: original(everything)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+
+
 if not HAS_CUDA:
     teach_interpreter_new_numpy()
+    patch_once_a_kernel()
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402
 from archerfish.kernels.reference import TorchOps  # noqa: E402
@@ -40,7 +53,21 @@ from archerfish.runtime.batch import build_batch  # noqa: E402
 Tensor = torch.Tensor
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 TYPES = ["float32", "float16", "bfloat16"] if HAS_CUDA else ["float32", "float16"]
+untraced = pytest.mark.no_cover  # coverage leaves kernels out, and tracing makes the interpreter three times as slow
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
+
+
+def combine(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations of a choice each, on a GPU; in the interpreter enough of them for every two choices to meet."""
+    rows = list(product(*map(range, map(len, choices))))
+    if not HAS_CUDA:
+        pairs = {row: set(combinations(enumerate(row), 2)) for row in rows}
+        missing, chosen = set().union(*pairs.values()), []
+        while missing:
+            chosen.append(max(rows, key=lambda row: len(pairs[row] & missing)))
+            missing -= pairs[chosen[-1]]
+        rows = chosen
+    return [tuple(choice[i] for choice, i in zip(choices, row, strict=True)) for row in rows]
 
 
 def random(*shape: int, dtype: str = "float32") -> Tensor:

@@ -175,8 +175,8 @@ def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
         sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
         sampler.add(sequence)
         for _ in range(num_steps):
-            sequence.tokens += sampler.sample(logits, [sequence], [len(sequence.tokens)]).to_host()
-        return sequence.tokens
+            sequence.tokens.extend(sampler.sample(logits, [sequence], [len(sequence.tokens)]).to_host())
+        return sequence.tokens.tolist()
 
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
     options: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7, "temperature": 0.3}

@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int = 0) -> Sequence:
     sequence = Sequence(Request("r", PROMPT, params, 16, stop_token_ids=STOPS, seed=seed), index)
-    sequence.tokens += OUTPUT
+    sequence.tokens.extend(OUTPUT)
     sequence.row = row
     return sequence
 

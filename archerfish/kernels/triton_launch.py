@@ -1,0 +1,29 @@
+"""How kernels that follow one another in a decode step keep the card busy between them.
+
+A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on), and
+wait there until it has ended. No `from __future__ import annotations` here: see `triton_norm`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+EARLY_CAPABILITY = (9, 0)
+
+
+@triton.jit
+def follow(is_early: tl.constexpr):
+    """First of all in a kernel: the next one's programs may come, and this one's wait for the kernel in front."""
+    if is_early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch of a kernel that begins with `follow`."""
+    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
+    return {"is_early": is_early, "launch_pdl": is_early}

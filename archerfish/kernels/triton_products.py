@@ -1,0 +1,240 @@
+"""Kernels of matrix products with few rows of activations, where reading the weights is all that takes time.
+
+`multiply_rows_kernel` is for a handful of rows: a program multiplies the weights of some outputs with every row in float32 and
+adds up at the end. It can normalise the rows on the way: the scale of a row is known when its last column has been read, and
+is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
+`multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns.
+
+Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. No
+`from __future__ import annotations` here: see `triton_norm`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from archerfish.kernels.triton_launch import follow
+
+LINE_BYTES = tl.constexpr(128)  # of the card's cache
+
+@triton.jit
+def activate(x, activation: tl.constexpr):
+    if activation == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif activation == "gelu_tanh":  # (1 + tanh(y)) / 2 is the logistic function of 2 y
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif activation == "relu":
+        x = tl.maximum(x, 0.0)
+    elif activation == "silu":
+        x = x / (1.0 + tl.exp(-x))
+    elif activation == "tanh":
+        x = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    return x
+
+
+@triton.jit
+def load_addends(bias, residual, lines, up_lines, has_bias: tl.constexpr, has_residual: tl.constexpr, is_gated: tl.constexpr):
+    """What is added to a product, and to its upper half: loaded before the weights, so that nothing waits for it."""
+    added = 0.0
+    up_added = 0.0
+    if has_bias:
+        added += tl.load(bias + lines).to(tl.float32)
+        if is_gated:
+            up_added += tl.load(bias + up_lines).to(tl.float32)
+    if has_residual:
+        added += tl.load(residual + lines).to(tl.float32)
+    return added, up_added
+
+
+@triton.jit
+def finish(y, up, added, up_added, activation: tl.constexpr, is_gated: tl.constexpr):
+    """All that follows a product; up counts only with is_gated."""
+    y = activate(y + added, activation)
+    if is_gated:
+        y *= up + up_added
+    return y
+
+
+@triton.jit
+def load_piece(pointer, place, width: tl.constexpr, columns: tl.constexpr):
+    if width % columns == 0:
+        piece = tl.load(pointer + place)
+    else:
+        piece = tl.load(pointer + place, mask=place < width, other=0.0)
+    return piece
+
+
+@triton.jit
+def fetch(start, num_lines, lines: tl.constexpr):
+    """Ask for memory from an address on, up to so many lines of 128 bytes, into the card's cache. Nothing waits for it."""
+    addresses = start.to(tl.int64) + tl.minimum(tl.arange(0, lines), num_lines - 1).to(tl.int64) * LINE_BYTES
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_next(upcoming, num_lines, lines: tl.constexpr):
+    """Weights of the product that follows, by the last programs of this one."""
+    place = tl.program_id(0) - (tl.num_programs(0) - tl.cdiv(num_lines, lines))
+    if place >= 0:
+        fetch(upcoming.to(tl.int64) + place.to(tl.int64) * lines * LINE_BYTES, num_lines - place * lines, lines)
+
+
+@triton.jit
+def append(items, item):
+    return items + (item,)  # noqa: RUF005 (Triton knows no other way)
+
+
+@triton.jit
+def zeros(num: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
+    made = ()
+    for _ in tl.static_range(num):
+        made = append(made, tl.zeros((height, width), tl.float32))
+    return made
+
+
+@triton.jit
+def add_piece(
+    sums, up_sums, squares, x, norm, weight, up_weight, start, x_stride,
+    width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr,
+):
+    """The columns from start on taken into the sums of every row."""
+    place = start + tl.arange(0, columns)[None, :]
+    tile = load_piece(weight, place, width, columns).to(tl.float32)
+    if is_gated:
+        up_tile = load_piece(up_weight, place, width, columns).to(tl.float32)
+    if is_normed:
+        factors = load_piece(norm, place, width, columns)
+    new_sums = ()
+    new_up_sums = ()
+    new_squares = ()
+    for row in tl.static_range(rows):
+        values = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
+        if is_normed:
+            new_squares = append(new_squares, squares[row] + values * values)
+            values = values * factors
+        new_sums = append(new_sums, sums[row] + tile * values)
+        if is_gated:
+            new_up_sums = append(new_up_sums, up_sums[row] + up_tile * values)
+    return new_sums, new_up_sums, new_squares
+
+
+@triton.jit(do_not_specialize=["num_lines"])
+def multiply_rows_kernel(
+    x, norm, weight, bias, residual, out, upcoming, num_lines, eps, num_outputs, x_stride, residual_stride,
+    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
+    lines_each: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
+):
+    """num_pieces in flight; 1: the loop is unrolled."""
+    own = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
+    up_lines = lines + num_outputs
+    follow(is_early)
+    addends = ()
+    for row in tl.static_range(rows):
+        row_residual = residual + row * residual_stride
+        addends = append(addends, load_addends(bias, row_residual, lines, up_lines, has_bias, has_residual, is_gated))
+    sums = zeros(rows, outputs, columns)
+    up_sums = zeros(rows * is_gated, outputs, columns)
+    squares = zeros(rows * is_normed, 1, columns)
+    tile = weight + lines[:, None] * width
+    up_tile = weight + up_lines[:, None] * width
+    if num_pieces == 1:
+        for start in tl.static_range(0, width, columns):
+            sums, up_sums, squares = add_piece(
+                sums, up_sums, squares, x, norm, tile, up_tile, start, x_stride, width, rows, columns, is_normed, is_gated
+            )
+    else:
+        for start in tl.range(0, width, columns, num_stages=num_pieces):
+            sums, up_sums, squares = add_piece(
+                sums, up_sums, squares, x, norm, tile, up_tile, start, x_stride, width, rows, columns, is_normed, is_gated
+            )
+    for row in tl.static_range(rows):
+        y = tl.sum(sums[row], 1)
+        up = tl.sum(up_sums[row], 1) if is_gated else y
+        if is_normed:
+            scale = tl.rsqrt(tl.sum(tl.sum(squares[row], 1), 0) / width + eps)
+            y *= scale
+            up *= scale
+        added, up_added = addends[row]
+        y = finish(y, up, added, up_added, activation, is_gated)
+        tl.store(out + row * num_outputs + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
+    if lines_each > 0:
+        fetch_next(upcoming, num_lines, lines_each)
+
+
+@triton.jit(do_not_specialize=["num_turns"])
+def stream_kernel(
+    x, norm, weight, bias, residual, out, eps, num_outputs, num_turns,
+    width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr, turns_ahead: tl.constexpr,
+    lines: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
+):
+    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn.
+
+    While it waits for the kernel in front, a program asks for the weights of its first turns.
+    """
+    first = tl.program_id(0)
+    if turns_ahead > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        num_lines = outputs * width * (weight.dtype.element_ty.primitive_bitwidth // 8) // LINE_BYTES
+        for turn in tl.static_range(turns_ahead):
+            place = (turn * tl.num_programs(0) + first).to(tl.int64) * outputs * width
+            if (turn * tl.num_programs(0) + first + 1) * outputs <= num_outputs:
+                fetch(weight + place, num_lines, lines)
+                if is_gated:
+                    fetch(weight + place + num_outputs.to(tl.int64) * width, num_lines, lines)
+    follow(is_early)
+    place = tl.arange(0, columns)[None, :]
+    values = load_piece(x, place, width, columns).to(tl.float32)
+    if is_normed:
+        values = values * tl.rsqrt(tl.sum(values * values) / width + eps) * load_piece(norm, place, width, columns)
+    for turn in tl.range(0, num_turns, num_stages=num_pieces):
+        own = (turn * tl.num_programs(0) + first) * outputs + tl.arange(0, outputs)
+        own_lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
+        up_lines = own_lines + num_outputs
+        added, up_added = load_addends(bias, residual, own_lines, up_lines, has_bias, has_residual, is_gated)
+        y = tl.sum(load_piece(weight + own_lines[:, None] * width, place, width, columns).to(tl.float32) * values, 1)
+        if is_gated:
+            up = tl.sum(load_piece(weight + up_lines[:, None] * width, place, width, columns).to(tl.float32) * values, 1)
+        else:
+            up = y
+        y = finish(y, up, added, up_added, activation, is_gated)
+        tl.store(out + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_lines"])
+def multiply_tiles_kernel(
+    x, weight, bias, residual, out, upcoming, num_lines, num_rows, num_outputs, x_stride, residual_stride,
+    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    lines_each: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    is_gated: tl.constexpr, is_early: tl.constexpr,
+):
+    """Rows past the last are the last again, and are not written."""
+    own = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
+    up_lines = lines + num_outputs
+    row = tl.minimum(tl.arange(0, rows), num_rows - 1)
+    follow(is_early)
+    added, up_added = load_addends(
+        bias, residual + row[None, :] * residual_stride, lines[:, None], up_lines[:, None], has_bias, has_residual, is_gated
+    )
+    piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
+    acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
+    up_acc = tl.zeros((parts, outputs, rows), tl.float32)
+    for start in range(0, width, columns):
+        place = start + piece
+        values = tl.permute(load_piece(x + row[None, :, None] * x_stride, place, width, columns), (0, 2, 1))
+        tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
+        acc = tl.dot(tile, values, acc, input_precision="ieee")
+        if is_gated:
+            tile = load_piece(weight + up_lines[None, :, None] * width, place, width, columns)
+            up_acc = tl.dot(tile, values, up_acc, input_precision="ieee")
+    y = finish(tl.sum(acc, 0), tl.sum(up_acc, 0), added, up_added, activation, is_gated)
+    place = tl.arange(0, rows)[None, :]
+    is_inside = (place < num_rows) & (own < num_outputs)[:, None]
+    tl.store(out + place * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
+    if lines_each > 0:
+        fetch_next(upcoming, num_lines, lines_each)

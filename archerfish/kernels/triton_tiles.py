@@ -1,0 +1,106 @@
+"""How products of few rows are cut: what was measured for the shapes of known models, and what is good for most others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
+DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
+NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
+UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
+COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
+HOPPER_BYTES = 227 << 10  # of shared memory
+SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
+STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
+TURN_BYTES = 32 << 10  # of weights, that a program which stays reads in a turn
+NUM_STREAMS = 132  # programs that stay: the processors of a Hopper
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """How a product is cut."""
+
+    outputs: int  # of a program; with a gate, each is two rows of weights
+    columns: int  # read at a time
+    num_warps: int
+    num_stages: int  # pieces of so many columns in flight; 1 without tensor cores: as many as the registers hold
+    is_dot: bool = False  # on tensor cores
+    num_programs: int = 0  # that stay for all outputs of one row, a tile of whole rows in a turn; 0: one for each tile
+    turns_ahead: int = 0  # whose weights they ask for while they wait for the kernel in front
+
+
+TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
+    (1, 4096, 1024): LinearTile(4, 1024, 4, 1),
+    (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 2048): LinearTile(2, 1024, 4, 1),
+    (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (1, 6144, 1024): LinearTile(2, 512, 1, 1),
+    (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 3072): LinearTile(2, 1024, 4, 1),
+    (4, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 151936, 1024): LinearTile(2, 1024, 4, 1),
+    (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 6144, 4096): LinearTile(4, 0, 8, 3, num_programs=132),
+    (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 4096, 4096): LinearTile(4, 0, 8, 3, num_programs=132),
+    (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 28672, 4096): LinearTile(1, 0, 4, 4, num_programs=264),
+    (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 4096, 14336): LinearTile(2, 0, 8, 3, num_programs=132),
+    (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
+    (4, 128256, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 128256, 4096): LinearTile(32, 512, 4, 3, is_dot=True),
+}
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def choose_tile(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = False) -> LinearTile:
+    return tile_of(len(x), *weight.shape, is_gated, weight.element_size(), shared_bytes(x.device))
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """What the stages of a program may take."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return min(SHARED_BYTES, most * 7 // 8)
+
+
+@cache
+def tile_of(
+    num_rows: int, num_weights: int, width: int, is_gated: bool, element_bytes: int, most_bytes: int = SHARED_BYTES
+) -> LinearTile:
+    """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights."""
+    rows = next_power_of_2(num_rows)
+    copies = 2 if is_gated else 1
+    tuned = TUNED.get((rows, num_weights, width)) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
+    if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
+        return tuned
+    widest = next_power_of_2(width)
+    if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH:
+        outputs = max(1, TURN_BYTES // (widest * element_bytes * copies))
+        num_stages = max(1, min(4, 1 + most_bytes // (outputs * widest * element_bytes * copies)))
+        return LinearTile(outputs, 0, 8, num_stages, num_programs=NUM_STREAMS)
+    if num_rows <= DIRECT_ROWS:
+        outputs = 2 if num_weights <= 2048 or is_gated else 4
+        columns = min(widest, 1024 if most_bytes == SHARED_BYTES else 512)
+        num_stages = 1 if num_rows * width <= UNROLLED_COLUMNS else 3
+        return LinearTile(outputs, columns, max(1, columns // COLUMNS_PER_WARP), num_stages)
+    outputs, columns = (16 if num_weights <= 4096 else 32), max(64, min(widest, 1024 // element_bytes))
+    stage_bytes = (max(8, rows) + outputs * copies) * columns * element_bytes
+    return LinearTile(outputs, columns, 4, max(1, min(4, most_bytes // stage_bytes)), is_dot=True)
