@@ -6,6 +6,7 @@ brings. So nothing runs while nobody waits, and several threads may submit at on
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
@@ -89,6 +90,7 @@ class LLMEngine:
         self._is_stepping = False
         self._has_idle_work = True
         self._is_closed = False
+        gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 
     def _make_scheduler(self) -> Scheduler:
         config, facts = self.config, self.facts
@@ -490,6 +492,7 @@ class LLMEngine:
         self._collect_down_to(0)
         self._deliver()
         self.runner.close()
+        gc.unfreeze()
         with self._turn:
             self._turn.notify_all()
 

@@ -256,6 +256,15 @@ class Ops(ABC, Generic[T]):
     ) -> T:
         """Causal attention of the new tokens over their sequences' blocks: (tokens, heads * head_dim)."""
 
+    def store_and_attend(
+        self, qkv: T, kv: KVLayer[T], batch: PagedBatch[T], heads: HeadShape, rotary: Rotary[T] | None, *,
+        q_norm: T | None = None, k_norm: T | None = None, eps: float = 0.0,
+    ) -> T:
+        """`store_kv`, and `paged_attention` of what it gives."""
+        q = self.store_kv(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        del qkv  # its memory goes back before attention asks for some
+        return self.paged_attention(q, kv, batch, heads)
+
     @abstractmethod
     def gated(self, x: T, activation: Activation) -> T:
         """activation(first half of the last axis) * second half."""

@@ -1,4 +1,4 @@
-"""Keys over KV blocks taken into a running softmax, for the kernels of `triton_attention`.
+"""Keys over KV blocks taken into a running softmax, for the kernels of `triton_attention` and `triton_prefill`.
 
 Under a block mask only those steps of keys are taken that a query of the tile sees: the mask is read for many steps at once,
 and a loop runs over those that are left, so that loads are on their way ahead of it as they are without a mask. A step of keys
@@ -11,7 +11,18 @@ No `from __future__ import annotations` here: see `triton_norm`.
 import triton
 import triton.language as tl
 
+from archerfish.kernels.ops import HeadShape
+
+LOG2_E = 1.4426950408889634
+MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
 STEPS_AT_ONCE = tl.constexpr(32)  # that a mask is read for, each a bit of a word
+
+
+@triton.jit
+def start_softmax(rows: tl.constexpr, width: tl.constexpr):
+    """A running softmax that has seen nothing: weighted values, the highest score, the sum of weights."""
+    top = tl.full((rows,), float("-inf"), tl.float32)
+    return tl.zeros((rows, width), tl.float32), top, tl.zeros((rows,), tl.float32)
 
 
 @triton.jit
@@ -129,3 +140,15 @@ def attend(
                 step, sinks, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
             )
     return acc, top, total
+
+
+def count_sinks(heads: HeadShape) -> int:
+    """Leading tokens that a window does not hide."""
+    return heads.sinks if heads.window else 0
+
+
+def score_scale(heads: HeadShape) -> tuple[float, float]:
+    """Factor of the products and cap for `attend`."""
+    if heads.softcap:
+        return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
+    return LOG2_E * heads.scale, 0.0

@@ -1,18 +1,14 @@
-"""Attention over KV blocks in Triton: one kernel for sequences with one new token, one for those with several.
+"""Attention of sequences with one new token over KV blocks, in Triton; `triton_prefill` has those with several.
 
 In both, the query heads that share a KV head are rows of one tile, so that a key is read once for all of them, and blocks are
 found through the table as keys are loaded.
 
 A decode is split along its keys into parts that run side by side, and a second kernel joins them. What the grid is depends
-on the number of sequences alone and lengths are read on the device, so that a captured graph serves any context.
+on the number of sequences alone and lengths are read on the device, so that a captured graph serves any context. The program
+whose part has the new key can make it of what the product gave, and store it: no other reads it there.
 
 Keys that all decodes share are read once for many of them: a kernel of its own gives parts over those keys, its tiles being of
 the heads of many sequences, and a decode begins with what these parts come to.
-
-Several new tokens are cut into tiles that the host lists, the longest first. Where most keys are new, they are first laid side
-by side: the card's copy engine then brings them, which is worth more than laying them out costs.
-
-Under a block mask, keys are left out that no query of a tile sees (`triton_attend`).
 
 Scores are kept as base-2 logarithms. No `from __future__ import annotations` here: see `triton_norm`.
 """
@@ -23,37 +19,26 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
-from archerfish.kernels.triton_attend import attend
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotary
+from archerfish.kernels.triton_attend import MASK_NUMBERS, attend, count_sinks, score_scale, start_softmax
 from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.triton_places import (
-    GATHER_STEP,
-    Gathering,
+    Places,
+    Tile,
     choose_shared_parts,
+    choose_splits,
     decode_tile,
+    find_places,
     lay_mask,
-    list_tiles,
-    plan_gathering,
-    prefill_tile,
     shared_tile,
 )
-from archerfish.kernels.triton_places import PLACES as PLACES
-from archerfish.kernels.triton_places import Places as Places
-from archerfish.kernels.triton_places import Tile as Tile
-from archerfish.kernels.triton_places import choose_splits as choose_splits
-from archerfish.kernels.triton_places import find_places as find_places
-from archerfish.kernels.triton_places import to_device as to_device
+from archerfish.kernels.triton_rope import turn_heads
 
 Tensor = torch.Tensor
-LOG2_E = 1.4426950408889634
-MAX_HEAD_DIM = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 FIXED_SPLITS = 16  # where a sequence's numbers must not depend on the batch
 PARTS_AT_ONCE = 4  # of shared keys that a decode loads
-GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
-GATHERED_DIMS = (64, 128)  # of heads that the copy engine takes whole
-MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
 
 
 @triton.jit
@@ -98,9 +83,7 @@ def shared_kernel(
     is_inside = is_row[:, None] & (dims < head_dim)[None, :]
     heads = kv_head * group + row % group
     query = tl.load(q + (sequence * q_stride + heads * head_dim)[:, None] + dims[None, :], mask=is_inside, other=0.0)
-    acc = tl.zeros((rows, width), tl.float32)
-    top = tl.full((rows,), float("-inf"), tl.float32)
-    total = tl.zeros((rows,), tl.float32)
+    acc, top, total = start_softmax(rows, width)
     query_positions = tl.zeros((rows,), tl.int32) + end
     keys += kv_head * head_stride
     values += kv_head * head_stride
@@ -142,16 +125,40 @@ def take_parts(
     return acc, top, total
 
 
+@triton.jit
+def take_new_key(
+    query, acc, top, total, source, value_offset, key_place, value_place, cos_sin, norm, eps, scale, cap,
+    head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr, has_cap: tl.constexpr,
+):
+    """A sequence's new key and value, fresh from the product, written into its block and taken into the running softmax."""
+    one = tl.zeros((1, 1), tl.int32)
+    dims = tl.arange(0, head_dim)[None, :]
+    kind = key_place.dtype.element_ty
+    key = turn_heads(source + one, cos_sin, norm, eps, one == 0, head_dim, is_turned, is_normed).to(kind)
+    value = tl.load(source + value_offset + dims).to(kind)
+    tl.store(key_place + dims, key)
+    tl.store(value_place + dims, value)
+    level = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    if has_cap:
+        level = cap * (1.0 - 2.0 / (tl.exp2(level) + 1.0))
+    new_top = tl.maximum(top, level)
+    shrink = tl.exp2(top - new_top)
+    weight = tl.exp2(level - new_top)
+    return acc * shrink[:, None] + value.to(tl.float32) * weight[:, None], new_top, total * shrink + weight
+
+
 @triton.jit(do_not_specialize=["num_splits", "num_shared_parts", "window", "table_stride", *MASK_NUMBERS])
 def decode_kernel(
     q, keys, values, tables, context_lens, shared_len, out, partials, levels, shared_partials, shared_levels, scale, cap,
     num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
-    mask, num_mask_rows, num_mask_columns,
+    mask, num_mask_rows, num_mask_columns, cos_sin, q_norm, k_norm, eps, cos_sin_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
-    is_shared: tl.constexpr, is_early: tl.constexpr,
+    is_shared: tl.constexpr, is_new: tl.constexpr, is_turned: tl.constexpr, has_q_norm: tl.constexpr,
+    has_k_norm: tl.constexpr, is_early: tl.constexpr,
 ):
+    """is_new: q has queries, keys and values as the product gave them, and the new key is not in its block yet."""
     follow(is_early)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -166,11 +173,18 @@ def decode_kernel(
     dims = tl.arange(0, width)
     is_inside = (members < group)[:, None] & (dims < head_dim)[None, :]
     heads = kv_head * group + members
-    query = tl.load(q + sequence * q_stride + heads[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
-    acc = tl.zeros((rows, width), tl.float32)
-    top = tl.full((rows,), float("-inf"), tl.float32)
-    total = tl.zeros((rows,), tl.float32)
+    q += sequence * q_stride
     position = context_len - 1
+    if is_new:
+        cos_sin += tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
+        query = turn_heads(
+            q + heads[:, None] * head_dim, cos_sin, q_norm, eps, is_inside, head_dim, is_turned, has_q_norm
+        ).to(q.dtype.element_ty)
+        last = tl.minimum(end, position)
+    else:
+        query = tl.load(q + heads[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
+        last = end
+    acc, top, total = start_softmax(rows, width)
     query_positions = tl.zeros((rows,), tl.int32) + position
     head_row = sequence * tl.num_programs(0) * group + heads
     keys += kv_head * head_stride
@@ -191,10 +205,17 @@ def decode_kernel(
             head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
         )
     acc, top, total = attend(
-        query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, end, window, scale, cap,
+        query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, last, window, scale, cap,
         block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
         head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
     )
+    if is_new:  # noqa: SIM102 (the compiler decides this one)
+        if (begin <= position) & (position < end):
+            place = tl.load(table + position // block_size).to(tl.int64) * block_stride + position % block_size * token_stride
+            acc, top, total = take_new_key(
+                query, acc, top, total, q + (tl.num_programs(0) * group + kv_head) * head_dim, tl.num_programs(0) * head_dim,
+                keys + place, values + place, cos_sin, k_norm, eps, scale, cap, head_dim, is_turned, has_k_norm, has_cap,
+            )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
         place = head_row * num_splits + split
@@ -232,101 +253,14 @@ def join_kernel(
     tl.store(out + row * head_dim + dims, joined.to(out.dtype.element_ty), mask=dims < head_dim)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", *MASK_NUMBERS])
-def prefill_kernel(
-    q, keys, values, tables, tile_sequences, tile_firsts, context_lens, query_starts, query_lens, key_starts, out,
-    scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
-    mask, num_mask_rows, num_mask_columns,
-    block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
-    is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
-):
-    tile = tl.program_id(0) // num_kv_heads
-    kv_head = tl.program_id(0) % num_kv_heads
-    sequence = tl.load(tile_sequences + tile).to(tl.int64)
-    first_query = tl.load(tile_firsts + tile)
-    context_len = tl.load(context_lens + sequence)
-    query_len = tl.load(query_lens + sequence)
-    first_position = context_len - query_len + first_query
+@dataclass(frozen=True)
+class Turning:
+    """How queries and keys are made of what the product of a layer gave: what `Ops.store_kv` is told."""
 
-    members = tl.arange(0, rows)
-    dims = tl.arange(0, width)
-    query_index = first_query + members // group
-    is_row = (members < rows // group * group) & (query_index < query_len)
-    is_inside = is_row[:, None] & (dims < head_dim)[None, :]
-    token = tl.load(query_starts + sequence).to(tl.int64) + query_index
-    column = (kv_head * group + members % group) * head_dim
-    query = tl.load(q + (token * q_stride + column)[:, None] + dims[None, :], mask=is_inside, other=0.0)
-    query_positions = first_position + members // group
-
-    acc = tl.zeros((rows, width), tl.float32)
-    top = tl.full((rows,), float("-inf"), tl.float32)
-    total = tl.zeros((rows,), tl.float32)
-    end = tl.minimum(first_position + rows // group, context_len)
-    last_position = end - 1
-    key_row = tl.load(key_starts + sequence)
-    if not is_gathered:
-        keys += kv_head * head_stride
-        values += kv_head * head_stride
-    table = tables + sequence * table_stride
-    if has_window:
-        begin = tl.maximum(first_position - window + 1, 0) // step * step
-        if sinks > 0:
-            acc, top, total = attend(
-                query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0,
-                tl.minimum(begin, sinks), window, scale, cap, block_stride, token_stride, mask, num_mask_rows,
-                num_mask_columns, first_position, last_position, block_size, head_dim, width, step, sinks, mask_size,
-                mask_span, is_gathered, True, True, has_cap,
-            )
-    else:  # what all queries of the tile see needs no mask
-        begin = (first_position + 1) // step * step
-        acc, top, total = attend(
-            query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
-            scale, cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position,
-            last_position, block_size, head_dim, width, step, 0, mask_size, mask_span, is_gathered, False, False, has_cap,
-        )
-    acc, top, total = attend(
-        query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window, scale,
-        cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position, last_position,
-        block_size, head_dim, width, step, sinks, mask_size, mask_span, is_gathered, True, has_window, has_cap,
-    )
-    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
-    tl.store(out + target, result.to(out.dtype.element_ty), mask=is_inside)
-
-
-@triton.jit(do_not_specialize=["table_stride"])
-def gather_kernel(
-    keys, values, tables, tile_sequences, tile_firsts, context_lens, key_starts, key_rows, value_rows,
-    table_stride, block_stride, token_stride,
-    block_size: tl.constexpr, row_width: tl.constexpr, width: tl.constexpr, many: tl.constexpr,
-):
-    """Keys and values of sequences, one token per row; rows that fill up a tile become zeros."""
-    tile = tl.program_id(0)
-    sequence = tl.load(tile_sequences + tile).to(tl.int64)
-    positions = tl.load(tile_firsts + tile) + tl.program_id(1) * many + tl.arange(0, many)
-    is_key = positions < tl.load(context_lens + sequence)
-    blocks = tl.load(tables + sequence * table_stride + positions // block_size, mask=is_key, other=0).to(tl.int64)
-    columns = tl.arange(0, width)[None, :]
-    is_inside = columns < row_width
-    places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + columns
-    rows = (tl.load(key_starts + sequence) + positions).to(tl.int64)[:, None] * row_width + columns
-    key = tl.load(keys + places, mask=is_key[:, None] & is_inside, other=0.0)
-    value = tl.load(values + places, mask=is_key[:, None] & is_inside, other=0.0)
-    tl.store(key_rows + rows, key, mask=is_inside)
-    tl.store(value_rows + rows, value, mask=is_inside)
-
-
-def count_sinks(heads: HeadShape) -> int:
-    """Leading tokens that a window does not hide."""
-    return heads.sinks if heads.window else 0
-
-
-def score_scale(heads: HeadShape) -> tuple[float, float]:
-    """Factor of the products and cap for `attend`."""
-    if heads.softcap:
-        return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
-    return LOG2_E * heads.scale, 0.0
+    rotary: Rotary[Tensor] | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -361,11 +295,24 @@ def attend_shared(
     return SharedParts(partials, levels, num_parts, tile.step)
 
 
+def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, turning: Turning) -> bool:
+    """Whether `attend_decodes` can store the keys and values of a batch: decodes that share none, whole heads being turned."""
+    is_whole = turning.rotary is None or turning.rotary.rotary_dim == heads.head_dim
+    is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == triton.next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
+    if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
+        return False
+    return find_places(batch, qkv.device).shared_len is None
+
+
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
-    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None,
+    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, turning: Turning | None = None,
 ) -> None:
-    """Rows of out for the sequences with one new token."""
+    """Rows of out for the sequences with one new token.
+
+    turning: q has queries, keys and values as the product gave them; keys and values are stored on the way. Not where keys
+    are shared, nor under a mask.
+    """
     places = find_places(batch, q.device)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
     num_splits = places.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
@@ -380,14 +327,19 @@ def attend_decodes(
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = triton.next_power_of_2(head_dim)
+    turn = turning or Turning(None, None, None, 0.0)
+    table = places.context_lens if turn.rotary is None else turn.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, shared_len, out, partials, levels, parts.partials,
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
-        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size,
+        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table, q if turn.q_norm is None else turn.q_norm,
+        q if turn.k_norm is None else turn.k_norm, turn.eps, table.stride(0), block_size=batch.block_size,
         group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
         sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
-        is_shared=shared is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
+        is_shared=shared is not None, is_new=turning is not None, is_turned=turn.rotary is not None,
+        has_q_norm=turn.q_norm is not None, has_k_norm=turn.k_norm is not None, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **early_start(q.device),
     )
     if is_split:
         join_kernel[(num_heads, num)](
@@ -395,52 +347,3 @@ def attend_decodes(
             step=tile.step, most_splits=triton.next_power_of_2(num_splits), has_window=heads.window > 0,
             is_shared=shared is not None, num_warps=4, **early_start(q.device),
         )
-
-
-def gather(
-    kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, places: Places, step: int
-) -> tuple[Gathering, TensorDescriptor, TensorDescriptor]:
-    """Keys and values of the sequences with several new tokens, side by side, for loads of step keys of one head."""
-    gathering = places.gathering
-    if gathering is None:
-        gathering = places.gathering = plan_gathering(batch, kv.keys.device)
-    row_width = heads.num_kv_heads * heads.head_dim
-    shape = (gathering.num_rows, row_width)
-    keys, values = places.pair("gathered", shape, shape, kv.keys.dtype)
-    gather_kernel[(len(gathering.sequences), GATHER_STEP // GATHER_ROWS)](
-        kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, places.context_lens, gathering.starts,
-        keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
-        width=triton.next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
-    )
-    block = [step, heads.head_dim]
-    return gathering, TensorDescriptor.from_tensor(keys, block), TensorDescriptor.from_tensor(values, block)
-
-
-def attend_prefills(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, tile: Tile | None = None,
-    mask: BlockMask[Tensor] | None = None,
-) -> None:
-    """Rows of out for the sequences with several new tokens."""
-    places = find_places(batch, q.device)
-    group = heads.num_heads // heads.num_kv_heads
-    is_gathered = places.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
-    is_short = mask is not None or group <= places.num_short_heads
-    tile = tile or prefill_tile(heads, q.dtype, is_gathered, is_short)
-    num_queries = tile.rows // group
-    tile, laid = lay_mask(mask, tile, num_queries, places.context_lens)
-    if num_queries not in places.tiles:
-        places.tiles[num_queries] = list_tiles(batch, num_queries, q.device)
-    sequences, firsts = places.tiles[num_queries]
-    keys, values, key_starts = kv.keys, kv.values, places.query_starts
-    if is_gathered:
-        gathering, keys, values = gather(kv, batch, heads, places, tile.step)
-        key_starts = gathering.starts
-    scale, cap = score_scale(heads)
-    prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
-        q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
-        key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
-        laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
-        group=group, head_dim=heads.head_dim, rows=tile.rows, width=triton.next_power_of_2(heads.head_dim), step=tile.step,
-        sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
-        has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )

@@ -33,7 +33,9 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
-from archerfish.kernels.triton_attention import Tile, attend_decodes, attend_prefills, to_device
+from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_new
+from archerfish.kernels.triton_places import Tile, to_device
+from archerfish.kernels.triton_prefill import attend_prefills
 from archerfish.kernels.triton_sampling import TritonSampling
 from archerfish.kernels.triton_tiles import MAX_ROWS, NORMED_WIDTH, LinearTile, choose_tile
 from archerfish.kernels.upload import Uploads
@@ -235,6 +237,20 @@ class TritonOps(TorchOps):
         if batch.num_decodes < len(batch.query_lens):
             attend_prefills(q, kv, batch, heads, out, self.prefill_tile, mask)
         if batch.num_tokens < len(q):
+            out[batch.num_tokens :] = 0
+        return out
+
+    def store_and_attend(
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:
+        """In one kernel where all sequences have one new token."""
+        turning = Turning(rotary, q_norm, k_norm, eps)
+        if not takes_new(qkv, batch, heads, turning):
+            return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
+        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, turning=turning)
+        if batch.num_tokens < len(qkv):
             out[batch.num_tokens :] = 0
         return out
 

@@ -158,8 +158,7 @@ def multiply_rows_kernel(
             scale = tl.rsqrt(tl.sum(tl.sum(squares[row], 1), 0) / width + eps)
             y *= scale
             up *= scale
-        added, up_added = addends[row]
-        y = finish(y, up, added, up_added, activation, is_gated)
+        y = finish(y, up, addends[row][0], addends[row][1], activation, is_gated)
         tl.store(out + row * num_outputs + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
     if lines_each > 0:
         fetch_next(upcoming, num_lines, lines_each)

@@ -53,6 +53,29 @@ def move_heads(
         tl.store(target + heads * target_stride + place, rest.to(kind), mask=is_rest & is_written)
 
 
+@triton.jit
+def turn_heads(
+    source, cos_sin, norm, eps, is_inside, head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr
+):
+    """Heads of whole width at source, in float32: normalised, and all of each rotated. head_dim is a power of 2."""
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, head_dim)[None, :]
+    values = tl.load(source + dims, mask=is_inside, other=0.0).to(tl.float32)
+    if is_turned:
+        opposite = (dims + half) % head_dim
+        others = tl.load(source + opposite, mask=is_inside, other=0.0).to(tl.float32)
+    if is_normed:
+        scale = tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
+        values = values * scale * tl.load(norm + dims)
+        if is_turned:
+            others = others * scale * tl.load(norm + opposite)
+    if is_turned:
+        cos = tl.load(cos_sin + dims % half)
+        sin = tl.load(cos_sin + half + dims % half)
+        values = values * cos + tl.where(dims < half, -others, others) * sin
+    return values
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def store_kv_kernel(
     qkv, q, keys, values, slots, positions, cos_sin, q_norm, k_norm, eps, num_tokens, qkv_stride, cos_sin_stride,

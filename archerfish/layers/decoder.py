@@ -53,24 +53,21 @@ class Attention(Generic[T]):
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
     def __call__(self, x: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
-        return self._attend(self._store(self.ops.linear(x, self.qkv), batch, kv), batch, kv)
+        return self.ops.linear(self._attend(self.ops.linear(x, self.qkv), batch, kv), self.out)
 
     def of_sum(
         self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], *, adds: bool
     ) -> tuple[T, T | None]:
         """Attention of the normalised sum of x and residual, and that sum; or the two added up, and None."""
         x, total = norm.linear(x, residual, self.qkv)
-        x = self._store(x, batch, kv)
-        return (self._attend(x, batch, kv, total), None) if adds else (self._attend(x, batch, kv), total)
+        x = self._attend(x, batch, kv)
+        return (self.ops.linear(x, self.out, residual=total), None) if adds else (self.ops.linear(x, self.out), total)
 
-    def _attend(self, q: T, batch: PagedBatch[T], kv: KVLayer[T], residual: T | None = None) -> T:
-        return self.ops.linear(self.ops.paged_attention(q, kv, batch, self.heads), self.out, residual=residual)
-
-    def _store(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
+    def _attend(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
         norms = self.norms
         if norms is None:
-            return self.ops.store_kv(qkv, kv, batch, self.heads, self.rotary)
-        return self.ops.store_kv(
+            return self.ops.store_and_attend(qkv, kv, batch, self.heads, self.rotary)
+        return self.ops.store_and_attend(
             qkv, kv, batch, self.heads, self.rotary, q_norm=norms.query, k_norm=norms.key, eps=norms.eps
         )
 

@@ -23,9 +23,8 @@ from archerfish.runtime.sampler import FastSampler
 from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, find_shared
 from archerfish.sequence import Plan, Sequence
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))
 SIZE_STEP = 64  # between larger ones
-WARM_SIZE = 16  # up to which batches are recorded at the start
 NUM_BUFFERS = 4  # more than the steps that are open at once
 
 
@@ -60,19 +59,22 @@ class DecodeGraphs(Generic[T]):
         self._members = b""
 
     def warm_up(self) -> None:
-        """Record the small batches, each of which has kernels of its own, and the largest."""
-        for size in self.sizes:
-            if size <= WARM_SIZE or size == self.sizes[-1]:
-                self._record(size, is_shared=False)
-        if self.sizes[-1] >= MIN_SHARED_SEQUENCES:
-            self._record(self.sizes[-1], is_shared=True)
+        """Record all batches that share nothing, the largest first, whose memory the others use after it, and one that does."""
+        wanted = self._wanted()
+        for size, is_shared in wanted[: len(self.sizes) + 1]:
+            self._record(size, is_shared)
 
     def record_next(self) -> bool:
-        """Record one more batch size, in time that nobody needs; False: all are recorded."""
-        size = next((size for size in self.sizes if (size, False) not in self._recorded), None)
-        if size is not None:
-            self._record(size, is_shared=False)
-        return size is not None
+        """Record one more batch, in time that nobody needs; False: all are recorded."""
+        found = next((one for one in self._wanted() if one not in self._recorded), None)
+        if found is not None:
+            self._record(*found)
+        return found is not None
+
+    def _wanted(self) -> list[tuple[int, bool]]:
+        """All that can be recorded: a size, and whether its sequences share keys; in the order of their use."""
+        shared = [(size, True) for size in reversed(self.sizes) if size >= MIN_SHARED_SEQUENCES]
+        return [(size, False) for size in reversed(self.sizes)] + shared
 
     def takes(self, plan: Plan) -> bool:
         """Whether a plan can be run here."""

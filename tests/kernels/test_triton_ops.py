@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 
 from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_attention import PLACES, Places, Tile, choose_splits, find_places  # isort: skip
+from archerfish.kernels.triton_places import PLACES, Places, Tile, choose_splits, find_places  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 

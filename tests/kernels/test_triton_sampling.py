@@ -1,6 +1,6 @@
 """Sampling by the Triton kernels against the reference in torch and against plain numpy.
 
-In the interpreter a cut row takes a quarter of a second, so that there the tests have few rows.
+In the interpreter a cut row takes a twentieth of a second, so that there the tests have few rows.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
-from archerfish.kernels.triton_attention import PLACES, Places, Tile, find_places  # isort: skip
+from archerfish.kernels.triton_places import PLACES, Places, Tile, find_places  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_places import choose_shared_parts  # isort: skip
 
