@@ -185,9 +185,26 @@ class ServeConfig(Options):
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
+    kinds: str = option(
+        "all", "Which models are served: text generation, embeddings, or both.", choices=("all", "generation", "embedding")
+    )
     rerank_model: str = option("", "Cross-encoder for /v1/rerank; empty: rank by the cosine of the embedding model.")
-    max_wait_ms: float = option(2.0, "How long the first text of a batch waits for others.", minimum=0, maximum=10_000)
-    max_batch_texts: int = option(256, "Most texts in one batch.", minimum=1, maximum=65536)
+    num_front_ends: int = option(
+        1, "Processes that speak HTTP; one is enough for some thousand tokens a second.", minimum=1, maximum=64
+    )
+    api_keys_file: str = option("", "File with hashed API keys and the limits of their tenants; empty: no keys are asked for.")
+    latency_budget_ms: float = option(
+        50.0, "About how long a batch of texts may hold up a step of generation.", minimum=1, maximum=10_000
+    )
+    max_wait_s: float = option(
+        60.0, "Refuse a request at once that would wait longer than this for its turn; 0: no limit.", minimum=0
+    )
+    max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
+    max_output_tokens: int = option(0, "Refuse requests for more tokens, of all n together; 0: as the model takes.", minimum=0)
+    result_cache_mib: int = option(
+        0, "Memory of a front end for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
+    )
+    result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
     max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 429.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)

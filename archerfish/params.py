@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mea
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
 MAX_BIASES = 1024
+MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, MAX_CHOICES = 1 << 17, 2000, 1024  # compiling takes up to their square
+GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
 MAX_SEED = 2**64
 # Names that others have and what to do instead; and what to say beside a bound.
 NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
@@ -42,6 +45,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # of each output token, with this many of the likeliest beside it
     prompt_logprobs: int | None = None
+    grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}: what the output must be
 
     def __new__(cls, **values: Any) -> Self:
         known = [spec.name for spec in dataclasses.fields(cls)]
@@ -63,6 +67,9 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops(stop)
         self._check_bias()
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", read_grammar(self.grammar))
+            self._check_grammar_conflicts()
 
     def _check_numbers(self) -> None:
         whole = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
@@ -115,6 +122,18 @@ class SamplingParams:
             if not is_number(bias) or not -100 <= bias <= 100:
                 raise InvalidInputError(f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}.")
 
+    def _check_grammar_conflicts(self) -> None:
+        """A grammar says when a text may end and when it must, so nothing else may."""
+        if self.ignore_eos:
+            raise InvalidInputError(
+                "ignore_eos and grammar exclude each other: a grammar ends the text when it is complete.", hint="Leave out one."
+            )
+        if self.min_tokens:
+            raise InvalidInputError(
+                f"min_tokens ({self.min_tokens}) and grammar exclude each other: a grammar may be complete before.",
+                hint="Leave out min_tokens, and state the least length in the grammar.",
+            )
+
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
 
@@ -136,3 +155,52 @@ def items_of(name: str, values: Any, what: str) -> tuple[Any, ...]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidInputError(f"{name} must be {what}, not {type(values).__name__}.")
     return tuple(values)
+
+
+def read_grammar(grammar: Any) -> dict[str, Any]:
+    """A grammar as a plain dict of its kind and value, if it has the shape of one; whether it can be compiled shows later."""
+    if not isinstance(grammar, Mapping):
+        raise InvalidInputError(
+            f"grammar must be a mapping, not {type(grammar).__name__}.", hint='Give {"kind": "json_schema", "value": {...}}.'
+        )
+    unknown = [name for name in grammar if name not in ("kind", "value")]
+    if unknown:
+        raise InvalidInputError(f"grammar has no {unknown[0]!r}, only kind and value.")
+    kind, value = grammar.get("kind"), grammar.get("value")
+    if kind not in GRAMMAR_KINDS:
+        hint = f"Use one of {', '.join(GRAMMAR_KINDS)}."
+        raise InvalidInputError(f"grammar has no kind {kind!r}.", hint=hint)
+    if kind == "json":
+        if value is not None:
+            raise InvalidInputError("A grammar of kind json takes no value.", hint="Use json_schema for one.")
+    elif kind == "json_schema":
+        value = read_schema(value)
+    elif kind == "choice":
+        value = list(items_of("The value of a grammar of kind choice", value, "a list of strings"))
+        if not 0 < len(value) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in value):
+            raise InvalidInputError(f"A grammar of kind choice takes 1 to {MAX_CHOICES:,} strings that are not empty.")
+    elif not isinstance(value, str) or not value:
+        raise InvalidInputError(f"A grammar of kind {kind} takes a string that is not empty, not {value!r}.")
+    check_grammar_size(kind, value)
+    return {"kind": kind, "value": value}
+
+
+def read_schema(value: Any) -> dict[str, Any]:
+    """A JSON schema, of which a caller keeps nothing in hand; one that is written as a string is read."""
+    try:
+        read = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"The JSON schema of a grammar is not valid JSON: {error}.") from None
+    if not isinstance(read, dict):
+        raise InvalidInputError(f"The JSON schema of a grammar must be an object, not {type(value).__name__}.")
+    return read
+
+
+def check_grammar_size(kind: str, value: Any) -> None:
+    text = value if isinstance(value, str) else json.dumps(value)
+    num_bytes = len(text.encode(errors="replace"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidInputError(f"The grammar of kind {kind} has {num_bytes:,} bytes; the limit is {MAX_GRAMMAR_BYTES:,}.")
+    num_lines = text.count("\n") + 1
+    if kind == "lark" and num_lines > MAX_GRAMMAR_LINES:
+        raise InvalidInputError(f"The grammar of kind lark has {num_lines:,} lines; the limit is {MAX_GRAMMAR_LINES:,}.")

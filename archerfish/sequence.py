@@ -7,10 +7,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
@@ -30,6 +34,23 @@ class Namespace(NamedTuple):
     adapter: str = ""  # anything else that changes the KV, such as a LoRA adapter
 
 
+class TokenMatcher(Protocol):
+    """How far one sequence has come in a grammar."""
+
+    def fill(self, output: SequenceOf[int], bits: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may follow the output so far, which grew since the last call, and clear the others.
+
+        Where none may, or the output has left the grammar: an InvalidInputError, which ends this sequence.
+        """
+
+
+class TokenGrammar(Protocol):
+    """What the output of a request must be, compiled for a vocabulary."""
+
+    def start(self) -> TokenMatcher:
+        """A matcher of a sequence without output."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What a caller sends, after tokenising."""
@@ -45,6 +66,7 @@ class Request:
     arrival: float = 0.0  # set by the scheduler
     seed: int = 0
     needs_host_token: bool = False  # the next token must be known on the host before the following step (grammars)
+    grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
 
 
 class Status(Enum):
@@ -57,7 +79,7 @@ class Sequence:
     """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
 
     __slots__ = (
-        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "node", "num_cached", "num_computed",
+        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "matcher", "node", "num_cached", "num_computed",
         "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "request", "row", "status", "times",
         "tokens",
     )
@@ -78,6 +100,7 @@ class Sequence:
         self.node: Any = None  # the cache node that it locks
         self.hit: Any = None  # the HitRecord of its first admission
         self.cached_logits: Any = None  # logits of its last token, out of the LogitsCache
+        self.matcher: TokenMatcher | None = None  # of its request's grammar, from the first token on
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None

@@ -59,12 +59,12 @@ def test_two_values_for_one_option_are_refused() -> None:
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text("[serve]\nport = 1\nhost = 'a'\nmax_wait_ms = 3\n", encoding="utf-8")
+    file.write_text("[serve]\nport = 1\nhost = 'a'\nlatency_budget_ms = 3\n", encoding="utf-8")
     monkeypatch.setenv("ARCHERFISH_CONFIG", str(file))
     monkeypatch.setenv("ARCHERFISH_SERVE_PORT", "2")
     monkeypatch.setenv("ARCHERFISH_SERVE_HOST", "b")
     found = config.resolve(ServeConfig, {"port": 3})
-    assert (found.port, found.host, found.max_wait_ms, found.log_level) == (3, "b", 3.0, "info")
+    assert (found.port, found.host, found.latency_budget_ms, found.log_level) == (3, "b", 3.0, "info")
 
 
 @pytest.mark.parametrize(

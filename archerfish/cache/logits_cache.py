@@ -69,7 +69,7 @@ class _Entry:
     value: Any
     num_bytes: int
     node: Node
-    expires: float
+    stored: float
 
 
 class LogitsCache:
@@ -91,12 +91,12 @@ class LogitsCache:
     def __contains__(self, key: CacheKey) -> bool:
         """Whether `get` would find it; counts nothing."""
         entry = self._entries.get(key)
-        return entry is not None and entry.expires > self._clock()
+        return entry is not None and not self._is_expired(entry)
 
     def get(self, key: CacheKey) -> Any | None:
         """The value, or None where there is none or it is too old."""
         entry = self._entries.get(key)
-        if entry is not None and entry.expires <= self._clock():
+        if entry is not None and self._is_expired(entry):
             self._forget(key)
             self._expirations += 1
             entry = None
@@ -115,17 +115,27 @@ class LogitsCache:
         while self._num_bytes + num_bytes > self.max_bytes:
             self._forget(next(iter(self._entries)))
             self._evictions += 1
-        self._entries[key] = _Entry(value, num_bytes, node, self._clock() + self.ttl_seconds)
+        self._entries[key] = _Entry(value, num_bytes, node, self._clock())
         self._of_node.setdefault(node, set()).add(key)
         self._num_bytes += num_bytes
         return True
 
+    def resize(self, max_bytes: int, ttl_seconds: float) -> None:
+        """Other limits from now on, for what is there too: entries that are too old now go, and the oldest that do not fit."""
+        if max_bytes < 0 or not ttl_seconds > 0:
+            raise InvalidOptionError(f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}.")
+        self.max_bytes, self.ttl_seconds = max_bytes, ttl_seconds
+        self.evict_expired()
+        while self._num_bytes > max_bytes:
+            self._forget(next(iter(self._entries)))
+            self._evictions += 1
+
     def evict_expired(self) -> int:
         """Drop what is too old; returns how many."""
-        now, count = self._clock(), 0
+        count = 0
         while self._entries:
             key, entry = next(iter(self._entries.items()))
-            if entry.expires > now:
+            if not self._is_expired(entry):
                 break
             self._forget(key)
             count += 1
@@ -142,6 +152,9 @@ class LogitsCache:
         return LogitsCacheStats(
             self._hits, self._misses, len(self._entries), self._num_bytes, self._evictions, self._expirations
         )  # fmt: skip
+
+    def _is_expired(self, entry: _Entry) -> bool:
+        return self._clock() - entry.stored >= self.ttl_seconds
 
     def _forget(self, key: CacheKey) -> None:
         entry = self._entries.pop(key)

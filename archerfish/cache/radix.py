@@ -19,7 +19,7 @@ from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.check import check_cache
-from archerfish.cache.eviction import EvictionPolicy, eviction_policy
+from archerfish.cache.eviction import FIFO, EvictionPolicy, eviction_policy
 from archerfish.cache.hits import CacheStats, HitReason, HitRecord
 from archerfish.cache.key import TOKEN_BYTES, PathHash, RadixKey, as_namespace, common_length, first_token
 from archerfish.cache.node import Match, Node, Tree
@@ -185,6 +185,15 @@ class RadixCache:
                 if self._on_drop is not None:
                     self._on_drop(node)
             tree.start_over()
+
+    def set_policy(self, policy: str) -> None:
+        """Evict in another order from now on. What can be evicted is sorted once, which takes a moment if it is much."""
+        order: EvictionPolicy[Node] = eviction_policy(policy)
+        nodes = [self.order.pop() for _ in range(len(self.order))]
+        nodes.sort(key=(lambda node: node.created) if isinstance(order, FIFO) else (lambda node: node.last_access))
+        for node in nodes:
+            order.add(node)
+        self.order = order
 
     # Figures
 

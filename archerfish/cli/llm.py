@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ MEANINGS = {
     "skip_special_tokens": "leave special tokens out of the text",
     "logprobs": "log-probabilities of the tokens, with this many of the likeliest beside them",
     "prompt_logprobs": "the same for the prompt",
+    "grammar": "what the answer must be: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
 LISTS = {"stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", str)}
 
@@ -58,6 +60,8 @@ def add_sampling(parser: Parser, **defaults: Any) -> None:
         elif spec.name in LISTS:
             metavar, kind = LISTS[spec.name]
             group.add_argument(flag, action="append", metavar=metavar, type=kind, **keywords)
+        elif spec.name == "grammar":
+            group.add_argument(flag, metavar="KIND[=VALUE]", type=parse_grammar, **keywords)
         else:
             is_float = isinstance(spec.default, float)
             number: Callable[[str], Any] = float if is_float else count_or_none if spec.name == "max_tokens" else int
@@ -77,6 +81,15 @@ def count_or_none(text: str) -> int | None:
         return None if text.lower() == "none" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a whole number or none, not {text!r}") from None
+
+
+def parse_grammar(text: str) -> dict[str, Any]:
+    """KIND or KIND=VALUE; the value of a choice is a JSON list."""
+    kind, _, value = text.partition("=")
+    try:
+        return {"kind": kind, "value": json.loads(value) if kind == "choice" else value or None}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'choice takes a JSON list, such as choice=["yes", "no"], not {value!r}') from None
 
 
 def parse_bias(text: str) -> tuple[int, float]:

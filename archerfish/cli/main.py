@@ -34,7 +34,8 @@ class Command:
 
 
 COMMANDS = (
-    Command("serve", "serve", "serve embeddings and reranking over HTTP"),
+    Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP"),
+    Command("keys", "keys", "make an API key for a tenant of the service", "FILE TENANT "),
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
@@ -48,6 +49,7 @@ COMMANDS = (
     Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
     Command("bench gpu", "bench_gpu", "measure generation on a GPU, against vLLM where it is there"),
     Command("bench startup", "bench_startup", "measure the time from starting a process to its first token on a GPU"),
+    Command("bench serve", "bench_serve", "load servers over HTTP, ours and others side by side", "[SCENARIO ...] "),
     Command("bench store", "bench_store", "measure opening and converting weights"),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."

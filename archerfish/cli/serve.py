@@ -8,16 +8,17 @@ from contextlib import ExitStack
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
-from archerfish.config import EmbedConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import MachineError
 
 
 def add_arguments(parser: Parser) -> None:
-    add_options(parser, ServeConfig, EmbedConfig, HubConfig)
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
-    embed, service, hub = section(EmbedConfig, arguments), section(ServeConfig, arguments), section(HubConfig, arguments)
+    service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
+    embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     try:
         from archerfish.serve.run import serve
     except ModuleNotFoundError as error:
@@ -26,7 +27,7 @@ def run(arguments: Namespace, out: Output) -> int:
             hint="Run `pip install 'archerfish[serve]'`.",
         ) from error
     with ExitStack() as stack:
-        progress = stack.enter_context(out.progress(f"Loading {embed.model}"))
+        progress = stack.enter_context(out.progress("Loading"))
 
         def announce(line: str) -> None:
             stack.close()  # the bar makes place for what the service says
@@ -34,5 +35,5 @@ def run(arguments: Namespace, out: Output) -> int:
                 out.line(line)
                 sys.stdout.flush()
 
-        serve(embed, service, hub, progress, announce=announce)
+        serve(service, engine, embed, hub, progress, announce=announce)
     return 0

@@ -88,6 +88,7 @@ class ArrowEngine:
 
     def _open(self, directory: Path) -> None:
         """Map weights, build the model. Matrices are packed in the background; the tokenizer is parsed at the first text."""
+        self.directory = directory
         loader = WeightLoader(directory)
         metadata = loader.get_metadata()
         named = self.config.model
@@ -211,9 +212,33 @@ class ArrowEngine:
             self.check_texts([pair[side] for pair in pairs], "pair")
         with progress_bar("Scoring", show=show_progress, unit="pairs") as progress:
             raw = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
-        if self._score_activation() == "sigmoid":
-            raw = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
+        raw = self._activate(raw)
         return raw[:, 0] if raw.shape[1] == 1 else raw
+
+    def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
+        """Texts, lists of ids, or a cross-encoder's pairs, checked and ready for `compute`, which another thread may call."""
+        if self.is_cross_encoder:
+            for side in (0, 1):
+                self.check_texts([pair[side] for pair in texts], "pair")
+            return self._tokenize(texts)
+        self.check_texts(texts)
+        prompt = self._prompt(None)
+        return self._tokenize([self._prepare(text, prompt) for text in texts])  # type: ignore[arg-type]
+
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
+        """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
+        if self._is_closed:
+            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
+        is_scored = self.is_cross_encoder
+        out = np.empty((len(texts), self.core.config.num_labels if is_scored else self.core.dimension), dtype=np.float32)
+        batches = plan_batches([len(text.token_ids) for text in texts], self._batch_tokens(self.config.max_batch_size))
+        start = self._pool.run if len(batches) == 1 else self._pool.submit
+        running = [start(self._run, batch, [texts[i] for i in batch], scaled and not is_scored) for batch in batches]
+        for batch in running:
+            rows, vectors = finish(batch.result() if isinstance(batch, Future) else batch)
+            out[rows] = vectors
+        return self._activate(out) if is_scored else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
         """Tokens that each text costs after truncation."""
@@ -277,6 +302,12 @@ class ArrowEngine:
             return tuple(text)
         text = prompt + text
         return text.lower() if self.embedding.get("do_lower_case") else text
+
+    def _activate(self, raw: Vectors) -> Vectors:
+        if self._score_activation() != "sigmoid":
+            return raw
+        scores: Vectors = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
+        return scores
 
     def _score_activation(self) -> str:
         """sentence-transformers' rule: what the files name, else a sigmoid when there is one label."""

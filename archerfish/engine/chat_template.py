@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -176,6 +177,7 @@ def check_message(message: object, where: str, hint: str) -> dict[str, Any]:
     if message.get("content") is None and not message.get("tool_calls"):
         raise InvalidInputError(f'{where} has no "content".', hint=hint)
     copied: dict[str, Any] = plain(dict(message), where)
+    read_arguments(copied.get("tool_calls"))
     content = copied.get("content")
     if isinstance(content, list):
         copied["content"] = "\n".join(part_text(part, f'{where}["content"][{index}]') for index, part in enumerate(content))
@@ -183,6 +185,20 @@ def check_message(message: object, where: str, hint: str) -> dict[str, Any]:
         kind = type(content).__name__
         raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
     return copied
+
+
+def read_arguments(tool_calls: object) -> None:
+    """Arguments of earlier calls, which OpenAI's clients write as a string, become what templates expect: an object."""
+    for call in tool_calls if isinstance(tool_calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            continue
+        try:
+            read = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(read, dict):
+            function["arguments"] = plain(read, "arguments")
 
 
 def part_text(part: object, where: str) -> str:

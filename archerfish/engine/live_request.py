@@ -16,9 +16,11 @@ class LiveRequest:
     """What the engine keeps of a request while it runs, and its result when it is done."""
 
     def __init__(
-        self, request: Request, prompt: str | None, tokenizer: TextTokenizer | None, listener: Listener | None = None
+        self, request: Request, prompt: str | None, tokenizer: TextTokenizer | None, listener: Listener | None = None,
+        *, is_kept: bool = True,
     ) -> None:
         self.request, self.prompt = request, prompt
+        self.is_kept = is_kept  # whether the engine keeps the result until somebody fetches it
         self.listener = listener
         self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
         self.texts = [None if tokenizer is None else OutputText(tokenizer, request) for _ in range(request.params.n)]
@@ -50,8 +52,19 @@ class LiveRequest:
             self.result = self._finish()
         if self.listener is not None and (shown or token_ids or delta.finish_reason is not None):
             reason = output.finish_reason if delta.finish_reason is not None else None
-            self.listener(TextDelta(self.request.request_id, index, shown, token_ids, reason, logprobs, self.result))
+            stop_reason = output.stop_reason if reason is not None else None
+            self.listener(
+                TextDelta(self.request.request_id, index, shown, token_ids, reason, logprobs, self.result, stop_reason)
+            )
         return stop is not None and delta.finish_reason is None
+
+    @property
+    def has_text(self) -> bool:
+        return self.texts[0] is not None
+
+    def give_up_text(self) -> None:
+        """Go on with ids alone: the text of these tokens could not be made."""
+        self.texts = [None] * len(self.texts)
 
     def _finish(self) -> RequestOutput:
         first = self.sequences[0]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any, Self
 
@@ -23,13 +24,17 @@ from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import CacheStats, RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.chat_template import ChatTemplate
+from archerfish.engine.grammar import GrammarCompiler
 from archerfish.engine.live_request import Listener, LiveRequest
-from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, load_adapter, read_facts
+from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, choose_step_tokens, load_adapter, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_options import (
+    RUNNING_OPTIONS,
     check_option_values,
     check_request_options,
+    check_running_options,
+    check_running_values,
     check_vocabulary,
     is_token_ids,
     read_token_ids,
@@ -51,15 +56,19 @@ from archerfish.types import Progress, no_progress
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 OnResult = Callable[[int, RequestOutput], None]
+logger = logging.getLogger("archerfish.engine")
 MAX_KEPT_OUTPUTS = 4096  # results of add_request that nobody has fetched
 
 
 class LLMEngine:
-    """Generation over paged KV with a prefix cache and continuous batching. Safe to use from several threads at once."""
+    """Generation over paged KV with a prefix cache and continuous batching. Safe to use from several threads at once.
+
+    executor: one thread that other engines compute in too. text_thread: one thread that text is made in; None: where one steps.
+    """
 
     def __init__(
         self, model: str | EngineConfig | None = None, *, hub: HubConfig | None = None, progress: Progress = no_progress,
-        **options: Any,
+        executor: Executor | None = None, text_thread: Executor | None = None, **options: Any,
     ) -> None:
         if isinstance(model, EngineConfig):
             self.config = model.replace(**options) if options else model
@@ -68,16 +77,18 @@ class LLMEngine:
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name = facts.name
         self.tokenizer = TextTokenizer.find(facts.directory, facts.config.values, facts.generation_config)
+        self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         adapter = load_adapter(facts, self.config)
         pool, memory = allocate_pool(facts.device, adapter.ops, facts.kv_shape, facts.memory)
         facts = self.facts = replace(facts, memory=memory)
         with adapter.ops.allocating(f"{self.config.max_num_seqs} sequences"):
             self.runner = ModelRunner(
                 adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
-                is_deterministic=self.config.deterministic, num_threads=self.config.num_threads,
+                is_deterministic=self.config.deterministic, num_threads=self.config.num_threads, executor=executor,
             )
         self.runner.warm_up()
         self.scheduler = self._make_scheduler()
+        self._text_thread = text_thread
         self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name))
         self._seeds = random.Random(self.config.seed or None)
         self._ids = itertools.count()
@@ -95,13 +106,13 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         config, facts = self.config, self.facts
         blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
-        logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+        logits = self._logits_cache = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
         cache = RadixCache(
             blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
         )
         fixed_chunk = DETERMINISTIC_CHUNK if config.deterministic else 0
         return Scheduler(
-            blocks=blocks, cache=cache, logits_cache=logits if config.enable_prefix_caching else None,
+            blocks=blocks, cache=cache, logits_cache=logits,
             model_state_hash=f"{facts.name}/{facts.dtype}", policy=config.scheduling_policy,
             max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
             max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
@@ -120,8 +131,20 @@ class LLMEngine:
         """
         params = sampling_params or SamplingParams()
         request, text = self._make_request(prompt, params, request_id, priority, deadline_s, namespace)
-        self._submit(LiveRequest(request, text, self.tokenizer, listener))
+        self.submit(LiveRequest(request, text, self.tokenizer, listener))
         return request.request_id
+
+    def prepare_request(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, listener: Listener, wants_text: bool = True, **options: Any
+    ) -> LiveRequest:
+        """A request for `submit`, which nothing of it keeps waiting: text is tokenised and checked here, in any thread.
+
+        Its result goes to the listener alone. wants_text: false spares making text, unless stop strings are looked for in it.
+        """
+        check_request_options(options)
+        request, text = self._make_request(prompt, sampling_params, **options)
+        tokenizer = self.tokenizer if wants_text or sampling_params.stop else None
+        return LiveRequest(request, text, tokenizer, listener, is_kept=False)
 
     def _make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
@@ -143,6 +166,7 @@ class LLMEngine:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else self._end_tokens())
+        grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
         now = self.scheduler.clock()
         request = Request(
             request_id=request_id or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
@@ -150,6 +174,7 @@ class LLMEngine:
             namespace=Namespace(namespace) if isinstance(namespace, str) else namespace, priority=priority,
             deadline=None if deadline_s is None else now + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            needs_host_token=grammar is not None, grammar=grammar,
         )
         return request, text
 
@@ -174,7 +199,8 @@ class LLMEngine:
         found = self.facts.generation_config.get("eos_token_id", self.facts.config.values.get("eos_token_id"))
         return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
-    def _submit(self, live: LiveRequest) -> None:
+    def submit(self, live: LiveRequest) -> None:
+        """Queue a request that `prepare_request` has made."""
         with self._turn:
             if self._is_closed:
                 raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
@@ -193,9 +219,12 @@ class LLMEngine:
         try:
             return self._step()
         finally:
-            with self._turn:
-                self._is_stepping = False
-                self._turn.notify_all()
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._is_stepping = False
+            self._turn.notify_all()
 
     def _step(self) -> list[RequestOutput]:
         ended = self._collect_down_to(self.config.pipeline_depth)  # more are open only where ctrl-c came between
@@ -205,6 +234,32 @@ class LLMEngine:
             self._launch(plan)
         ended += self._collect_down_to(self.config.pipeline_depth if plan is not None else 0)
         return ended + self._deliver()
+
+    def advance(self) -> bool:
+        """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""
+        with self._turn:
+            if self._is_stepping or self._is_closed:
+                return False
+            self._is_stepping = True
+        try:
+            return self._advance()
+        finally:
+            self._end_turn()
+
+    def _advance(self) -> bool:
+        plan = None
+        if len(self._in_flight) <= self.config.pipeline_depth:
+            with self._lock:
+                plan = self.scheduler.plan()
+        if plan is not None:
+            self._launch(plan)
+        num_left = self.config.pipeline_depth if plan is not None else 0
+        has_moved = plan is not None
+        while len(self._in_flight) > num_left and self._in_flight[0][1].done():
+            self._collect()
+            has_moved = True
+        self._deliver()
+        return has_moved
 
     def _collect_down_to(self, num_in_flight: int) -> list[RequestOutput]:
         ended: list[RequestOutput] = []
@@ -247,21 +302,40 @@ class LLMEngine:
                 deltas: list[Delta] = self.scheduler.take_deltas()
             if not deltas:
                 return ended
+            elsewhere: list[tuple[LiveRequest, Delta]] = []
             for delta in deltas:
                 live = self._live.get(delta.sequence.request.request_id)
-                if live is None:
-                    continue
-                if live.take(delta):
-                    with self._lock:
-                        self.scheduler.finish(delta.sequence, "stop")
-                if live.result is not None:
-                    ended.append(self._end(live, live.result))
+                if live is not None and live.has_text and self._text_thread is not None:
+                    elsewhere.append((live, delta))
+                elif live is not None:
+                    ended += self._take(live, delta)
+            if elsewhere and self._text_thread is not None:
+                self._text_thread.submit(self._take_all, elsewhere)
+
+    def _take(self, live: LiveRequest, delta: Delta) -> list[RequestOutput]:
+        if live.take(delta):
+            with self._lock:
+                self.scheduler.finish(delta.sequence, "stop")
+        return [] if live.result is None else [self._end(live, live.result)]
+
+    def _take_all(self, deltas: list[tuple[LiveRequest, Delta]]) -> None:
+        for live, delta in deltas:
+            try:
+                self._take(live, delta)
+            except Exception:  # nobody waits for this thread: the request must end all the same
+                logger.exception("The text of request %s could not be made.", live.request.request_id)
+                live.give_up_text()
+                with self._lock:
+                    self.scheduler.finish(delta.sequence, "error")
+                if delta.finish_reason is not None:
+                    self._take(live, delta)
 
     def _end(self, live: LiveRequest, result: RequestOutput) -> RequestOutput:
         with self._lock:
             self._num_ended += 1
             self._live.pop(live.request.request_id, None)
-            self._kept[live.request.request_id] = result
+            if live.is_kept:
+                self._kept[live.request.request_id] = result
             while len(self._kept) > MAX_KEPT_OUTPUTS:
                 self._kept.popitem(last=False)
         return result
@@ -280,9 +354,7 @@ class LLMEngine:
             try:
                 self._step()
             finally:
-                with self._turn:
-                    self._is_stepping = False
-                    self._turn.notify_all()
+                self._end_turn()
 
     def _settle(self) -> None:
         """Take in the step that was in flight when the last request ended, so that no work is left open."""
@@ -293,11 +365,11 @@ class LLMEngine:
         with self._turn:
             return self._turn.wait_for(lambda: self.has_work or self._is_closed, timeout_s) and not self._is_closed
 
-    def use_idle_time(self) -> None:
-        """Do a piece of what later steps would have to do, if nobody steps now."""
+    def use_idle_time(self) -> bool:
+        """Do a piece of what later steps would have to do, if nobody steps now; whether there is more of it."""
         with self._turn:
             if self._is_stepping or self._is_closed or not self._has_idle_work:
-                return
+                return False
             self._is_stepping = True
         try:
             self._has_idle_work = self.runner.use_idle_time()
@@ -305,9 +377,8 @@ class LLMEngine:
             self._has_idle_work = False
         finally:
             self._deliver()  # of requests that were aborted meanwhile
-            with self._turn:
-                self._is_stepping = False
-                self._turn.notify_all()
+            self._end_turn()
+        return self._has_idle_work
 
     @property
     def has_work(self) -> bool:
@@ -362,7 +433,7 @@ class LLMEngine:
             while running:
                 with self._lock:
                     while has_room():
-                        self._submit(left.popleft())
+                        self.submit(left.popleft())
                     seen = self._num_ended
                 self.wait_until(lambda seen=seen: has_room() or self._num_ended > seen)  # type: ignore[misc]
                 report()
@@ -475,6 +546,23 @@ class LLMEngine:
         with self._lock:
             self.scheduler.cache.clear()
 
+    def configure(self, **changes: Any) -> dict[str, Any]:
+        """Change options while requests run; nothing of them is lost. Returns those that can be changed, as they are now."""
+        check_running_options(changes)
+        config, scheduler = self.config.replace(**changes), self.scheduler
+        check_running_values(config)
+        with self._lock:
+            scheduler.resize(choose_step_tokens(config, self.facts.device), config.max_queue_size)
+            if "logits_cache_mib" in changes or "logits_cache_ttl_s" in changes:
+                self._logits_cache.resize(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+            if config.eviction_policy != self.config.eviction_policy:
+                scheduler.cache.set_policy(config.eviction_policy)
+            if not config.enable_prefix_caching:
+                scheduler.cache.clear()
+            scheduler.cache.is_enabled = config.enable_prefix_caching
+            self.config = config
+        return {name: getattr(config, name) for name in RUNNING_OPTIONS}
+
     def queue_status(self) -> dict[str, Any]:
         with self._lock:
             return self.scheduler.queue_status()
@@ -491,6 +579,8 @@ class LLMEngine:
                 self._turn.wait()
         self._collect_down_to(0)
         self._deliver()
+        if self._text_thread is not None:
+            self._text_thread.submit(self._deliver).result()
         self.runner.close()
         gc.unfreeze()
         with self._turn:

@@ -133,6 +133,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     output: RequestOutput | None = None  # with the last delta of a request: all of it
+    stop_reason: str | int | None = None  # with a finish_reason
 
 
 @dataclass(slots=True)

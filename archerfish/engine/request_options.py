@@ -8,12 +8,18 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
+from archerfish.cache.eviction import eviction_policy
+from archerfish.config import EngineConfig
+from archerfish.errors import InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams, is_number
 from archerfish.sequence import Namespace
 
 MAX_DEADLINE_S = 1e9  # thirty years
 REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace")
+RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
+    "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
+    "max_prompt_bytes", "max_queue_size", "pipeline_depth",
+)  # fmt: skip
 
 
 def check_request_options(given: Mapping[str, Any]) -> None:
@@ -23,6 +29,20 @@ def check_request_options(given: Mapping[str, Any]) -> None:
             is_sampling = name in SamplingParams.__dataclass_fields__
             hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
             raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
+
+
+def check_running_options(changes: Mapping[str, Any]) -> None:
+    for name in changes:
+        if name not in RUNNING_OPTIONS:
+            what = "cannot be changed while the engine runs" if name in EngineConfig.names() else "is no option"
+            raise UnknownOptionError(f"{name} {what}.", hint=f"These can be changed: {', '.join(RUNNING_OPTIONS)}.")
+
+
+def check_running_values(config: EngineConfig) -> None:
+    """What would be refused in the middle of a change, when a part of it is done."""
+    eviction_policy(config.eviction_policy)
+    if not config.logits_cache_ttl_s > 0:
+        raise InvalidOptionError("logits_cache_ttl_s must be above 0.", hint="logits_cache_mib=0 turns the cache off.")
 
 
 def check_option_values(request_id: object, priority: object, deadline_s: Any, namespace: object) -> None:

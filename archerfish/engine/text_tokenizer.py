@@ -62,6 +62,11 @@ class TextTokenizer:
         text: str = self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def to_json(self) -> str:
+        """All of it, as a tokenizer.json has it."""
+        text: str = self._base.to_str()
+        return text
+
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it."""
         token: str | None = self._base.id_to_token(token_id)

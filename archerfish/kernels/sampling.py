@@ -1,6 +1,6 @@
 """What the op `sample` is told: parameters of each row as tensors of the device, None where no row uses them.
 
-They apply in this order: logit bias; banned tokens; repetition penalty; presence and frequency penalties; temperature; min_p;
+They apply in this order: logit bias; bans and masks; repetition penalty; presence and frequency penalties; temperature; min_p;
 top_k; top_p over what these leave; the draw. Tokens rank by their penalised logit, the lower id first among equals, so that
 every filter keeps a definite set. min_p keeps a token that is at least min_p times as likely as the likeliest, top_p the fewest
 of the likeliest tokens whose share reaches top_p.
@@ -28,6 +28,14 @@ class Entries(Generic[T]):
 
     rows: T  # (entries,) int64
     token_ids: T  # (entries,) int64
+
+
+@dataclass(frozen=True)
+class Masks(Generic[T]):
+    """The only tokens that some rows may choose."""
+
+    rows: T  # (n,) int64: which rows of the batch, none twice
+    bits: T  # (n, words) int64: a bit for every token of the vocabulary, 64 to a word, the lowest first; 0: ruled out
 
 
 @dataclass
@@ -78,11 +86,12 @@ class SamplingBatch(Generic[T]):
     bias: Entries[T] | None = None
     bias_values: T | None = None  # (entries,) float64
     banned: Entries[T] | None = None
+    masks: Masks[T] | None = None
     penalties: Penalties[T] | None = None
 
     @property
     def changes_logits(self) -> bool:
-        return self.bias is not None or self.banned is not None or self.penalties is not None
+        return any(part is not None for part in (self.bias, self.banned, self.masks, self.penalties))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from archerfish.kernels.sampling import (
     Drawn,
     Entries,
     Logprobs,
+    Masks,
     Penalties,
     SamplingBatch,
     TokenCounts,
@@ -97,15 +98,26 @@ class TorchSampling:
         return x
 
     def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
-        """Logits after bias, bans and penalties."""
+        """Logits after bias, bans, masks and penalties."""
         x = self._padded(logits, is_changed=batch.changes_logits)
         if batch.bias is not None and batch.bias_values is not None:
             x.view(-1).index_add_(0, places(batch.bias, x.shape[1]), batch.bias_values.float())
         if batch.banned is not None:
             x.view(-1).index_fill_(0, places(batch.banned, x.shape[1]), -math.inf)
+        if batch.masks is not None:
+            self._mask(x, batch.masks)
         if batch.penalties is not None:
             penalise(x, batch.penalties)
         return x
+
+    def _mask(self, x: Tensor, masks: Masks[Tensor]) -> None:
+        """Logits of tokens whose bit is 0 become -inf."""
+        words = masks.bits.view(torch.int32)[:, : x.shape[1] // BLOCK, None]
+        places = torch.arange(BLOCK, dtype=torch.int32, device=x.device)
+        for start, end in self._groups(len(words), x.shape[1]):
+            is_ruled_out = ((words[start:end] >> places) & 1 == 0).view(end - start, -1)
+            rows = masks.rows[start:end]
+            x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(is_ruled_out, -math.inf))
 
     def _peaks(self, x: Tensor) -> Tensor:
         """The largest logit of every block."""

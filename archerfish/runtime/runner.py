@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
@@ -52,6 +52,9 @@ class RunningStep(Protocol):
     def result(self) -> StepResult:
         """What it brought, or the error that it raised; waits for it."""
 
+    def done(self) -> bool:
+        """Whether asking for the result is all that is left to do: it is there, or on its way from a device."""
+
 
 class QueuedStep:
     """A step whose work the device has."""
@@ -62,13 +65,16 @@ class QueuedStep:
     def result(self) -> StepResult:
         return self._result.get()
 
+    def done(self) -> bool:
+        return True
+
 
 class ModelRunner(Generic[T]):
-    """Runs plans of one model over one pool of blocks."""
+    """Runs plans of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: KVCachePool[T], *, vocab_size: int, max_num_seqs: int,
-        is_deterministic: bool = False, num_threads: int = 0,
+        is_deterministic: bool = False, num_threads: int = 0, executor: Executor | None = None,
     ) -> None:
         self.model, self.pool = model, pool
         self.ops: Ops[T] = model.ops
@@ -77,10 +83,14 @@ class ModelRunner(Generic[T]):
         self.num_forward_passes = 0
         self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
         self._graphs: DecodeGraphs[T] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Executor | None = None
+        self._owns_thread = executor is None
         if self.ops.is_async:
             if not is_deterministic and model.kv_shape(model.config).head_dim <= self.ops.max_recorded_head_dim:
                 self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
+        elif executor is not None:
+            executor.submit(self.ops.start_thread, num_threads).result()
+            self._thread = executor
         else:
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
@@ -136,7 +146,7 @@ class ModelRunner(Generic[T]):
             return self._graphs.record_next()
 
     def close(self) -> None:
-        if self._thread is not None:
+        if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=True)
 
     def _start_graph(self, plan: Plan, graphs: DecodeGraphs[T]) -> Callable[[], StepResult]:

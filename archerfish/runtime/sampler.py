@@ -27,12 +27,14 @@ from archerfish.kernels.sampling import (
     Drawn,
     Entries,
     Logprobs,
+    Masks,
     Penalties,
     SamplingBatch,
     TokenCounts,
     stream_key,
 )
 from archerfish.runtime.logits_view import LogitsView, SamplingConfig
+from archerfish.runtime.token_masks import find_masks
 from archerfish.sequence import Sequence, TokenLogprobs
 
 __all__ = ["FastSampler", "LogitsStore", "LogitsView", "Sampled", "SamplingConfig", "prompt_logprobs"]
@@ -65,6 +67,7 @@ class FastSampler(Generic[T]):
         self._stop_ids: dict[int, Ids] = {}
         self._problems: dict[int, str] = {}
         self._special: set[int] = set()  # rows that ask for more than a draw from the model's logits
+        self._matched: set[int] = set()  # rows with a grammar
         self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: SamplingBatch[T] = SamplingBatch()
@@ -80,6 +83,9 @@ class FastSampler(Generic[T]):
         )  # fmt: skip
         if params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None:
             self._special.add(row)
+        if request.grammar is not None:
+            self._special.add(row)
+            self._matched.add(row)
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, dtype=np.int64)
             self._bias[row] = ids, np.fromiter(params.logit_bias.values(), dtype=np.float64)
@@ -99,6 +105,7 @@ class FastSampler(Generic[T]):
         for known in (self._bias, self._stop_ids, self._problems):
             known.pop(row, None)
         self._special.discard(row)
+        self._matched.discard(row)
         self._table[row] = np.zeros((), dtype=ROW)
         self._batch_key = None
 
@@ -130,6 +137,10 @@ class FastSampler(Generic[T]):
             )
         rows = np.fromiter((sequence.row for sequence in sequences), dtype=np.int64)
         batch = self._batch_for(rows, np.asarray(positions, dtype=np.int64))
+        problems: dict[int, BaseException] = {}
+        if self._matched:
+            masks, problems = self._masks(sequences)
+            batch = dataclasses.replace(batch, masks=masks)
         drawn = self.ops.sample(logits, batch)
         asking = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
         scores = None
@@ -138,7 +149,7 @@ class FastSampler(Generic[T]):
             some = None if len(asking) == len(sequences) else np.asarray(asking, dtype=np.int64)
             tokens = drawn.tokens if some is None else self.ops.rows(drawn.tokens, some)
             scores = self.ops.token_logprobs(logits, tokens, num_top, rows=some)
-        problems = {i: self._problems[s.row] for i, s in enumerate(sequences) if s.row in self._problems}
+        problems |= {i: InvalidInputError(self._problems[s.row]) for i, s in enumerate(sequences) if s.row in self._problems}
         return Sampled(self.ops, drawn, sequences, asking, scores, problems)
 
     def sample_optimized(self, logits: T | LogitsView[T], config: SamplingConfig, *, seed: int = 0, position: int = 0) -> int:
@@ -183,6 +194,15 @@ class FastSampler(Generic[T]):
         if self._batch.temperature is None:
             return self._batch
         return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
+
+    def _masks(self, sequences: list[Sequence]) -> tuple[Masks[T] | None, dict[int, BaseException]]:
+        """What grammars allow, found while the device computes the logits; and, by place in the batch, who has no way to go."""
+        places = [i for i, sequence in enumerate(sequences) if sequence.row in self._matched]
+        if not places:
+            return None, {}
+        bits, errors = find_masks([sequences[i] for i in places], self.vocab_size)
+        ids = self.ops.ids
+        return Masks(ids(np.asarray(places, dtype=np.int64)), ids(bits)), {places[i]: error for i, error in errors.items()}
 
     def _build(
         self, part: npt.NDArray[Any], rows: Ids, banned: dict[int, Ids], bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]]
@@ -242,7 +262,7 @@ class Sampled(Generic[T]):
 
     def __init__(
         self, ops: Ops[T], drawn: Drawn[T], sequences: list[Sequence], asking: list[int], scores: Logprobs[T] | None,
-        problems: dict[int, str],
+        problems: dict[int, BaseException],
     ) -> None:
         self.tokens = drawn.tokens  # (sequences,) int64; 0 where one failed
         self._fetch_report, self._sequences = ops.fetch(drawn.report), sequences
@@ -260,8 +280,7 @@ class Sampled(Generic[T]):
     @cached_property
     def errors(self) -> dict[int, BaseException]:
         """Why sequences got no token, by index; the others are not touched by it."""
-        refused = {i: InvalidInputError(problem) for i, problem in self._problems.items()}
-        return failures(self._report, self._sequences) | refused
+        return failures(self._report, self._sequences) | self._problems
 
     @cached_property
     def _logprobs(self) -> dict[int, TokenLogprobs]:

@@ -36,13 +36,19 @@ class SequenceMemory:
     ) -> None:
         self.blocks = blocks
         self.cache = cache
-        self.logits_cache = logits_cache if cache.is_enabled else None
+        self._logits_cache = logits_cache
         self.fixed_chunk = fixed_chunk
         self.num_held_tokens = 0  # of sequences that hold blocks
         self.num_held_blocks = 0
         self._block_size = blocks.block_size
         self._model_state_hash = model_state_hash
         self._state_hashes: dict[Namespace, str] = {}
+
+    @property
+    def logits_cache(self) -> LogitsCache | None:
+        """None where it could not keep anything: it lives with the tree, and both may be turned off while sequences run."""
+        cache = self._logits_cache
+        return cache if cache is not None and cache.max_bytes and self.cache.is_enabled else None
 
     @property
     def num_available(self) -> int:

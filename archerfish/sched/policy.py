@@ -116,7 +116,7 @@ class LongestPrefixFirst(SchedulingPolicy):
 
 
 class FairShare(SchedulingPolicy):
-    """The tenant that was served least first; within a tenant by arrival.
+    """The tenant that was served least first; within a tenant higher `Request.priority` first, then arrival.
 
     Service is counted in tokens computed, divided by the tenant's weight (1 unless given). A tenant that comes back starts no
     lower than the least served of those present: being idle earns nothing.
@@ -128,13 +128,21 @@ class FairShare(SchedulingPolicy):
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self.weights = dict(weights or {})
-        for tenant, weight in self.weights.items():
-            if not weight > 0 or not math.isfinite(weight):
-                raise InvalidOptionError(f"The weight of tenant {tenant!r} must be above 0, not {weight!r}.")
+        self.weights: dict[str, float] = {}
+        self.set_weights(weights or {})
         self._served: dict[str, float] = {}
         self._num_present: dict[str, int] = {}  # live requests of tenants that have any
         self._floor = 0.0
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Other weights, by the tenant of a request's namespace, for what is served from now on."""
+        for tenant, weight in weights.items():
+            if not weight > 0 or not math.isfinite(weight):
+                raise InvalidOptionError(f"The weight of tenant {tenant!r} must be above 0, not {weight!r}.")
+        self.weights = dict(weights)
+
+    def key(self, request: Request, now: float) -> tuple[int, float]:
+        return -request.priority, request.arrival
 
     def group(self, request: Request) -> str:
         return request.namespace.tenant

@@ -61,13 +61,7 @@ class Scheduler:
         fixed_chunk: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        least = max_num_seqs + max(1, fixed_chunk)
-        if max_num_batched_tokens < least:
-            raise InvalidOptionError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
-                f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
-                hint="Raise max_num_batched_tokens or lower max_num_seqs.",
-            )
+        check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_queue_size = max_queue_size
@@ -85,6 +79,12 @@ class Scheduler:
         self._blocked: tuple[Sequence | None, int] = (None, 0)  # who could not be admitted, and how many blocks it takes
         self._num_told: dict[Sequence, int] = {}  # prompt logprobs handed out
         self._next_step = 0
+
+    def resize(self, max_num_batched_tokens: int, max_queue_size: int) -> None:
+        """Other limits from now on. Requests that wait already stay, also where the queue is shorter now."""
+        check_step_tokens(max_num_batched_tokens, self.max_num_seqs, self.fixed_chunk)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_queue_size = self._board.stats.queue_capacity = max_queue_size
 
     # Requests
 
@@ -445,6 +445,12 @@ class Scheduler:
     def num_running(self) -> int:
         return self._board.num_running
 
+    @property
+    def tokens_done(self) -> tuple[int, int]:
+        """Tokens of prompts that were computed, and tokens that came out, since the start."""
+        stats = self._board.stats
+        return stats.prefill_tokens_computed, stats.total_tokens_generated
+
     def stats(self) -> SchedulerStats:
         """Counters since the start, and gauges now."""
         return self._board.snapshot()
@@ -462,6 +468,16 @@ class Scheduler:
         board = self._board
         holders = itertools.chain(board.prefilling, board.decoding, board.leaving)
         return [list(seq.blocks) for seq in holders] + [list(sources) for sources in self._open.values()]
+
+
+def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chunk: int) -> None:
+    least = max_num_seqs + max(1, fixed_chunk)
+    if max_num_batched_tokens < least:
+        raise InvalidOptionError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least {least} with {max_num_seqs} sequences: "
+            f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
+            hint="Raise max_num_batched_tokens or lower max_num_seqs.",
+        )
 
 
 def _special(result: StepResult) -> frozenset[int] | set[int]:

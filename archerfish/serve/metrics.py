@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from archerfish.observe.metrics import Metric, MetricRegistry
+from archerfish.observe.metrics import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class ObserveCollector(Collector):
-    """Hands the metrics of a registry of ours to prometheus_client, at the moment it asks."""
+    """Hands metrics of ours to prometheus_client, at the moment it asks."""
 
-    def __init__(self, registry: MetricRegistry) -> None:
-        self.registry = registry
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self.metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        return map(family_of, self.registry)
+        return map(family_of, self.metrics)
 
 
 def family_of(metric: Metric) -> Family:
@@ -40,8 +40,8 @@ def family_of(metric: Metric) -> Family:
     return family
 
 
-def exposition(registry: MetricRegistry) -> bytes:
+def exposition(*groups: Iterable[Metric]) -> bytes:
     """The page that a Prometheus server reads."""
     collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(ObserveCollector(registry))
+    collectors.register(ObserveCollector([metric for group in groups for metric in group]))
     return generate_latest(collectors)

@@ -1,9 +1,12 @@
-"""Running the service: engines, a socket, uvicorn, and a clean stop."""
+"""Running the service: an engine process, front ends, and a clean stop."""
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,140 +14,138 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import uvicorn
-from starlette.types import ASGIApp
+import msgspec
 
-from archerfish.config import EmbedConfig, HubConfig, ServeConfig
-from archerfish.errors import MachineError
-from archerfish.serve.app import create_app
-from archerfish.serve.inference import Engine
-from archerfish.serve.page import EXAMPLES, curl
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.serve.front import GRACE_S, FrontConfig, bind, build_app, read_tenants, run_app
+from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
+from archerfish.serve.page import curl, examples
+from archerfish.serve.supervisor import Supervisor
 from archerfish.types import Progress, no_progress
-
-GRACE_S = 30  # what running requests get after SIGTERM
 
 
 def serve(
-    embed: EmbedConfig | None = None,
-    serve: ServeConfig | None = None,
-    hub: HubConfig | None = None,
-    progress: Progress = no_progress,
-    *,
-    announce: Callable[[str], None] | None = None,
+    serve: ServeConfig | None = None, engine: EngineConfig | None = None, embed: EmbedConfig | None = None,
+    hub: HubConfig | None = None, progress: Progress = no_progress, *, announce: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `announce` gets the lines that say where; by default they are printed."""
-    embed, config, hub = embed or EmbedConfig(), serve or ServeConfig(), hub or HubConfig()
-    with bind(config) as listener:  # before the models are loaded: a taken port should show at once
-        engine, reranker = build_engines(embed, config, hub, progress)
-        app = create_app(engine, config, reranker, aliases=(embed.model,))
-        run_app(app, listener, config, lambda url: (announce or say)(ready_text(url, engine, reranker)))
+    config, hub = serve or ServeConfig(), hub or HubConfig()
+    models = models_of(config, engine or EngineConfig(), embed or EmbedConfig())
 
+    def tell(url: str) -> None:
+        (announce or say)(ready_text(url, models, config))
 
-def build_engines(embed: EmbedConfig, config: ServeConfig, hub: HubConfig, progress: Progress) -> tuple[Engine, Engine | None]:
-    """The engine, and the cross-encoder if one is configured; each has computed something."""
-    from archerfish.engine.arrow_engine import ArrowEngine
-
-    engine: Engine = ArrowEngine(embed, hub=hub, progress=progress)
-    reranker: Engine | None = None
-    if config.rerank_model:
-        reranker = ArrowEngine(embed.replace(model=config.rerank_model), hub=hub, progress=progress)
-    for each in (engine, reranker):
-        if each is not None:
-            warm_up(each)
-    return engine, reranker
-
-
-def warm_up(engine: Engine) -> None:
-    if engine.is_cross_encoder:
-        engine.score_pairs([("warm", "up")])
-    else:
-        engine.encode_batch(["warm up"], True)
-
-
-def bind(config: ServeConfig) -> socket.socket:
-    """A socket that listens as configured."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise MachineError(f"[serve] host {config.host!r} is no address of this machine: {error}.") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        if sys.platform != "win32":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        hint = "Choose another port; 0 takes any free one."
-        raise MachineError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.", hint=hint) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, which calls back once it accepts requests."""
-
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self.on_ready = on_ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self.on_ready()
-
-
-def make_server(app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None]) -> Server:
-    """A server for an app, with uvloop and httptools where they are installed."""
-    settings: dict[str, Any] = {
-        "log_level": config.log_level,
-        "access_log": config.log_level == "debug",
-        "lifespan": "on",
-        "ws": "none",
-        "server_header": False,
-        "timeout_graceful_shutdown": GRACE_S,
-    }
-    return Server(uvicorn.Config(app, **settings), lambda: on_ready(url_of(listener)))
-
-
-def run_app(app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve an app until a signal; running requests are answered first."""
-    server = make_server(app, listener, config, on_ready)
-    with quiet_signals(server):
-        server.run(sockets=[listener])
+    read_tenants(config)  # before the models are loaded: a faulty file should show at once, and so should a taken port
+    with orderly_end(), bind(config) as listener:
+        fetch_models(models, hub, progress)
+        credentials = secrets.token_urlsafe(32)
+        host = HostConfig(
+            models=models, hub=dataclasses.asdict(hub), front_end_pass=credentials, max_queue_texts=config.max_queue_texts,
+            latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
+            admission=admission_of(config, models),
+        )
+        with Supervisor(host) as supervisor:
+            front = FrontConfig(
+                address=supervisor.address, credentials=credentials, serve=dataclasses.asdict(config),
+                retry_after_s=max(1.0, supervisor.start_s), listener=listener.fileno(),
+            )
+            with further_front_ends(front, listener, config.num_front_ends - 1) as stop_others:
+                run_app(build_app(front), listener, config, tell, stop_others)
 
 
 @contextmanager
-def quiet_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Make SIGINT and SIGTERM a normal end: uvicorn raises them again once it has stopped."""
+def orderly_end() -> Iterator[None]:
+    """Let SIGTERM end the process by way of all that is to be tidied up, also while models are loaded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
-def ready_text(url: str, engine: Engine, reranker: Engine | None) -> str:
+def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:
+    """The models to serve, as the engine process is told of them."""
+    found: list[ModelSpec] = []
+    if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
+        engine = engine.replace(scheduling_policy="fair-share")  # between tenants
+    if config.kinds in ("all", "generation"):
+        found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,)))
+    if config.kinds in ("all", "embedding"):
+        found.append(ModelSpec(kind="embedding", options=dataclasses.asdict(embed), aliases=(embed.model,)))
+    if config.rerank_model:
+        options = dataclasses.asdict(embed.replace(model=config.rerank_model))
+        found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,)))
+    return tuple(found)
+
+
+def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str, Any]:
+    """Limits of the gate in front of a model that writes."""
+    writers = [spec.options for spec in models if spec.kind == "generation"]
+    return {
+        "max_wait_s": config.max_wait_s, "max_body_bytes": config.max_body_bytes,
+        "max_prompt_tokens": config.max_prompt_tokens, "max_output_tokens": config.max_output_tokens,
+        "max_queued_requests": writers[0]["max_queue_size"] if writers else EngineConfig.max_queue_size,
+        "is_fair": all(options["scheduling_policy"] == "fair-share" for options in writers),
+    }
+
+
+def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> None:
+    """Download and convert what is not there yet, where somebody sees the progress."""
+    from archerfish.engine.arrow_engine import locate
+    from archerfish.engine.llm_loading import read_facts
+
+    for spec in models:
+        if spec.kind == "generation":
+            read_facts(EngineConfig(**spec.options), hub, progress)
+        else:
+            locate(EmbedConfig(**spec.options), hub, progress)
+
+
+@contextmanager
+def further_front_ends(front: FrontConfig, listener: socket.socket, number: int) -> Iterator[Callable[[], None]]:
+    """Processes that accept from the same socket; what it gives tells them to stop, without waiting until they have."""
+    command = (sys.executable, "-m", "archerfish.serve.front")
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        for process in processes:
+            process.terminate()
+
+    try:
+        for _ in range(number):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
+            processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(front) + b"\n")
+            process.stdin.flush()
+        yield stop
+    finally:
+        stop()
+        for process in processes:
+            try:
+                process.wait(GRACE_S + 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig) -> str:
     """What a person sees when the service is ready."""
-    also = f" and {reranker.model_name}" if reranker else ""
-    method, path, body = EXAMPLES[1 if engine.is_cross_encoder else 0]
-    return f"archerfish serves {engine.model_name}{also} at {url} (Ctrl+C stops it)\n\n{curl(url, method, path, body)}\n"
+    names = [spec.model for spec in models]
+    shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
+    if not config.api_keys_file and not is_loopback(config.host):
+        lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
+    return "\n".join([*lines, curl(url, *examples({spec.kind for spec in models})[0]), ""])
 
 
 def say(text: str) -> None:

@@ -39,6 +39,7 @@ class Generate(Message, tag="generate", kw_only=True, omit_defaults=True):
     params: dict[str, Any] = {}  # of SamplingParams
     stream: bool = False  # chunks as tokens come, then a Generated without texts; else one Generated
     wants_ids: bool = False  # ids alone: the client makes the text
+    takes_bundles: bool = False  # whether answers of several requests may come as one Bundle
     priority: int = 0
     deadline_s: float | None = None
     credentials: str = ""  # an API key, or the pass of a front end
@@ -114,6 +115,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # token, logprob, rank, likeliest
+    num_cached_tokens: int = 0  # of the prompt; with the first chunk of a request, for who leaves before its Generated
 
 
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -141,6 +143,12 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
 
+class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):
+    """What one step brought to several requests of a client. request_id is ""."""
+
+    answers: list[Chunk | Generated | Failed] = []
+
+
 class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
     """Rows of little-endian float32, of an Embed or a Score."""
 
@@ -158,7 +166,7 @@ class Report(Message, tag="report", kw_only=True, omit_defaults=True):
 
 
 class Pong(Message, tag="pong", kw_only=True, omit_defaults=True):
-    """The engine process is there; seconds: what a probe took."""
+    """The engine process is there; seconds: what a probe took. One with request_id "" asks nothing and may come at any time."""
 
     seconds: float = 0.0
 
@@ -187,7 +195,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
 
 
 FromClient = Generate | Embed | Score | Explain | Configure | Cancel | Query | Ping
-FromEngine = Chunk | Generated | Vectors | Report | Pong | Failed
+FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
 _from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
@@ -211,6 +219,21 @@ def decode_request(payload: bytes) -> FromClient:
 
 def decode_answer(payload: bytes) -> FromEngine:
     return _decode(_from_engine, payload)
+
+
+class _Header(msgspec.Struct):
+    request_id: str = ""
+
+
+_header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+
+
+def request_id_of(payload: bytes) -> str:
+    """The request_id of a message that cannot be decoded; "" where there is none to be read."""
+    try:
+        return _header.decode(payload).request_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:

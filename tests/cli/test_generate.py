@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,14 @@ def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
 def test_wrong_flags(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_grammars_on_the_command_line() -> None:
+    assert llm.parse_grammar("json") == {"kind": "json", "value": None}
+    assert llm.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
+    assert llm.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
+    with pytest.raises(ArgumentTypeError, match="a JSON list"):
+        llm.parse_grammar("choice=yes")
 
 
 def test_every_field_of_sampling_params_is_a_flag() -> None:

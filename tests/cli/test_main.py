@@ -17,7 +17,7 @@ from archerfish.cli import embed as embed_command
 from archerfish.cli import output, serve
 from archerfish.cli.main import main
 from archerfish.cli.texts import read_texts, write_atomically
-from archerfish.config import EmbedConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import ArcherfishError, DeviceError, InvalidInputError, ModelNotFoundError, UnreachableError, WriteError
 
@@ -209,15 +209,27 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code
 
 
-def test_serve_gets_all_three_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_gets_all_its_sections(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import types
 
     seen: list[Any] = []
+
+    def fake_serve(*sections: Any, announce: Any) -> None:
+        seen.extend(sections[:4])
+        announce("it serves")
+
     fake = types.ModuleType("archerfish.serve.run")
-    fake.serve = lambda *sections, announce: seen.extend(sections[:3])  # type: ignore[attr-defined]
+    fake.serve = fake_serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "archerfish.serve.run", fake)
-    assert main(["serve", "--port", "0", "--model", "m", "--offline", "--max-wait-ms", "1.5"]) == 0
-    assert seen == [EmbedConfig(model="m"), ServeConfig(port=0, max_wait_ms=1.5), HubConfig(offline=True)]
+    flags = ["--port", "0", "--kinds", "generation", "--model", "m", "--embed-model", "e", "--offline"]
+    assert main(["serve", *flags, "--latency-budget-ms", "1.5"]) == 0
+    assert seen == [
+        ServeConfig(port=0, kinds="generation", latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
+        HubConfig(offline=True),
+    ]  # fmt: skip
+    assert capsys.readouterr().out == "it serves\n"
+    assert main(["--quiet", "serve", *flags]) == 0
+    assert capsys.readouterr().out == ""
     assert serve.run.__module__ == "archerfish.cli.serve"
 
 

@@ -18,7 +18,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels import triton_sampling  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, SamplingBatch  # isort: skip
+from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, Masks, SamplingBatch  # isort: skip
 from archerfish.kernels.sampling import stream_key, uniform  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
@@ -265,3 +265,21 @@ def test_a_captured_graph_follows_its_parameters() -> None:
         graph.replay()
         assert drawn.tokens.tolist() == TorchOps(DEVICE).sample(logits, new).tokens.tolist()
         assert drawn.report.tolist() == ops.sample(logits, replace(new)).report.tolist()
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    vocab_size = 2500
+    rows: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {}]
+    logits = random_logits(len(rows), vocab_size, 3.0)
+    allowed = torch.zeros(len(rows) - 1, -(-vocab_size // 64) * 64, dtype=torch.bool)
+    for row in range(len(allowed)):
+        allowed[row, row::97] = True
+    allowed[:, vocab_size:] = False
+    bits = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little").view(np.int64))
+    masks = Masks(torch.arange(len(allowed), device=DEVICE), bits.to(DEVICE))
+    masked = logits.clone()
+    masked[: len(allowed)].masked_fill_(~allowed[:, :vocab_size].to(DEVICE), -math.inf)
+    ops, batch = TritonOps(DEVICE, "float32"), batch_of(rows)
+    found = ops.sample(logits, replace(batch, masks=masks))
+    assert found.report.tolist() == ops.sample(masked, batch).report.tolist()
+    assert all(allowed[row, token] for row, token in enumerate(found.tokens.tolist()[:-1]))

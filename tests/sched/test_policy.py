@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
@@ -174,6 +177,54 @@ def test_fair_share_follows_weights() -> None:
     assert sum(int(name[1:]) % 2 == 0 for name in first) == 6
     with pytest.raises(InvalidOptionError, match="weight"):
         FairShare({"x": 0.0})
+
+
+def test_weights_can_change_while_requests_wait() -> None:
+    policy = FairShare()
+    world = World(policy=policy, max_num_seqs=1)
+    for _ in range(12):
+        world.add(8, tenant="a")
+        world.add(8, tenant="b")
+    for _ in range(16):
+        world.step()
+    done = len(world.order_of_ends)
+    with pytest.raises(InvalidOptionError, match="weight"):
+        policy.set_weights({"a": -1.0})
+    policy.set_weights({"a": 3.0})
+    world.run()
+    later = world.order_of_ends[done + 1 : done + 9]
+    assert sum(int(name[1:]) % 2 == 0 for name in later) >= 5, "with equal weights it would be 4"
+
+
+def test_within_a_tenant_the_higher_priority_runs_first() -> None:
+    world = World(policy="fair-share", max_num_seqs=1)
+    for tenant, priority in (("a", 0), ("a", 2), ("a", 1), ("b", 0)):
+        world.add(8, tenant=tenant, priority=priority)
+    world.run()
+    assert [name for name in world.order_of_ends if name != "r3"] == ["r1", "r2", "r0"]
+    assert world.order_of_ends.index("r3") <= 1, "a priority is worth nothing against another tenant"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**32 - 1),
+)
+def test_tenants_with_enough_to_do_are_served_by_their_weights(weights: list[float], max_num_seqs: int, seed: int) -> None:
+    """Start-time fairness: served tokens over weight differ by no more than one request of each slot and tenant."""
+    rng = random.Random(seed)
+    policy = FairShare({f"t{i}": weight for i, weight in enumerate(weights)})
+    world = World(policy=policy, max_num_seqs=max_num_seqs, num_blocks=256, max_queue_size=1000)
+    longest = 16
+    for _ in range(30):
+        for i in range(len(weights)):
+            num_prompt = rng.randint(2, 8)
+            world.add(num_prompt, max_tokens=rng.randint(1, longest - num_prompt), tenant=f"t{i}")
+    waiting = world.scheduler.queue_status
+    while all(waiting()["tenants"].get(f"t{i}", {"waiting": 0})["waiting"] > max_num_seqs for i in range(len(weights))):
+        world.step()
+    shares = [policy.group_key(f"t{i}") for i in range(len(weights))]
+    most = 2 * max_num_seqs * longest / min(weights)
+    assert max(shares) - min(shares) <= most
 
 
 def test_a_tenant_that_was_idle_has_no_credit() -> None:

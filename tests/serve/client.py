@@ -1,19 +1,57 @@
-"""A client of an app inside the same event loop."""
+"""Clients of the service's app: inside the event loop of a test, or on a real socket, over an engine host in a thread."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
 from archerfish.config import ServeConfig
-from archerfish.engine.fakes import FakeEngine
-from archerfish.observe import MetricRegistry
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve import front
 from archerfish.serve.app import create_app
+from archerfish.serve.client import AsyncClient
+from archerfish.serve.host import EngineHost
+from archerfish.serve.hosted_encoder import HostedEncoder
+from archerfish.serve.tenants import Tenants
+
+from .hosting import WordEncoder, add_encoder, make_host
 
 LIMIT_S = 20
+PASS = "the-pass-of-the-front-ends"
+WORDS = "fake/words"
+Test = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] = (), **options: Any) -> EngineHost:
+    """An engine host that is not started yet, and knows our front ends by their pass."""
+    host = make_host(directory, **{"front_end_pass": PASS, **options})
+    for encoder in encoders:
+        add_encoder(host, encoder, max_queue_texts=host.config.max_queue_texts)
+        host.shelf.slots[-1].aliases = aliases
+    return host
+
+
+@contextmanager
+def words_host() -> Iterator[EngineHost]:
+    """A host of one embedding model."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield host_with(Path(directory), WordEncoder(WORDS))
+
+
+def app_of(
+    host: EngineHost, *, tenants: Tenants | None = None, registry: MetricRegistry | None = None, retry_after_s: float = 1.0,
+    **options: Any,
+) -> FastAPI:
+    backend = AsyncClient(host.address, retry_after_s=retry_after_s)
+    return create_app(backend, ServeConfig(**options), registry, credentials=host.config.front_end_pass, tenants=tenants)
 
 
 @asynccontextmanager
@@ -24,18 +62,10 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def with_client(
-    test: Callable[[httpx.AsyncClient], Awaitable[None]],
-    engine: FakeEngine | None = None,
-    reranker: FakeEngine | None = None,
-    registry: MetricRegistry | None = None,
-    aliases: tuple[str, ...] = (),
-    **options: Any,
-) -> None:
-    """Run a test against a fresh app."""
+def with_app(test: Test, app: FastAPI) -> None:
+    """Run a test against an app; no task may be left over."""
 
     async def main() -> None:
-        app = create_app(engine or FakeEngine(), ServeConfig(**options), reranker, registry, aliases=aliases)
         async with asyncio.timeout(LIMIT_S), client_of(app) as client:
             await test(client)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -43,9 +73,53 @@ def with_client(
     asyncio.run(main())
 
 
+def with_client(test: Test, host: EngineHost | None = None, **options: Any) -> None:
+    """Run a test against a fresh app over a host, which serves meanwhile. options: those of `app_of`."""
+    if host is None:
+        with words_host() as made:
+            with_client(test, made, **options)
+        return
+    with host:
+        with_app(test, app_of(host, **options))
+
+
+@contextmanager
+def running(app: FastAPI, **options: Any) -> Iterator[tuple[str, int]]:
+    """Host and port of a server of an app in a thread."""
+    config = ServeConfig(**{"port": 0, "log_level": "error", **options})
+    ready = threading.Event()
+    with front.bind(config) as listener:
+        server = front.make_server(app, listener, config, lambda url: ready.set())
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert ready.wait(LIMIT_S)
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
+    found = next(one for one in host.shelf if one.name == name)
+    assert isinstance(found, HostedEncoder)
+    return found
+
+
+def num_waiting(host: EngineHost, name: str = WORDS) -> int:
+    """Texts that have been tokenized and wait for a job."""
+    return sum(len(encoding.texts) for encoding in list(hosted(host, name)._queue))
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0)
+
+
+async def entered(encoder: WordEncoder) -> None:
+    """Until an encoder has begun a pass."""
+    assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

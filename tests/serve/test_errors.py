@@ -1,18 +1,20 @@
+"""Wrong bodies, wrong routes and limits: each answer says what was wrong."""
+
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from archerfish.engine.fakes import FakeEngine
-from archerfish.serve.app import create_app
-
-from .client import error_of, with_client
+from .client import WORDS, app_of, error_of, host_with, with_client, words_host
+from .hosting import WordEncoder
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.mark.parametrize(
@@ -84,10 +86,21 @@ def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], 
 
 def test_unknown_routes_and_methods() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/chat/completions", json={})
+        answer = await client.post("/v1/audio/speech", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
+        assert "POST /v1/audio/speech" in error_of(answer)["message"]
         answer = await client.get(EMBEDDINGS)
         assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
+
+    with_client(test)
+
+
+def test_a_route_without_its_kind_of_model_says_so() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for body in (CHAT, {**CHAT, "model": WORDS}):
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
+            assert "GET /v1/models" in error_of(answer)["message"]
 
     with_client(test)
 
@@ -97,8 +110,8 @@ async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
         yield data[start : start + 500]
 
 
-def test_a_body_over_the_limit_is_refused_with_and_without_a_stated_length() -> None:
-    engine = FakeEngine()
+def test_a_body_over_the_limit_is_refused_with_and_without_a_stated_length(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
 
     async def test(client: httpx.AsyncClient) -> None:
         large = b'{"input": "' + b"x" * 2000 + b'"}'
@@ -109,9 +122,9 @@ def test_a_body_over_the_limit_is_refused_with_and_without_a_stated_length() -> 
         exact = b'{"input": "' + b"x" * (1024 - 13) + b'"}'
         for content in (exact, in_pieces(exact)):
             assert (await client.post(EMBEDDINGS, content=content, headers=JSON)).status_code == 200
-        assert len(engine.batches) == 2
+        assert len(encoder.jobs) == 2
 
-    with_client(test, engine, max_body_bytes=1024)
+    with_client(test, host_with(tmp_path, encoder), max_body_bytes=1024)
 
 
 def test_too_many_texts_in_a_request() -> None:
@@ -130,20 +143,22 @@ def test_too_many_texts_in_a_request() -> None:
 
 def test_a_text_that_the_engine_refuses() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(EMBEDDINGS, json={"input": ["ok", "too long"]})
-        assert answer.status_code == 413
-        assert "Text 1" in error_of(answer)["message"]
+        answer = await client.post(EMBEDDINGS, json={"input": ["ok", "an unreadable one"]})
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert (error["code"], error["message"]) == ("invalid_input", "A text is unreadable.")
 
-    with_client(test, FakeEngine(max_text_bytes=3))
+    with_client(test)
 
 
 def test_after_the_stop_the_answer_is_503() -> None:
     async def main() -> None:
-        app = create_app(FakeEngine())
-        async with app.router.lifespan_context(app):
-            pass
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            answer = await client.post(EMBEDDINGS, json={"input": "x"})
+        with words_host() as host, host:
+            app = app_of(host)
+            async with app.router.lifespan_context(app):
+                pass
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                answer = await client.post(EMBEDDINGS, json={"input": "x"})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
         assert "retry-after" in answer.headers
 

@@ -1,31 +1,42 @@
+"""Embeddings, reranking and similarity, over an engine host in a thread."""
+
 import asyncio
 import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from archerfish.engine.fakes import FakeCrossEncoder, FakeEngine
-from archerfish.errors import InvalidOptionError
-from archerfish.observe import MetricRegistry
-from archerfish.serve.app import list_response
+from archerfish.serve.vector_routes import list_response
 
-from .client import error_of, until, with_client
+from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, until, with_client
+from .hosting import WordEncoder
+
+EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
+
+
+def pairs() -> WordEncoder:
+    """Its score is the number of words of a query and a document."""
+    return WordEncoder("fake/pairs", is_cross_encoder=True)
+
+
+# Embeddings
 
 
 def test_embeddings_in_openai_shape() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/embeddings", json={"input": ["one two", "three"], "model": "fake/engine", "user": "me"})
+        answer = await client.post(EMBEDDINGS, json={"input": ["one two", "three"], "model": WORDS, "user": "me"})
         assert answer.status_code == 200
         body = answer.json()
         assert [item["index"] for item in body["data"]] == [0, 1]
         assert body["object"] == "list"
         assert {item["object"] for item in body["data"]} == {"embedding"}
-        assert body["model"] == "fake/engine"
-        assert body["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
-        expected = FakeEngine().encode_batch(["one two", "three"])
+        assert body["model"] == WORDS
+        assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+        expected = [WordEncoder.vector("one two"), WordEncoder.vector("three")]
         np.testing.assert_array_equal(np.asarray([item["embedding"] for item in body["data"]], np.float32), expected)
 
     with_client(test)
@@ -33,17 +44,17 @@ def test_embeddings_in_openai_shape() -> None:
 
 def test_base64_is_little_endian_float32() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/embeddings", json={"input": "one", "encoding_format": "base64"})
+        answer = await client.post(EMBEDDINGS, json={"input": "one", "encoding_format": "base64"})
         raw = base64.b64decode(answer.json()["data"][0]["embedding"])
-        np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), FakeEngine().encode_batch(["one"])[0])
+        np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), WordEncoder.vector("one"))
 
     with_client(test)
 
 
 def test_token_ids_are_taken_as_one_text_or_several() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        one = (await client.post("/v1/embeddings", json={"input": [1, 2, 3]})).json()
-        several = (await client.post("/v1/embeddings", json={"input": [[1, 2, 3], [4]]})).json()
+        one = (await client.post(EMBEDDINGS, json={"input": [1, 2, 3]})).json()
+        several = (await client.post(EMBEDDINGS, json={"input": [[1, 2, 3], [4]]})).json()
         assert [len(one["data"]), len(several["data"])] == [1, 2]
         assert one["data"][0]["embedding"] == several["data"][0]["embedding"]
         assert several["usage"]["prompt_tokens"] == 4
@@ -53,32 +64,35 @@ def test_token_ids_are_taken_as_one_text_or_several() -> None:
 
 def test_fewer_dimensions_have_length_one() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/embeddings", json={"input": "one", "dimensions": 3})
+        answer = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 3})
         short = np.asarray(answer.json()["data"][0]["embedding"])
-        full = FakeEngine().encode_batch(["one"])[0][:3]
+        full = WordEncoder.vector("one")[:3]
         np.testing.assert_allclose(short, full / np.linalg.norm(full), rtol=1e-6)
-        refused = await client.post("/v1/embeddings", json={"input": "one", "dimensions": 9})
+        whole = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 8})
+        np.testing.assert_array_equal(np.asarray(whole.json()["data"][0]["embedding"], np.float32), WordEncoder.vector("one"))
+        refused = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 9})
         assert refused.status_code == 400
         assert error_of(refused)["param"] == "dimensions"
 
     with_client(test)
 
 
-@pytest.mark.parametrize("name", ["fake/engine", "engine", "/home/me/other", "other", None])
-def test_the_model_has_several_names(name: str | None) -> None:
+@pytest.mark.parametrize("name", [WORDS, "words", "/home/me/other", "other", None])
+def test_the_model_has_several_names(name: str | None, tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         body = {"input": "x"} if name is None else {"input": "x", "model": name}
-        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+        answer = await client.post(EMBEDDINGS, json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, WORDS)
         if name is not None:
-            assert (await client.get(f"/v1/models/{name}")).json()["id"] == "fake/engine"
+            assert (await client.get(f"/v1/models/{name}")).json()["id"] == WORDS
 
-    with_client(test, aliases=("/home/me/other",))
+    with_client(test, host_with(tmp_path, WordEncoder(WORDS), aliases=("/home/me/other",)))
 
 
 def test_other_models_are_not_found() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         for answer in (
-            await client.post("/v1/embeddings", json={"input": "x", "model": "text-embedding-ada-002"}),
+            await client.post(EMBEDDINGS, json={"input": "x", "model": "text-embedding-ada-002"}),
             await client.get("/v1/models/text-embedding-ada-002"),
         ):
             assert answer.status_code == 404
@@ -88,105 +102,108 @@ def test_other_models_are_not_found() -> None:
     with_client(test)
 
 
-def test_models_are_listed_with_what_they_do() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        body = (await client.get("/v1/models")).json()
-        assert [(model["id"], model["kind"]) for model in body["data"]] == [
-            ("fake/cross-encoder", "cross-encoder"), ("fake/engine", "embedding"),
-        ]
-        assert body["data"][1]["dimension"] == 8
-
-    with_client(test, reranker=FakeCrossEncoder())
+# Ranking
 
 
 def test_rerank_by_cosine() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         body = {"query": "red fish", "documents": ["green bird", {"text": "red fish"}, "red bird"]}
-        answer = (await client.post("/v1/rerank", json=body)).json()
+        answer = (await client.post(RERANK, json=body)).json()
         assert answer["results"][0]["index"] == 1
         assert answer["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-6)
         scores = [result["relevance_score"] for result in answer["results"]]
         assert scores == sorted(scores, reverse=True)
         assert len(scores) == 3
         assert "document" not in answer["results"][0]
-        assert answer["usage"]["total_tokens"] == 16
+        assert answer["usage"]["total_tokens"] == 8
 
     with_client(test)
 
 
-def test_rerank_by_a_cross_encoder() -> None:
+def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path: Path) -> None:
+    words, scorer = WordEncoder(WORDS), pairs()
+
     async def test(client: httpx.AsyncClient) -> None:
-        body = {
-            "model": "cross-encoder", "query": "red fish", "documents": ["green bird", "red fish", "red bird"], "top_n": 2,
-            "return_documents": True,
-        }
-        answer = (await client.post("/v1/rerank", json=body)).json()
-        assert answer["model"] == "fake/cross-encoder"
-        assert answer["results"] == [
-            {"index": 1, "relevance_score": 1.0, "document": {"text": "red fish"}},
-            {"index": 2, "relevance_score": 0.5, "document": {"text": "red bird"}},
-        ]
-        refused = await client.post("/v1/rerank", json={**body, "model": "fake/engine"})
-        assert (refused.status_code, error_of(refused)["param"]) == (400, "model")
+        body = {"query": "fish", "documents": ["fish", "one two three", "one two"], "top_n": 2, "return_documents": True}
+        for named in ({}, {"model": "pairs"}):
+            answer = (await client.post(RERANK, json={**body, **named})).json()
+            assert answer["model"] == "fake/pairs"
+            assert answer["results"] == [
+                {"index": 1, "relevance_score": 4.0, "document": {"text": "one two three"}},
+                {"index": 2, "relevance_score": 3.0, "document": {"text": "one two"}},
+            ]
+        assert words.jobs == []
+        answer = (await client.post(RERANK, json={**body, "model": WORDS})).json()
+        assert answer["model"] == WORDS
+        assert answer["results"][0]["document"] == {"text": "fish"}
+        assert len(scorer.jobs) == 2
 
-    with_client(test, reranker=FakeCrossEncoder())
+    with_client(test, host_with(tmp_path, words, scorer))
 
 
-def test_a_cross_encoder_alone_ranks_and_embeds_nothing() -> None:
+def test_a_cross_encoder_alone_ranks_and_embeds_nothing(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/v1/rerank", json={"query": "a", "documents": ["a", "b"]})
-        assert [result["index"] for result in answer.json()["results"]] == [0, 1]
-        assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 400
-        assert (await client.post("/similarity", json={"source": "x", "sentences": ["y"]})).status_code == 400
+        answer = await client.post(RERANK, json={"query": "a", "documents": ["a", "b c"]})
+        assert [result["index"] for result in answer.json()["results"]] == [1, 0]
+        for route, body in ((EMBEDDINGS, {"input": "x"}), (SIMILARITY, {"source": "x", "sentences": ["y"]})):
+            for named in ({}, {"model": "pairs"}):
+                refused = await client.post(route, json={**body, **named})
+                assert (refused.status_code, error_of(refused)["param"]) == (400, "model")
         assert (await client.get("/health")).status_code == 200
 
-    with_client(test, engine=FakeCrossEncoder())
-
-
-def test_an_embedding_model_is_no_reranker() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        raise AssertionError
-
-    with pytest.raises(InvalidOptionError, match="no cross-encoder"):
-        with_client(test, reranker=FakeEngine("other"))
+    with_client(test, host_with(tmp_path, pairs()))
 
 
 def test_similarity_is_a_list_or_a_matrix() -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        one = (await client.post("/similarity", json={"source": "a b", "sentences": ["a b", "c"]})).json()
+        one = (await client.post(SIMILARITY, json={"source": "a b", "sentences": ["a b", "c"]})).json()
         assert one["similarities"][0] == pytest.approx(1, abs=1e-6)
         assert one["similarities"][1] < 0.99
-        several = (await client.post("/similarity", json={"source": ["c", "a b"], "sentences": ["a b", "c"]})).json()
+        several = (await client.post(SIMILARITY, json={"source": ["c", "a b"], "sentences": ["a b", "c"]})).json()
         assert several["similarities"][1] == pytest.approx(one["similarities"], abs=1e-6)
-        assert several["usage"]["total_tokens"] == 14
+        assert several["usage"]["total_tokens"] == 6
 
     with_client(test)
 
 
-def test_concurrent_requests_share_a_batch() -> None:
-    engine = FakeEngine()
+# Several requests at once
+
+
+def test_concurrent_requests_share_a_batch(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder)
 
     async def test(client: httpx.AsyncClient) -> None:
-        engine.gate.clear()
-        first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
-        await until(engine.entered.is_set)
-        asking = [asyncio.create_task(client.post("/v1/embeddings", json={"input": str(n)})) for n in range(5)]
-        depth = registry.gauge("archerfish_queue_depth", label_names=("queue",))
-        await until(lambda: depth.value(queue="texts") == 5)
-        engine.gate.set()
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
+        await entered(encoder)
+        asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": str(n)})) for n in range(5)]
+        await until(lambda: num_waiting(host) == 5)
+        encoder.gate.set()
         answers = await asyncio.gather(first, *asking)
         assert [answer.status_code for answer in answers] == [200] * 6
-        assert engine.batches == [["first"], ["0", "1", "2", "3", "4"]]
+        assert len(encoder.jobs) == 2
+        assert sorted(encoder.jobs[1]) == ["0", "1", "2", "3", "4"]
+        for number, answer in enumerate(answers[1:]):
+            found = np.asarray(answer.json()["data"][0]["embedding"], np.float32)
+            np.testing.assert_array_equal(found, WordEncoder.vector(str(number)))
 
-    registry = MetricRegistry()
-    with_client(test, engine, registry=registry)
+    with_client(test, host)
 
 
-def test_a_failing_text_fails_only_its_own_request() -> None:
+def test_a_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder)
+
     async def test(client: httpx.AsyncClient) -> None:
-        good, bad = await asyncio.gather(
-            client.post("/v1/embeddings", json={"input": "good"}), client.post("/v1/embeddings", json={"input": "some poison"})
-        )
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
+        await entered(encoder)
+        asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": text})) for text in ("good", "some poison")]
+        await until(lambda: num_waiting(host) == 2)
+        encoder.gate.set()
+        _, good, bad = await asyncio.gather(first, *asking)
+        assert sorted(encoder.jobs[1]) == ["good", "some poison"]  # together, and then each alone
         assert good.status_code == 200
         assert bad.status_code == 500
         error = error_of(bad)
@@ -194,108 +211,49 @@ def test_a_failing_text_fails_only_its_own_request() -> None:
         assert "poisoned" not in bad.text
         assert "Traceback" not in bad.text
 
-    with_client(test, FakeEngine(poison="poison"))
+    with_client(test, host)
 
 
-def test_a_client_that_leaves_has_its_texts_dropped() -> None:
-    engine = FakeEngine()
-    registry = MetricRegistry()
+def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder)
 
     async def test(client: httpx.AsyncClient) -> None:
-        engine.gate.clear()
-        first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
-        await until(engine.entered.is_set)
-        leaving = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["gone"] * 10}))
-        depth = registry.gauge("archerfish_queue_depth", label_names=("queue",))
-        await until(lambda: depth.value(queue="texts") == 10)
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
+        await entered(encoder)
+        leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
+        await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
-        await until(lambda: depth.value(queue="texts") == 0)
-        engine.gate.set()
+        await until(lambda: hosted(host).num_queued == 1)
+        encoder.gate.set()
         assert (await first).status_code == 200
-        assert engine.batches == [["first"]]
+        assert encoder.jobs == [["first"]]
 
-    with_client(test, engine, registry=registry)
+    with_client(test, host)
 
 
-def test_a_full_queue_answers_429() -> None:
-    engine = FakeEngine()
-    registry = MetricRegistry()
+def test_a_full_queue_answers_429_and_says_how_long_it_will_take(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder, max_queue_texts=3)
 
     async def test(client: httpx.AsyncClient) -> None:
-        engine.gate.clear()
-        first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
-        await until(engine.entered.is_set)
-        waiting = asyncio.create_task(client.post("/v1/embeddings", json={"input": ["a", "b"]}))
-        depth = registry.gauge("archerfish_queue_depth", label_names=("queue",))
-        await until(lambda: depth.value(queue="texts") == 2)
-        refused = await client.post("/v1/embeddings", json={"input": "c"})
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert error_of(refused)["code"] == "overloaded"
-        engine.gate.set()
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
+        await entered(encoder)
+        waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
+        await until(lambda: num_waiting(host) == 2)
+        hosted(host)._tokens_per_s = 0.1  # two tokens wait
+        for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
+            refused = await client.post(route, json=body)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "20"
+            assert error_of(refused)["code"] == "overloaded"
+            assert error_of(refused)["type"] == "rate_limit_error"
+        encoder.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(first, waiting)] == [200, 200]
 
-    with_client(test, engine, registry=registry, max_queue_texts=2)
-
-
-def test_health_answers_from_a_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine()
-
-    async def test(client: httpx.AsyncClient) -> None:
-        assert (await client.get("/health")).json()["status"] == "ok"
-        assert engine.batches == [["health"]]
-        engine.poison = "health"
-        failing = await client.get("/health")
-        assert (failing.status_code, failing.json()) == (503, {"status": "failing", "reason": "RuntimeError"})
-        engine.gate.clear()
-        monkeypatch.setattr("archerfish.serve.app.HEALTH_TIMEOUT_S", 0.02)
-        slow = await client.get("/health")
-        engine.gate.set()
-        assert (slow.status_code, slow.json()["reason"]) == (503, "no result within 0.02 s")
-
-    with_client(test, engine)
-
-
-def test_metrics_are_in_prometheus_form() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        await client.post("/v1/embeddings", json={"input": ["a", "b c"]})
-        await client.post("/v1/embeddings", json={})
-        await client.get("/nowhere")
-        await client.get("/v1/models/engine")
-        answer = await client.get("/metrics")
-        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-        lines = answer.text.splitlines()
-        for line in (
-            'archerfish_requests_total{route="/v1/embeddings",status="200"} 1.0',
-            'archerfish_requests_total{route="/v1/embeddings",status="400"} 1.0',
-            'archerfish_requests_total{route="other",status="404"} 1.0',
-            'archerfish_requests_total{route="/v1/models/{model_id:path}",status="200"} 1.0',
-            'archerfish_texts_total{route="/v1/embeddings"} 2.0',
-            'archerfish_tokens_total{route="/v1/embeddings"} 7.0',
-            'archerfish_batch_size_bucket{le="2.0",queue="texts"} 1.0',
-            'archerfish_batch_size_bucket{le="+Inf",queue="texts"} 1.0',
-            'archerfish_batch_size_sum{queue="texts"} 2.0',
-            'archerfish_queue_depth{queue="texts"} 0.0',
-            "# TYPE archerfish_request_seconds histogram",
-            "# TYPE archerfish_requests_total counter",
-            "archerfish_requests_running 1.0",
-        ):
-            assert line in lines, answer.text
-
-    with_client(test)
-
-
-def test_the_page_has_everything_in_itself() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.get("/", headers={"Host": "<b>evil</b>"})
-        assert answer.headers["content-type"].startswith("text/html")
-        for text in ("/v1/embeddings", "/v1/rerank", "/similarity", "fake/engine", "8 dimensions"):
-            assert text in answer.text
-        for outside in ("src=", "<link", "@import", "<b>evil"):
-            assert outside not in answer.text
-        assert (await client.get("/openapi.json")).json()["paths"]["/v1/embeddings"]["post"]["requestBody"]
-
-    with_client(test)
+    with_client(test, host)
 
 
 def test_a_long_answer_leaves_turns_to_others() -> None:

@@ -1,0 +1,301 @@
+"""`archerfish bench serve`: loads servers over HTTP, in turns, and says what they gave and which targets they met."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from archerfish.bench.serve_http import Address
+from archerfish.bench.serve_load import Load
+from archerfish.bench.serve_processes import ServerProcess, allow_connections, check_free
+from archerfish.bench.serve_report import Limits, Point, Target, is_steady
+from archerfish.bench.serve_requests import Shape
+from archerfish.bench.serve_server import BLOCKS_IN_USE, POLL_S, REQUESTS_IN_USE, Server, ServerOptions, in_use
+from archerfish.errors import ArcherfishError
+from archerfish.types import Progress, no_progress
+
+CHAT = Shape("chat", (64, 64), (16, 16))
+EMBEDDING = Shape("embeddings", (32, 32))
+TABLE_SIZES = (1, 4, 8, 16)
+CAPACITY_SIZES = (16, 32)
+CAPACITY_S = 10.0
+OVER_CAPACITY = 3.0
+NUM_LEAVERS, LEAVERS_AT_ONCE = 500, 50
+SETTLE_S = 15.0  # what a server gets to free what leavers held
+MOST_GROWTH = 0.05  # of memory, from the first quarter of an overload to the last
+MOST_LAG_MS = 20.0  # a client that is later than this measures itself
+NO_LIMITS = Limits()
+Tell = Callable[[str, float], None]
+
+
+def tell_nothing(name: str, value: float) -> None:
+    """The Tell of callers that want none."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the scenarios leave to the user. 0: as the scenario has it."""
+
+    rounds: int = 3
+    count: int = 0
+    duration_s: float = 0.0
+    num_warmup: int = -1
+    timeout_s: float = 120.0
+    max_in_flight: int = 0
+    limits: Limits = NO_LIMITS
+    seed: int = 0
+
+
+@dataclass
+class Found:
+    """All that a run of the bench found."""
+
+    points: list[Point] = field(default_factory=list)
+    targets: list[tuple[str, str, Target]] = field(default_factory=list)  # scenario, server, target
+    errors: dict[str, str] = field(default_factory=dict)  # of servers that could not be measured
+    notes: list[str] = field(default_factory=list)
+    servers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "servers": self.servers,
+            "points": [point.as_dict() for point in self.points],
+            "targets": [{"scenario": name, "server": server, **target.as_dict()} for name, server, target in self.targets],
+            "errors": self.errors,
+            "notes": self.notes,
+        }
+
+
+class ServeBench:
+    """Runs scenarios on servers that are ready."""
+
+    def __init__(
+        self, servers: Sequence[Server], options: BenchOptions, tell: Tell = tell_nothing, progress: Progress = no_progress
+    ) -> None:
+        self.servers, self.options = list(servers), options
+        self._tell, self._progress = tell, progress
+        self._num_done = 0
+        self.found = Found()
+
+    async def run(self, scenarios: Sequence[str], loads: Sequence[Load] = ()) -> Found:
+        """Prepare the servers, run the scenarios by name and then loads of the user's own."""
+        allow_connections(max([4096, *(load.concurrency for load in loads)]))
+        shapes = [shape for name in scenarios for shape in SCENARIOS[name].shapes]
+        shapes += [shape for load in loads for shape in load.shapes]
+        await self._prepare(shapes)
+        if self.servers:
+            for name in scenarios:
+                await SCENARIOS[name].run(self)
+            if loads:
+                await self.in_turns("load", loads)
+        self._remark()
+        for server in self.servers:
+            await server.pool.close()
+        return self.found
+
+    async def in_turns(self, scenario: str, loads: Sequence[Load], *, rounds: int = 0) -> dict[str, list[Point]]:
+        """Rounds of all loads on all servers, each round in another order; the points of each server."""
+        found = {
+            server.name: [Point(scenario, server.name, load.title, load.concurrency, load.rate) for load in loads]
+            for server in self.servers
+        }
+        for number in range(rounds or self.options.rounds):
+            turn = number % len(self.servers)
+            for place, load in enumerate(loads):
+                for server in self.servers[turn:] + self.servers[:turn]:
+                    await self.measure(server, load, found[server.name][place], f"{number}:{place}")
+        for points in found.values():
+            self.found.points += points
+        return found
+
+    async def measure(self, server: Server, load: Load, point: Point, seed: str) -> None:
+        """One load on one server; its figures become a round of the point."""
+        self._progress(self._num_done, 0, f"{server.name}: {load.title}")
+        run = await server.drive(replace(load, seed=f"{self.options.seed}:{point.scenario}:{seed}"))
+        figures = point.add(run, self.options.limits)
+        self._num_done += 1
+        self._tell(f"{point.scenario}, {server.name}, {load.title}: requests/s", figures["requests_s"])
+
+    async def alone(self, scenario: str, part: str, server: Server, load: Load) -> Point:
+        """One load, once, on one server."""
+        point = Point(scenario, server.name, f"{load.title} ({part})", load.concurrency, load.rate, part)
+        await self.measure(server, load, point, f"{part}:{load.title}")
+        self.found.points.append(point)
+        return point
+
+    def load(self, shape: Shape, *, concurrency: int = 0, rate: float = 0.0, count: int = 0, duration_s: float = 0.0) -> Load:
+        """A load of a scenario, with what the user wants otherwise."""
+        options = self.options
+        if options.count or options.duration_s:
+            count, duration_s = options.count, options.duration_s
+        num_warmup = options.num_warmup if options.num_warmup >= 0 else 2 * (concurrency or 8)
+        return Load(
+            (shape,), concurrency=concurrency, rate=rate, count=count, duration_s=duration_s, num_warmup=num_warmup,
+            timeout_s=options.timeout_s, max_in_flight=options.max_in_flight,
+        )  # fmt: skip
+
+    def judge(
+        self, scenario: str, server: str, name: str, value: float | None, wanted: float, *, at_least: bool = False
+    ) -> None:
+        self.found.targets.append((scenario, server, Target(name, value, at_least, wanted)))
+
+    async def _prepare(self, shapes: Sequence[Shape]) -> None:
+        """Servers that cannot be measured are left out, and the others go on without them."""
+        for server in list(self.servers):
+            self._progress(0, 0, f"waiting for {server.name}")
+            try:
+                await server.prepare(shapes)
+            except ArcherfishError as error:
+                self.found.errors[server.name] = str(error)
+                self.servers.remove(server)
+            self.found.servers[server.name] = server.as_dict()
+            self.found.notes += server.notes
+
+    def _remark(self) -> None:
+        """What a reader of the figures should know."""
+        for point in self.found.points:
+            where = f"{point.scenario}, {point.server}, {point.load}"
+            lag = point.median("client_lag_p99_ms")
+            if lag is not None and lag > MOST_LAG_MS:
+                self.found.notes.append(f"{where}: the client itself was up to {lag:.0f} ms late (p99)")
+            if not point.part and not all(is_steady(figures) for figures in point.rounds):
+                self.found.notes.append(f"{where}: not a steady state (Little's law is off by more than a tenth)")
+
+
+# The scenarios of the issue
+
+
+async def chat8(bench: ServeBench) -> None:
+    points = await bench.in_turns("chat8", [bench.load(CHAT, concurrency=8, count=200)])
+    for server, (point,) in points.items():
+        bench.judge("chat8", server, "end to end p50, ms", point.median("e2e_p50_ms"), 500)
+        bench.judge("chat8", server, "end to end p99, ms", point.median("e2e_p99_ms"), 2000)
+        bench.judge("chat8", server, "not answered well", num_not_well(point), 0)
+
+
+async def embed(bench: ServeBench) -> None:
+    loads = [bench.load(EMBEDDING, concurrency=8, duration_s=10.0), bench.load(EMBEDDING, rate=100.0, duration_s=10.0)]
+    points = await bench.in_turns("embed", loads)
+    for server, (closed, opened) in points.items():
+        bench.judge("embed", server, "requests/s, 8 at once", closed.median("requests_s"), 100, at_least=True)
+        bench.judge("embed", server, "end to end p99, 8 at once, ms", closed.median("e2e_p99_ms"), 200)
+        bench.judge("embed", server, "end to end p99, 100 arrivals/s, ms", opened.median("e2e_p99_ms"), 200)
+        bench.judge("embed", server, "not answered well", num_not_well(closed) + num_not_well(opened), 0)
+
+
+async def table(bench: ServeBench) -> None:
+    shapes = (EMBEDDING, CHAT)
+    loads = [bench.load(shape, concurrency=size, duration_s=10.0) for shape in shapes for size in TABLE_SIZES]
+    await bench.in_turns("table", loads)
+
+
+async def overload(bench: ServeBench) -> None:
+    """Capacity before and after, and between them three times as much for two minutes."""
+    for server in bench.servers:
+        before = await capacity(bench, server, "before")
+        if not before:
+            bench.judge("overload", server.name, "capacity, requests/s", before, 0.001, at_least=True)
+            continue
+        load = bench.load(CHAT, rate=OVER_CAPACITY * before, duration_s=120.0)
+        point = await bench.alone("overload", f"{OVER_CAPACITY:g} x capacity", server, load)
+        after = await capacity(bench, server, "after")
+        judge_overload(bench, server.name, point, before, after)
+
+
+def judge_overload(bench: ServeBench, server: str, point: Point, before: float, after: float) -> None:
+    figures = point.rounds[0]
+    answered = figures["num_ok"] + figures["num_refused_with_retry_after"]
+    bench.judge("overload", server, "not answered, nor refused with Retry-After", figures["num_requests"] - answered, 0)
+    mean = (before + after) / 2  # the machine may have changed meanwhile
+    bench.judge("overload", server, "goodput / capacity", figures["goodput_s"] / mean if mean else None, 0.9, at_least=True)
+    bench.judge("overload", server, "growth of memory", figures.get("memory_growth"), MOST_GROWTH)
+    bench.judge("overload", server, "capacity afterwards / before", after / before, 0.9, at_least=True)
+
+
+async def capacity(bench: ServeBench, server: Server, when: str) -> float:
+    """Most requests a second, and within the user's limits, of some numbers at once."""
+    best = 0.0
+    for size in CAPACITY_SIZES:
+        duration_s = min(CAPACITY_S, bench.options.duration_s or CAPACITY_S)
+        load = replace(bench.load(CHAT, concurrency=size, duration_s=duration_s), count=0, duration_s=duration_s)
+        point = await bench.alone("overload", f"capacity {when}", server, load)
+        best = max(best, point.rounds[0]["goodput_s"])
+    return best
+
+
+async def disconnect(bench: ServeBench) -> None:
+    """Clients that hang up at random moments, most of them before the end; then nothing may be held for them."""
+    for server in bench.servers:
+        at_eight = replace(bench.load(CHAT, concurrency=8, count=32), count=32, duration_s=0.0)
+        usual = await bench.alone("disconnect", "before", server, at_eight)
+        latency_ms = usual.median("e2e_p50_ms")
+        if latency_ms is None:
+            bench.judge("disconnect", server.name, "blocks in use afterwards", None, 0)
+            continue
+        leaving = replace(
+            at_eight, concurrency=LEAVERS_AT_ONCE, count=bench.options.count or NUM_LEAVERS, num_warmup=0,
+            hang_up_within_s=2 * latency_ms / 1000,
+        )  # fmt: skip
+        await bench.alone("disconnect", "leaving", server, leaving)
+        blocks, requests = await settle(server)
+        bench.judge("disconnect", server.name, "blocks in use afterwards", blocks, 0)
+        bench.judge("disconnect", server.name, "requests running or waiting afterwards", requests, 0)
+        again = await bench.alone("disconnect", "after", server, replace(at_eight, num_warmup=0))
+        bench.judge("disconnect", server.name, "not answered well afterwards", num_not_well(again), 0)
+
+
+async def settle(server: Server) -> tuple[float | None, float | None]:
+    """Blocks and requests in use by the server's own /stats, once they are zero or time is up."""
+    blocks, requests = None, None
+    for _ in range(int(SETTLE_S / POLL_S)):
+        stats = await server.get("/stats")
+        blocks, requests = in_use(stats, BLOCKS_IN_USE), in_use(stats, REQUESTS_IN_USE)
+        if not blocks and not requests:
+            break
+        await asyncio.sleep(POLL_S)
+    return blocks, requests
+
+
+def num_not_well(point: Point) -> float:
+    return sum(figures["num_requests"] - figures["num_ok"] for figures in point.rounds)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A named piece of work, and the kinds of requests that it needs a server to take."""
+
+    run: Callable[[ServeBench], Awaitable[None]]
+    shapes: tuple[Shape, ...]
+    summary: str
+
+
+SCENARIOS = {
+    "chat8": Scenario(chat8, (CHAT,), "8 chats at once, 64 tokens in and 16 out: p50 < 500 ms, p99 < 2 s"),
+    "embed": Scenario(embed, (EMBEDDING,), "embeddings, 8 at once and 100 arrivals/s: >= 100 requests/s, p99 < 200 ms"),
+    "table": Scenario(table, (EMBEDDING, CHAT), "embeddings and chats, 1, 4, 8 and 16 at once"),
+    "overload": Scenario(overload, (CHAT,), "three times the capacity for two minutes: answers, goodput, memory"),
+    "disconnect": Scenario(disconnect, (CHAT,), "500 clients that hang up at random moments: nothing stays in use"),
+}
+
+
+def measure_servers(
+    servers: Sequence[ServerOptions], options: BenchOptions, scenarios: Sequence[str], loads: Sequence[Load],
+    tell: Tell = tell_nothing, progress: Progress = no_progress,
+) -> Found:  # fmt: skip
+    """Start the servers that are to be started, run the bench, stop them."""
+    from archerfish.serve.event_loop import new_event_loop
+
+    async def main(processes: dict[str, ServerProcess]) -> Found:
+        made = [Server(one, process=processes.get(one.name)) for one in servers]
+        return await ServeBench(made, options, tell, progress).run(scenarios, loads)
+
+    for one in servers:
+        if one.start:
+            check_free(one.name, Address.parse(one.url))
+    with ExitStack() as stack:
+        processes = {one.name: stack.enter_context(ServerProcess(one.name, one.start)) for one in servers if one.start}
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(main(processes))

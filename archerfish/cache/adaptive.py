@@ -1,0 +1,241 @@
+"""AdaptiveCache: what is kept, and what goes first, follows how often the cache was of use of late."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from archerfish.errors import InvalidOptionError
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+def everything(key: Any) -> bool:
+    """The pattern of caches that take any key."""
+    return True
+
+
+@dataclass(slots=True, frozen=True)
+class AdaptiveCacheStats:
+    """Counters of an AdaptiveCache."""
+
+    hits: int
+    misses: int
+    hit_rate: float  # of the window
+    entries: int
+    bytes: int
+    evictions: int  # gone for room
+    expirations: int
+    refusals: int  # not kept, for want of use or of room
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    num_bytes: int
+    stored: float
+    used: int  # the tick of its last hit, or of when it was stored
+    is_proven: bool = False  # hit at least once
+
+
+class HitWindow:
+    """Share of hits among the last lookups, in constant time."""
+
+    def __init__(self, size: int) -> None:
+        self._lookups: deque[bool] = deque(maxlen=size)
+        self._size = size
+        self._num_hits = 0
+
+    def add(self, is_hit: bool) -> None:
+        if len(self._lookups) == self._size:
+            self._num_hits -= self._lookups[0]
+        self._lookups.append(is_hit)
+        self._num_hits += is_hit
+
+    @property
+    def rate(self) -> float:
+        return self._num_hits / len(self._lookups) if self._lookups else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._lookups) == self._size
+
+
+class AdaptiveCache(Generic[K, V]):
+    """Values by key, at most `max_bytes` of them, each for at most `ttl_seconds`; every operation in constant time.
+
+    While the hit rate of a full window is below `min_hit_rate`, a key is kept only when it is asked for a second time, and
+    entries that were never hit go before all others. Otherwise all keys are kept, and the least recently used go first. So what
+    does not repeat takes no room from what does, and a low rate ends when requests begin to repeat.
+    """
+
+    def __init__(
+        self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
+        is_cacheable: Callable[[K], bool] = everything, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if window_size < 1 or not 0 <= min_hit_rate <= 1:
+            raise InvalidOptionError(
+                f"window_size must be at least 1 and min_hit_rate from 0 to 1: {window_size}, {min_hit_rate}."
+            )
+        self.min_hit_rate = min_hit_rate
+        self._set_limits(max_bytes, ttl_seconds)
+        self._is_cacheable = is_cacheable
+        self._clock = clock
+        self._window = HitWindow(window_size)
+        self._num_missed_kept = 4 * window_size
+        self._missed: OrderedDict[int, int] = OrderedDict()  # hashes of keys -> how often not found, least recent first
+        self._entries: OrderedDict[K, _Entry[V]] = OrderedDict()  # by age: also the order in which they expire
+        self._fresh: OrderedDict[K, None] = OrderedDict()  # never hit, oldest first
+        self._proven: OrderedDict[K, None] = OrderedDict()  # hit, least recently hit first
+        self._tick = self._num_bytes = 0
+        self._hits = self._misses = self._evictions = self._expirations = self._refusals = 0
+
+    def _set_limits(self, max_bytes: int, ttl_seconds: float) -> None:
+        if max_bytes < 0 or not ttl_seconds > 0:
+            raise InvalidOptionError(f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}.")
+        self.max_bytes = max_bytes
+        self.ttl_seconds = ttl_seconds
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        """Whether `get` would find it; counts nothing."""
+        entry = self._entries.get(key)
+        return entry is not None and self._age(entry) < self.ttl_seconds
+
+    @property
+    def hit_rate(self) -> float:
+        return self._window.rate
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def is_of_little_use(self) -> bool:
+        return self._window.is_full and self._window.rate < self.min_hit_rate
+
+    # Use
+
+    def get(self, key: K, max_age_s: float | None = None) -> V | None:
+        """The value, or None where there is none or it is too old."""
+        found = self.get_with_age(key, max_age_s)
+        return None if found is None else found[0]
+
+    def get_with_age(self, key: K, max_age_s: float | None = None) -> tuple[V, float] | None:
+        """The value and its age; max_age_s: what the caller takes, which does not drop the entry for others."""
+        entry = self._entries.get(key)
+        if entry is not None and self._age(entry) >= self.ttl_seconds:
+            self._forget(key)
+            self._expirations += 1
+            entry = None
+        if entry is None or (max_age_s is not None and self._age(entry) > max_age_s):
+            self._misses += 1
+            self._window.add(False)
+            self._note_missed(key)
+            return None
+        self._hits += 1
+        self._window.add(True)
+        self._tick += 1
+        entry.used = self._tick
+        if not entry.is_proven:
+            entry.is_proven = True
+            del self._fresh[key]
+        self._proven[key] = None
+        self._proven.move_to_end(key)
+        return entry.value, self._age(entry)
+
+    def should_cache(self, key: K) -> bool:
+        """Whether a value of this key, which `get` has just not found, is worth keeping."""
+        if not self._is_cacheable(key):
+            return False
+        return not self.is_of_little_use or self._missed.get(hash(key), 0) > 1
+
+    def insert(self, key: K, value: V, num_bytes: int) -> bool:
+        """Keep a value, in place of an older one of its key. False where it is not kept: too large, or not worth it."""
+        is_known = key in self._entries
+        if is_known:
+            self._forget(key)
+        if num_bytes > self.max_bytes or not (is_known or self.should_cache(key)):
+            self._refusals += 1
+            return False
+        self.adaptive_eviction(num_bytes)
+        self._tick += 1
+        self._entries[key] = _Entry(value, num_bytes, self._clock(), self._tick)
+        self._fresh[key] = None
+        self._num_bytes += num_bytes
+        return True
+
+    def adaptive_eviction(self, num_bytes: int) -> int:
+        """Make room for so many bytes; returns how many entries went."""
+        count = 0
+        while self._entries and self._num_bytes + num_bytes > self.max_bytes:
+            self._forget(self._first_to_go())
+            count += 1
+        self._evictions += count
+        return count
+
+    def _first_to_go(self) -> K:
+        if not self._fresh or not self._proven:
+            return next(iter(self._fresh or self._proven))
+        fresh, proven = next(iter(self._fresh)), next(iter(self._proven))
+        if self.is_of_little_use or self._entries[fresh].used < self._entries[proven].used:
+            return fresh
+        return proven
+
+    def evict_expired(self) -> int:
+        """Drop what is too old; returns how many."""
+        count = 0
+        while self._entries:
+            key, entry = next(iter(self._entries.items()))
+            if self._age(entry) < self.ttl_seconds:
+                break
+            self._forget(key)
+            count += 1
+        self._expirations += count
+        return count
+
+    def discard(self, key: K) -> None:
+        if key in self._entries:
+            self._forget(key)
+
+    def clear(self) -> None:
+        """Drop all entries; counters and window stay."""
+        self._evictions += len(self._entries)
+        for order in (self._entries, self._fresh, self._proven):
+            order.clear()
+        self._num_bytes = 0
+
+    def resize(self, max_bytes: int, ttl_seconds: float) -> None:
+        """Other limits from now on, for what is there too."""
+        self._set_limits(max_bytes, ttl_seconds)
+        self.evict_expired()
+        self.adaptive_eviction(0)
+
+    def get_stats(self) -> AdaptiveCacheStats:
+        return AdaptiveCacheStats(
+            self._hits, self._misses, self.hit_rate, len(self._entries), self._num_bytes, self._evictions, self._expirations,
+            self._refusals,
+        )  # fmt: skip
+
+    # Inside
+
+    def _age(self, entry: _Entry[V]) -> float:
+        return self._clock() - entry.stored
+
+    def _note_missed(self, key: K) -> None:
+        mark = hash(key)
+        self._missed[mark] = self._missed.get(mark, 0) + 1
+        self._missed.move_to_end(mark)
+        if len(self._missed) > self._num_missed_kept:
+            self._missed.popitem(last=False)
+
+    def _forget(self, key: K) -> None:
+        entry = self._entries.pop(key)
+        self._num_bytes -= entry.num_bytes
+        del (self._proven if entry.is_proven else self._fresh)[key]

@@ -1,0 +1,69 @@
+"""Switches of a running service, for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from archerfish.config import EngineConfig
+from archerfish.errors import InvalidInputError
+from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.errors import json_response
+from archerfish.serve.identity import tenant_of
+from archerfish.serve.openai_routes import TextRoute
+from archerfish.serve.optimization import OptimizationConfig
+from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.wire import Configure, Report
+
+
+class FarEngine:
+    """The options of an engine in another process, and the changes that it is to be told."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.config = EngineConfig(**{name: value for name, value in values.items() if name in EngineConfig.names()})
+        self.wanted: dict[str, Any] = {}
+
+    def configure(self, **changes: Any) -> dict[str, Any]:
+        self.wanted |= changes
+        self.config = self.config.replace(**changes)
+        return changes
+
+
+class AdminRoutes:
+    """`OptimizationConfig` read and changed while everything runs on. The result cache is that of this front end."""
+
+    def __init__(self, catalog: Catalog, results: ResultCache) -> None:
+        self.catalog, self.results = catalog, results
+        self.router = APIRouter(route_class=TextRoute, include_in_schema=False)
+        self.router.get("/admin/optimization", response_model=None)(self.show)
+        self.router.patch("/admin/optimization", response_model=None)(self.change)
+
+    async def show(self, request: Request, model: str | None = None) -> Response:
+        """The options in force."""
+        tenant_of(request).require_operator()
+        engine = await self._configure(await self.catalog.find(model, "generation"), {})
+        return json_response(OptimizationConfig.of(engine, self.results).as_dict())
+
+    async def change(self, request: Request, model: str | None = None) -> Response:
+        """Change some, by our names or the seed's; the answer has all of them, and what they were before."""
+        tenant_of(request).require_operator()
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise InvalidInputError(f"The body is not valid JSON: {error}.") from None
+        card = await self.catalog.find(model, "generation")
+        engine = await self._configure(card, {})
+        changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
+        engine = await self._configure(card, engine.wanted)
+        shown = OptimizationConfig.of(engine, self.results).as_dict()
+        return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
+
+    async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> FarEngine:
+        message = Configure(
+            request_id=self.catalog.new_id(), model=card.id, options=changes, credentials=self.catalog.credentials
+        )
+        answer = await self.catalog.backend.ask(message)
+        assert isinstance(answer, Report)
+        return FarEngine(answer.values)

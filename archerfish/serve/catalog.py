@@ -1,0 +1,113 @@
+"""Which models a backend serves, under which names, and how a request is addressed to one."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.requests import Request
+
+from archerfish.errors import did_you_mean
+from archerfish.serve.client import Backend
+from archerfish.serve.errors import InvalidParameterError, UnservedModelError
+from archerfish.serve.wire import Query, Report
+
+Kind = Literal["generation", "embedding", "cross-encoder"]
+REFRESH_S = 1.0  # a name that is not known is looked for again, but not more often than this
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What the engine process says of a model."""
+
+    id: str
+    kind: Kind
+    max_length: int
+    dimension: int = 0
+    directory: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> ModelCard:
+        known = {name: values[name] for name in ("id", "kind", "max_length", "dimension", "directory") if name in values}
+        return cls(**known, aliases=tuple(values.get("aliases", ())))
+
+    @property
+    def names(self) -> list[str]:
+        """Under which a request may call for it: its own, aliases, and the last part of each."""
+        found = [self.id, *self.aliases]
+        return [*found, *(name.rstrip("/").rsplit("/", 1)[-1] for name in found)]
+
+
+class Catalog:
+    """The models of a backend, asked for when they are first needed."""
+
+    def __init__(
+        self, backend: Backend, credentials: str = "", *, caller_of: Callable[[Request], str] = lambda request: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """credentials: the pass of this front end, with which it may say whose request one is: `caller_of`."""
+        self.backend = backend
+        self.started_at = int(time.time())
+        self.credentials, self._caller_of, self._clock = credentials, caller_of, clock
+        self._cards: list[ModelCard] = []
+        self._asked_at = float("-inf")
+        self._ids = itertools.count()
+
+    def new_id(self) -> str:
+        return f"r{next(self._ids)}"
+
+    def address(self, request: Request, card: ModelCard) -> dict[str, Any]:
+        """Fields of a message of a client's request to a model."""
+        return {
+            "request_id": self.new_id(), "model": card.id, "credentials": self.credentials, "tenant": self._caller_of(request)
+        }
+
+    async def cards(self) -> list[ModelCard]:
+        if not self._cards:
+            await self.refresh()
+        return self._cards
+
+    async def refresh(self) -> None:
+        answer = await self.backend.ask(Query(request_id=self.new_id(), about="models", credentials=self.credentials))
+        assert isinstance(answer, Report)
+        self._cards = [ModelCard.read(values) for values in answer.values["models"]]
+        self._asked_at = self._clock()
+
+    async def named(self, name: str) -> ModelCard:
+        """The model of a name, whatever it does."""
+        for is_last in (False, True):
+            fitting = [card for card in await self.cards() if name in card.names]
+            if fitting:
+                return next((card for card in fitting if card.id == name), fitting[0])
+            if is_last or self._clock() - self._asked_at < REFRESH_S:
+                break
+            await self.refresh()
+        names = [known for card in await self.cards() for known in card.names]
+        raise UnservedModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, names))
+
+    async def find(self, name: str | None, *kinds: Kind) -> ModelCard:
+        """The model that a request names, if of one of these kinds; without a name, the first of the first kind there is."""
+        if name is None:
+            cards = await self.cards()
+            found = next((card for kind in kinds for card in cards if card.kind == kind), None)
+            if found is None:
+                raise InvalidParameterError(f"No {listed(kinds)} model is served here; see GET /v1/models.", "model")
+            return found
+        card = await self.named(name)
+        if card.kind not in kinds:
+            raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
+        return card
+
+    def describe(self, card: ModelCard) -> dict[str, Any]:
+        """As GET /v1/models shows it."""
+        shown: dict[str, Any] = {"id": card.id, "object": "model", "created": self.started_at, "owned_by": "archerfish"}
+        shown |= {"kind": card.kind, "max_length": card.max_length}
+        return shown | {"dimension": card.dimension} if card.kind == "embedding" else shown
+
+
+def listed(kinds: Iterable[str]) -> str:
+    return " or ".join(kinds)

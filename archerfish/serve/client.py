@@ -1,0 +1,403 @@
+"""Clients of an engine process: what HTTP front ends and other programs talk to it with.
+
+    async with AsyncClient("ipc:///run/archerfish/engine") as client:
+        async for part in client.generate(Generate(request_id="1", prompt="Once", params={"max_tokens": 16}, stream=True)):
+            ...                                         # Chunk, Chunk, ..., Generated
+        vectors = await client.ask(Embed(request_id="2", texts=["a text"]))
+
+    with Client("ipc:///run/archerfish/engine") as client:     # the same without await, from any thread
+        ...
+
+An answer that is a Failed is raised as a RemoteError. Leaving the iterator of `generate`, or cancelling what waits, cancels
+the request in the engine. When the connection breaks, because the process has died or cannot be reached any more, all that
+wait get an error at once (503, with the seconds to wait before trying again), and the client connects again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, StoppedError
+from archerfish.serve import wire
+from archerfish.serve.wire import (
+    Bundle,
+    Cancel,
+    Chunk,
+    Configure,
+    Embed,
+    Explain,
+    Failed,
+    Generate,
+    Generated,
+    Message,
+    Ping,
+    Pong,
+    Query,
+    Report,
+    Score,
+    Vectors,
+)
+
+Question = Embed | Score | Explain | Configure | Query | Ping
+Answer = Vectors | Report | Pong
+Part = Chunk | Generated
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+CONNECT_S = 10.0  # how long a first request waits for the engine process
+HEARTBEAT_MS, SILENCE_MS = 2000, 15_000  # a peer that is stopped or cut off counts as gone after such a silence
+MAX_PENDING_MESSAGES = 100_000  # to or from one peer
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class RemoteError(ArcherfishError):
+    """An error that the engine process answered with, or that it could not answer."""
+
+    def __init__(
+        self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        # Of this error, not of the class: the engine process says which.
+        self.code, self.status = code, status  # type: ignore[misc]
+        self.param, self.retry_after_s = param, retry_after_s
+
+    @classmethod
+    def of(cls, failed: Failed) -> RemoteError:
+        return cls(
+            failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
+            retry_after_s=failed.retry_after_s,
+        )
+
+
+class Backend(Protocol):
+    """What answers requests: AsyncClient has it, and so do the fakes of tests."""
+
+    def generate(self, request: Generate) -> AsyncIterator[Part]:
+        """Chunks if request.stream, then one Generated; raises RemoteError. Leaving the iterator cancels the request."""
+
+    async def ask(self, message: Question) -> Answer:
+        """The one answer to any other message; raises RemoteError."""
+
+
+class Waiting:
+    """Answers to one request that have come and are not fetched yet."""
+
+    __slots__ = ("_answers", "_waiter")
+
+    def __init__(self) -> None:
+        self._answers: deque[Message] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, answer: Message) -> None:
+        self._answers.append(answer)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Message:
+        while not self._answers:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        answer = self._answers.popleft()
+        if isinstance(answer, Failed):
+            raise RemoteError.of(answer)
+        return answer
+
+
+class AsyncClient:
+    """A connection to one engine process, for one event loop; it begins with the first request.
+
+    server_key: the public CURVE key of an engine process behind tcp. own_keys: the public and secret key of this client, where
+    the process asks for one that it knows; else new ones are made. retry_after_s: what an error says if the process is gone.
+    """
+
+    def __init__(
+        self, address: str, *, server_key: str = "", own_keys: tuple[str, str] | None = None, connect_s: float = CONNECT_S,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        if own_keys is not None and not server_key:
+            raise InvalidOptionError("own_keys are given without server_key.", hint="Give the engine process's public key too.")
+        self.address = address
+        self.is_connected = False
+        self._server_key, self._own_keys = server_key, own_keys
+        self._connect_s, self._retry_after_s = connect_s, retry_after_s
+        self._waiting: dict[str, Waiting] = {}
+        self._arrivals: list[asyncio.Future[None]] = []  # of requests that wait for the first connection
+        self._ids = itertools.count()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._was_connected = self._is_closed = False
+
+    # Requests
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Part, None]:
+        """Chunks if request.stream, then one Generated. Leaving the iterator cancels the request."""
+        named = self._named(request)
+        named.takes_bundles = True
+        waiting = await self._send(named)
+        is_open = True
+        try:
+            while is_open:
+                part = await waiting.get()
+                assert isinstance(part, Chunk | Generated)
+                is_open = isinstance(part, Chunk)
+                yield part
+        except RemoteError:
+            is_open = False
+            raise
+        finally:
+            self._leave(named.request_id, is_open)
+
+    async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
+        """The one answer to any other message."""
+        named = self._named(message)
+        is_open = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                waiting = await self._send(named)
+                is_open = True
+                answer = await waiting.get()
+            is_open = False
+            assert isinstance(answer, Vectors | Report | Pong)
+            return answer
+        except RemoteError:
+            is_open = False
+            raise
+        except TimeoutError:
+            raise self._gone(f"The engine process has not answered within {timeout_s:g} s.") from None
+        finally:
+            self._leave(named.request_id, is_open)
+
+    def _named(self, message: M) -> M:
+        """A copy with a request_id; the caller's own stays as it is."""
+        return msgspec.structs.replace(message, request_id=message.request_id or f"#{next(self._ids)}")
+
+    async def _send(self, message: Message) -> Waiting:
+        await self._reach()
+        if message.request_id in self._waiting:
+            raise InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
+        payload = wire.encode(message)
+        waiting = self._waiting[message.request_id] = Waiting()
+        try:
+            self._put(payload)
+        except RemoteError:
+            del self._waiting[message.request_id]
+            raise
+        return waiting
+
+    def _put(self, payload: bytes) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart([b"", payload], zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._gone("The engine process takes no requests now.") from None
+        self._read()  # sending may have used up the signal that answers are there
+
+    def _leave(self, request_id: str, is_open: bool) -> None:
+        self._waiting.pop(request_id, None)
+        if is_open and self.is_connected:
+            with contextlib.suppress(RemoteError):
+                self._put(wire.encode(Cancel(request_id=request_id)))
+
+    def _gone(self, message: str) -> RemoteError:
+        return RemoteError.of(self._told_gone(message))
+
+    def _told_gone(self, message: str) -> Failed:
+        wait_s = self._retry_after_s
+        return Failed(request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s)
+
+    # The connection
+
+    async def _reach(self) -> None:
+        """Return when there is a connection. Only a first one is waited for; one that broke is told at once."""
+        if self._is_closed:
+            raise StoppedError("This client has been closed.", hint="Make a new one.")
+        if self._socket is None:
+            self._open()
+        if self.is_connected:
+            return
+        if self._was_connected:
+            raise self._gone("The engine process is not there; it is being waited for.")
+        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrivals.append(arrival)
+        try:
+            await asyncio.wait_for(arrival, self._connect_s)
+        except TimeoutError:
+            what = f"Nothing answers at {self.address} after {self._connect_s:g} s"
+            raise self._gone(f"{what}; an engine process with other keys would not.") from None
+
+    def _open(self) -> None:
+        opened = open_socket(zmq.DEALER)
+        opened.setsockopt(zmq.RECONNECT_IVL, 20)
+        opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if self._server_key:
+            public, secret = self._own_keys or (key.decode() for key in zmq.curve_keypair())
+            set_keys(opened, CURVE_SERVERKEY=self._server_key, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret)
+        self._socket = opened
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.FD, self._read)
+        loop.add_reader(self._monitor.FD, self._watch)
+        try:
+            self._socket.connect(self.address)
+        except zmq.ZMQError as error:
+            self._shut()
+            raise InvalidOptionError(f"{self.address!r} is no address to connect to: {error}.") from None
+        self._watch()  # a descriptor tells of what comes after the first look
+        self._read()
+
+    def _read(self) -> None:
+        """Hand out all answers that have come."""
+        while self._socket is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                answer = wire.decode_answer(frames[-1])
+            except wire.WireError as error:
+                self._fail_all(Failed(request_id="", code=error.code, message=error.message, status=502))
+                continue
+            for one in answer.answers if isinstance(answer, Bundle) else (answer,):
+                waiting = self._waiting.get(one.request_id)
+                if waiting is not None:
+                    waiting.put(one)
+
+    def _watch(self) -> None:
+        """See the connection come and go."""
+        while self._monitor is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = self._was_connected = True
+                self._arrive(None)
+            elif event == zmq.EVENT_DISCONNECTED:
+                if self.is_connected:
+                    self._read()
+                    self._fail_all(self._told_gone("The engine process has gone; the request is lost."))
+                    self._shut()
+                    self._open()  # a new socket, from which the next process gets nothing that was meant for this one
+            else:
+                message = f"The engine process at {self.address} refuses the keys of this client."
+                hint = "Give server_key and own_keys."
+                self._arrive(Failed(request_id="", code="not_allowed", message=message, status=403, hint=hint))
+
+    def _arrive(self, failed: Failed | None) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            if not arrival.done():
+                arrival.set_result(None) if failed is None else arrival.set_exception(RemoteError.of(failed))
+
+    def _fail_all(self, failed: Failed) -> None:
+        for waiting in self._waiting.values():
+            waiting.put(failed)
+
+    async def close(self) -> None:
+        """Cancel what waits and leave."""
+        self._is_closed = True
+        stopped = Failed.of("", StoppedError("This client has been closed."))
+        self._fail_all(stopped)
+        self._arrive(stopped)
+        self._shut()
+
+    def _shut(self) -> None:
+        self.is_connected = False
+        if self._socket is None or self._monitor is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.FD)
+        loop.remove_reader(self._monitor.FD)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._socket = self._monitor = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class Client:
+    """An AsyncClient for programs without an event loop: it has a thread with one. Safe to use from several threads at once."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        """options: those of AsyncClient."""
+        self._client = AsyncClient(address, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="archerfish-client", daemon=True)
+        self._thread.start()
+
+    def generate(self, request: Generate) -> Generator[Part, None, None]:
+        """Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
+        parts = self._client.generate(request)
+        try:
+            while (part := self._wait(anext(parts, None))) is not None:
+                yield part
+        finally:
+            self._wait(parts.aclose())
+
+    def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
+        """The one answer to any other message."""
+        return self._wait(self._client.ask(message, timeout_s))
+
+    def _wait(self, work: Awaitable[T]) -> T:
+        async def run() -> T:
+            return await work
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_socket(kind: int) -> zmq.Socket[bytes]:
+    """A socket with the manners of both sides: heartbeats, bounded queues, no lingering."""
+    opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    for name, value in {
+        zmq.LINGER: 0, zmq.SNDHWM: MAX_PENDING_MESSAGES, zmq.RCVHWM: MAX_PENDING_MESSAGES,
+        zmq.HEARTBEAT_IVL: HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: SILENCE_MS, zmq.HEARTBEAT_TTL: SILENCE_MS,
+    }.items():  # fmt: skip
+        opened.setsockopt(name, value)
+    return opened
+
+
+def set_keys(opened: zmq.Socket[bytes], **keys: str) -> None:
+    """CURVE keys, of 40 characters each."""
+    for name, key in keys.items():
+        try:
+            opened.setsockopt(getattr(zmq, name), key.encode("ascii"))
+        except (zmq.ZMQError, UnicodeEncodeError):
+            opened.close(0)
+            raise InvalidOptionError(
+                f"{name.lower()} is no CURVE key.", hint="Make a pair with zmq.curve_keypair(): 40 printable characters each."
+            ) from None

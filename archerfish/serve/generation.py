@@ -1,0 +1,348 @@
+"""From a prompt in tokens to pieces of text: what the routes for text have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from archerfish.engine.output_text import OutputText
+from archerfish.engine.request_options import check_option_values
+from archerfish.engine.tool_calls import ToolPiece
+from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
+from archerfish.params import SamplingParams
+from archerfish.sequence import FinishReason
+from archerfish.sequence import Request as TokenRequest
+from archerfish.serve.catalog import Catalog
+from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.presence import unless_gone
+from archerfish.serve.result_cache import ResultCache, generate_cached, parse_cache_control
+from archerfish.serve.served_texts import ServedText, ServedTexts, aside, blamed
+from archerfish.serve.sse import EventStream, Outbox
+from archerfish.serve.tool_choice import CallParser
+from archerfish.serve.wire import Chunk, Generate, Generated
+
+T = TypeVar("T")
+Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest
+
+
+class DeadlineError(ServiceError):
+    """A request whose time was up before its first token."""
+
+    status, code = 504, "deadline_exceeded"
+    default_hint = "Give it more time (deadline_s), or try when less is waiting."
+
+
+@dataclass(slots=True)
+class Order:
+    """What a route wants generated."""
+
+    text: ServedText
+    prompt_ids: list[int]
+    params: SamplingParams
+    call_parser: Callable[[], CallParser] | None = None  # where the answer may call tools
+    priority: int = 0
+    deadline_s: float | None = None
+    is_streamed: bool = False
+
+    @property
+    def model_id(self) -> str:
+        return self.text.card.id
+
+    def message(self, address: dict[str, Any]) -> Generate:
+        """As it is sent. Stop strings are found here, so they make chunks necessary."""
+        stated = {name: getattr(self.params, name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
+        usual = SamplingParams()
+        params = {name: value for name, value in stated.items() if value != getattr(usual, name)}
+        if self.params.max_tokens is None:
+            params["max_tokens"] = None
+        return Generate(
+            token_ids=self.prompt_ids, params=params, stream=self.is_streamed or bool(self.params.stop), wants_ids=True,
+            priority=self.priority, deadline_s=self.deadline_s, **address,
+        )
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one sequence of an answer gained."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob] | None = None
+    parts: list[ToolPiece] | None = None  # the text again, where tools may be called
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Writing:
+    """One sequence of an answer while it comes."""
+
+    def __init__(self, order: Order) -> None:
+        tokenizer = order.text.tokenizer
+        # The engine says which token ended a sequence, so that end tokens need not be known here.
+        request = TokenRequest("", order.prompt_ids, order.params, max_tokens=0)
+        self._text = None if tokenizer is None else OutputText(tokenizer, request)
+        self._shows_end = order.params.include_stop_str_in_output
+        self._parser = None if order.call_parser is None else order.call_parser()
+        self.num_tokens = 0
+        self.is_open = True
+        self.was_cut = False  # by a stop string: the engine does not know of it
+        self.has_calls = False
+
+    def take(self, index: int, gained: Any) -> Piece:
+        """Add what a Chunk or an Output tells."""
+        token_ids, stop_reason = gained.token_ids, gained.stop_reason
+        reason: FinishReason | None = gained.finish_reason
+        shown_ids = token_ids
+        is_end = reason == "stop" and token_ids and token_ids[-1] == stop_reason
+        if is_end and not self._shows_end:
+            shown_ids = token_ids[:-1]
+        text: str = gained.text
+        if self._text is not None:
+            text, stop = self._text.feed(shown_ids, reason)
+            if stop is not None:
+                shown_ids = shown_ids[: self._text.num_tokens - self.num_tokens]
+                self.was_cut = reason is None
+                token_ids, reason, stop_reason = shown_ids, "stop", stop
+        self.num_tokens += len(token_ids)
+        self.is_open = reason is None
+        parts: list[ToolPiece] | None = None
+        if self._parser is not None:
+            parts = list(self._parser.feed(text)) if text else []
+            if reason is not None:
+                parts += self._parser.finish()
+            self.has_calls = self.has_calls or any(part.kind == "name" for part in parts)
+        logprobs = None if gained.logprobs is None else gained.logprobs[: len(shown_ids)]
+        return Piece(index, text, token_ids, logprobs, parts, reason, stop_reason)
+
+
+class Answer:
+    """What has come of an order: messages of the backend in, pieces out."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.writings = [Writing(order) for _ in range(order.params.n)]
+        self.num_cached = 0
+        self.prompt_logprobs: list[Logprob] | None = None
+
+    def take(self, message: Chunk | Generated) -> list[Piece]:
+        if isinstance(message, Chunk):
+            if message.num_cached_tokens:
+                self.num_cached = message.num_cached_tokens
+            return self._pieces([message])
+        self.num_cached = message.num_cached_tokens
+        self.prompt_logprobs = message.prompt_logprobs
+        return self._pieces(message.outputs)
+
+    def _pieces(self, gains: Sequence[Any]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for gained in gains:
+            writing = self.writings[gained.index]
+            if writing.is_open:
+                self._check(gained.finish_reason, writing.num_tokens + len(gained.token_ids))
+                pieces.append(writing.take(gained.index, gained))
+        return pieces
+
+    def _check(self, finish_reason: str | None, num_tokens: int) -> None:
+        if finish_reason == "error":
+            raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
+        if finish_reason == "abort":
+            raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
+        if finish_reason == "deadline" and num_tokens == 0:
+            raise DeadlineError("The deadline of this request passed before its first token.")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing more of what the engine may send is wanted."""
+        return any(writing.was_cut for writing in self.writings) and not any(writing.is_open for writing in self.writings)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.order.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return sum(writing.num_tokens for writing in self.writings)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole sequence."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    finish_reason: str = "stop"
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: str = ""
+
+
+def joined(index: int, pieces: Sequence[Piece]) -> Choice:
+    """The pieces of one sequence together."""
+    choice = Choice(index)
+    texts: list[str] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        choice.token_ids += piece.token_ids
+        choice.logprobs += piece.logprobs or ()
+        if piece.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        if piece.parts is None:
+            texts.append(piece.text)
+        for part in piece.parts or ():
+            if part.kind == "text":
+                texts.append(part.text)
+            elif part.kind == "name":
+                choice.calls.append(Call(part.text))
+                arguments.append([])
+            else:
+                arguments[part.index].append(part.text)
+    choice.text = "".join(texts)
+    for call, collected in zip(choice.calls, arguments, strict=True):
+        call.arguments = "".join(collected)
+    return choice
+
+
+def openai_reason(finish_reason: str, has_calls: bool) -> str:
+    """Why an answer ended, in the words that OpenAI has: a deadline is a limit like another."""
+    if finish_reason == "stop":
+        return "tool_calls" if has_calls else "stop"
+    return "length"
+
+
+class EventWriter(Protocol):
+    """How a route writes an answer as events."""
+
+    def begin(self, answers: Sequence[Answer]) -> bytes: ...
+    def piece(self, number: int, piece: Piece) -> bytes: ...
+    def end(self, answers: Sequence[Answer]) -> bytes: ...
+    def error(self, error: Exception) -> bytes: ...
+
+
+class TextService:
+    """What the routes for text share: the models, their tokenizers, and how orders are carried out."""
+
+    def __init__(self, catalog: Catalog, texts: ServedTexts | None = None, results: ResultCache | None = None) -> None:
+        self.catalog = catalog
+        self.texts = texts or ServedTexts()
+        self.results = results or ResultCache()  # which is off
+
+    async def model(self, name: str | None) -> ServedText:
+        """The model that writes for a request."""
+        return await self.texts.of(await self.catalog.find(name, "generation"))
+
+    async def complete(self, request: Request, orders: Sequence[Order]) -> list[tuple[Answer, list[Choice]]]:
+        """Whole answers, unless the client goes away before."""
+        return await unless_gone(request, all_of([self._complete(request, order) for order in orders]))
+
+    async def _complete(self, request: Request, order: Order) -> tuple[Answer, list[Choice]]:
+        answer = Answer(order)
+        pieces: list[list[Piece]] = [[] for _ in answer.writings]
+        async with self._messages(request, order) as messages:
+            async for message in messages:
+                for piece in await aside(lambda message=message: answer.take(message), size_of(message)):  # type: ignore[misc]
+                    pieces[piece.index].append(piece)
+                if answer.is_cut:
+                    break
+        return answer, [joined(index, own) for index, own in enumerate(pieces)]
+
+    async def stream(self, request: Request, orders: Sequence[Order], writer: EventWriter) -> EventStream:
+        """Events as the answers come."""
+
+        async def produce(outbox: Outbox) -> None:
+            answers = [Answer(order) for order in orders]
+            is_begun = False
+
+            async def pump(number: int) -> None:
+                nonlocal is_begun
+                answer = answers[number]
+                async with self._messages(request, orders[number]) as messages:
+                    async for message in messages:
+                        for piece in answer.take(message):
+                            if not is_begun:
+                                is_begun = True
+                                outbox.put(writer.begin(answers))
+                            data = writer.piece(number, piece)
+                            if data:
+                                outbox.put(data)
+                        if answer.is_cut:
+                            break
+                        if outbox.is_full:
+                            await outbox.room()
+
+            await all_of([pump(number) for number in range(len(orders))])
+            outbox.put(writer.end(answers))
+
+        return await EventStream(produce, writer.error).start(request)
+
+    @asynccontextmanager
+    async def _messages(self, request: Request, order: Order) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
+        """The backend's messages; leaving them cancels what is still to come."""
+        message = order.message(self.catalog.address(request, order.text.card))
+        control = parse_cache_control(request.headers.get("cache-control"))
+        messages = generate_cached(
+            self.results, self.catalog.backend.generate, message, model=order.model_id, namespace=message.tenant,
+            control=control,
+        )
+        try:
+            yield messages
+        finally:
+            close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all; if one fails, the others are cancelled."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def size_of(message: Chunk | Generated) -> int:
+    return 0 if isinstance(message, Chunk) else sum(len(output.token_ids) for output in message.outputs)
+
+
+def checked_params(values: dict[str, Any], names: dict[str, str] | None = None) -> SamplingParams:
+    """SamplingParams of what a body states (None: left out); an error names the body's parameter, by `names` if it differs."""
+    try:
+        params = SamplingParams(**values)
+        msgspec.msgpack.encode(values)
+    except InvalidInputError as error:
+        stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
+        raise blamed(error, (names or {}).get(stated, stated)) if stated else error from None
+    except (OverflowError, UnicodeEncodeError, RecursionError, TypeError) as error:
+        raise InvalidInputError(f"A value of this request cannot be passed on: {error}.") from None
+    return params
+
+
+def checked_order(order: Order) -> Order:
+    """An order whose other options are right too."""
+    if order.params.stop:
+        order.text.need_tokenizer("stop")
+    check_option_values(None, order.priority, order.deadline_s, "")
+    if not -(2**31) <= order.priority < 2**31:
+        raise InvalidParameterError("priority is out of range.", "priority")
+    return order

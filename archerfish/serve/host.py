@@ -1,0 +1,533 @@
+"""The engine process: all models of a device behind one ROUTER socket.
+
+One loop drains the socket, hands requests to the models, lets them launch and take in work, and sends what they brought; it
+waits for nothing but the next event. Everything is computed in one other thread (`compute`), texts are read and written in
+threads beside it. `python -m archerfish.serve.host` is the process: its configuration is one line of JSON on standard input,
+whose end is also the end of the process, so that it never outlives who started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, BinaryIO, ParamSpec, Self, TypeVar
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from archerfish.config import HubConfig
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, MachineError, StoppedError
+from archerfish.sched.policy import FairShare
+from archerfish.serve import wire
+from archerfish.serve.admission import AdmissionLimits
+from archerfish.serve.client import open_socket, set_keys
+from archerfish.serve.compute import ComputeThread, Waker
+from archerfish.serve.figures import Figures
+from archerfish.serve.gate import Gate
+from archerfish.serve.host_config import HostConfig, admit_only, check_address
+from archerfish.serve.limits import RateLimits
+from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, Shelf, Slot, make_slot
+from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants
+from archerfish.serve.ticket import Ticket
+from archerfish.serve.wire import (
+    Bundle,
+    Cancel,
+    Chunk,
+    Configure,
+    Embed,
+    Explain,
+    Failed,
+    Generate,
+    Message,
+    Ping,
+    Pong,
+    Query,
+    Report,
+    Score,
+)
+
+logger = logging.getLogger("archerfish.serve")
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_RECEIVED = 256  # messages of one round: a flood does not keep the models waiting
+IDLE_POLL_MS = 1000
+GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
+FRESH_S = 1.0  # a real step this young proves that a model works
+LAST_S = 5.0  # what a process may take to end when its parent has
+STUCK_S = 60.0  # a job that runs longer proves that it does not
+
+
+class NotAllowedError(CallerError):
+    """Something that only front ends and operators may do."""
+
+    status, code = 403, "not_allowed"
+
+
+def tenant_of_key(credentials: str) -> str:
+    """The tenant that an API key stands for where nobody says otherwise: its hash."""
+    return hashlib.sha256(credentials.encode(errors="surrogatepass")).hexdigest()[:32] if credentials else ""
+
+
+class Beside(Executor):
+    """Threads whose jobs wake the loop when they are done."""
+
+    def __init__(self, name: str, num_threads: int, waker: Waker) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"archerfish-{name}")
+        self._waker = waker
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = self._threads.submit(fn, *args, **kwargs)
+        future.add_done_callback(lambda _: self._waker.wake())
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+class EngineHost:
+    """Serves models at an address until it is stopped. A context manager runs it in a thread of its own."""
+
+    def __init__(
+        self, config: HostConfig, *, tenant_of: Callable[[str], str] = tenant_of_key,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_address(config)
+        self.config = config
+        self.address = config.address
+        self.figures = Figures()
+        self.waker = Waker()
+        self.compute = ComputeThread(self.waker.wake, clock)
+        self.reader: Executor = Beside("read", 2, self.waker)
+        self.writer: Executor = Beside("write", 1, self.waker)
+        self.shelf = Shelf(self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock)
+        self.tenants = Tenants.from_file(config.api_keys_file) if config.api_keys_file else Tenants()
+        self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
+        self._tenant_of, self._clock = tenant_of, clock
+        self._posted: deque[Callable[[], None]] = deque()
+        self._outbox: deque[tuple[Ticket, Message]] = deque()
+        self._tickets: dict[bytes, dict[str, Ticket]] = {}  # of each client with live requests
+        self._gone_checks: list[float] = []  # when to look again who is gone
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._guard: ThreadAuthenticator | None = None
+        self._stops_at: float | None = None  # while draining: when what still runs is given up
+        self._thread: threading.Thread | None = None
+        self.num_lost_clients = 0
+
+    # Models
+
+    def load_models(self) -> None:
+        """Make a place for every model of the configuration and load those for the start."""
+        hub = HubConfig(**self.config.hub)
+        for spec in self.config.models:
+            self.shelf.add(make_slot(
+                spec, hub, self, self.figures, self.writer, latency_s=self.config.latency_budget_ms / 1000,
+                max_queue_texts=self.config.max_queue_texts, gate_of=self._gate,
+            ))  # fmt: skip
+
+    def _gate(self, engine: LLMEngine) -> Gate:
+        """In front of a model that writes; its scheduler learns the shares of tenants, where it asks for them."""
+        policy = engine.scheduler.policy
+        if isinstance(policy, FairShare):
+            policy.set_weights({tenant.name: tenant.weight for tenant in self.tenants.all()})
+        return Gate(
+            self.rates, self.limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self._clock
+        )
+
+    # What models see; in any thread
+
+    def answer(self, ticket: Ticket, message: Message) -> None:
+        self._outbox.append((ticket, message))
+
+    def fail(self, ticket: Ticket, error: BaseException) -> None:
+        if not isinstance(error, ArcherfishError):
+            logger.error("A request failed.", exc_info=error)
+        status = getattr(error, "status", 500)
+        wait_s = getattr(error, "retry_after_s", None)
+        if wait_s is None and status in (429, 503):
+            wait_s = 1.0 if ticket.retry_after_s is None else ticket.retry_after_s()
+        self.answer(ticket, Failed.of(ticket.message.request_id, error, wait_s))
+
+    def post(self, work: Callable[[], None]) -> None:
+        self._posted.append(work)
+        self.waker.wake()
+
+    # The loop
+
+    def open(self) -> str:
+        """Listen; returns the address, with the port that was taken where the configuration leaves it open."""
+        opened = self._socket = open_socket(zmq.ROUTER)
+        opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        opened.setsockopt(zmq.MAXMSGSIZE, self.config.max_message_bytes)
+        if self.config.secret_key:
+            opened.setsockopt(zmq.CURVE_SERVER, 1)
+            set_keys(opened, CURVE_PUBLICKEY=self.config.public_key, CURVE_SECRETKEY=self.config.secret_key)
+            if self.config.client_keys:
+                self._guard = admit_only(self.config.client_keys)
+                opened.setsockopt(zmq.ZAP_DOMAIN, b"archerfish")
+        self._monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            opened.bind(self.config.address)
+        except zmq.ZMQError as error:
+            self._close_sockets(0)
+            hint = "Choose another address, or stop who has this one."
+            raise MachineError(f"Cannot listen on {self.config.address}: {error}.", hint=hint) from error
+        endpoint = opened.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.rstrip(b"\0").decode()
+
+    def run(self) -> None:
+        """Serve until `stop`; what runs then is finished first."""
+        if self._socket is None:
+            self.open()
+        assert self._socket is not None and self._monitor is not None
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self.waker.fileno(), zmq.POLLIN)
+        timeout = 0
+        try:
+            while not self._is_done():
+                poller.poll(timeout)
+                timeout = 0 if self._round() else self._pause_ms()
+        finally:
+            self._close()
+
+    def _round(self) -> bool:
+        """Everything there is to do now; whether there may be more."""
+        self.waker.clear()
+        num_received = self._receive()
+        while self._posted:
+            self._posted.popleft()()
+        has_moved = False
+        for hosted in self.shelf:
+            has_moved = hosted.advance() or has_moved
+        self._look_for_gone()
+        self._flush()
+        self.figures.settle()
+        if not has_moved and not num_received and not self._tickets and self._stops_at is None:
+            has_moved = self._use_idle_time()
+        return has_moved or num_received == MAX_RECEIVED
+
+    def _pause_ms(self) -> int:
+        """Until the next thing that no event announces."""
+        now = self._clock()
+        times = [*self._gone_checks, *([] if self._stops_at is None else [self._stops_at])]
+        return max(1, min([IDLE_POLL_MS, *(int(1000 * (moment - now)) + 1 for moment in times)]))
+
+    def _use_idle_time(self) -> bool:
+        """Do a piece of what can be done before it is wanted; whether there is more of it."""
+        self.shelf.load_next()
+        return any(hosted.use_idle_time() for hosted in self.shelf)
+
+    def _is_done(self) -> bool:
+        if self._stops_at is None:
+            return False
+        return not self._tickets or self._clock() >= self._stops_at
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Refuse what comes, finish what runs, then end. May be called in any thread and by a signal's handler."""
+        stops_at = self._clock() + (self.config.grace_s if grace_s is None else grace_s)
+        self._stops_at = stops_at if self._stops_at is None else min(self._stops_at, stops_at)
+        self.waker.wake()
+
+    def _close(self) -> None:
+        stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
+        for tickets in list(self._tickets.values()):
+            for ticket in list(tickets.values()):
+                self.fail(ticket, stopped)
+        self._flush()
+        self.shelf.close()
+        self.reader.shutdown()
+        self.writer.shutdown()
+        self.compute.close()
+        self._close_sockets(1000)
+        self.waker.close()
+
+    def _close_sockets(self, linger_ms: int) -> None:
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(linger_ms)
+        if self._guard is not None:
+            self._guard.stop()
+        self._socket = self._monitor = self._guard = None
+
+    def __enter__(self) -> Self:
+        self.address = self.open()
+        self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(0)
+        if self._thread is not None:
+            self._thread.join()
+
+    # Sending
+
+    def _flush(self) -> None:
+        """Send all that has been answered; what several requests of one client got goes together."""
+        bundles: dict[bytes, list[Any]] = {}
+        while self._outbox:
+            ticket, message = self._outbox.popleft()
+            if ticket.is_over:
+                continue
+            if not isinstance(message, Chunk):
+                self._forget(ticket)
+            if ticket.on_end is not None:
+                if not isinstance(message, Chunk):
+                    ticket.on_end(message)
+            elif isinstance(ticket.message, Generate) and ticket.message.takes_bundles:
+                bundles.setdefault(ticket.client, []).append(message)
+            else:
+                self._send(ticket.client, message)
+        for client, answers in bundles.items():
+            self._send(client, answers[0] if len(answers) == 1 else Bundle(request_id="", answers=answers))
+
+    def _send(self, client: bytes, message: Message) -> bool:
+        assert self._socket is not None
+        try:
+            payload = wire.encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            payload = wire.encode(Failed.of(message.request_id, error))
+            logger.error("An answer cannot be encoded.", exc_info=error)
+        try:
+            self._socket.send_multipart([client, b"", payload], zmq.NOBLOCK)
+        except zmq.ZMQError:  # gone, or so far behind with reading that it might as well be
+            self._lose(client)
+            return False
+        return True
+
+    def _forget(self, ticket: Ticket) -> None:
+        """A request is over: its model takes back what it has."""
+        ticket.is_over = True
+        tickets = self._tickets.get(ticket.client, {})
+        if tickets.get(ticket.message.request_id) is ticket:
+            del tickets[ticket.message.request_id]
+            if not tickets:
+                del self._tickets[ticket.client]
+        if ticket.release is not None:
+            ticket.release()
+
+    def _lose(self, client: bytes) -> None:
+        """A client has gone, and its requests with it."""
+        tickets = self._tickets.get(client)
+        if tickets:
+            self.num_lost_clients += 1
+            for ticket in list(tickets.values()):
+                self._forget(ticket)
+
+    def _look_for_gone(self) -> None:
+        """After a connection has broken: whoever cannot be sent to any more is gone."""
+        assert self._monitor is not None
+        now = self._clock()
+        with contextlib.suppress(zmq.Again):
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                self._gone_checks = [now + wait for wait in GONE_CHECKS_S]
+        if self._gone_checks and self._gone_checks[0] <= now:
+            self._gone_checks = [moment for moment in self._gone_checks if moment > now]
+            for client in list(self._tickets):
+                if client:
+                    self._send(client, Pong(request_id=""))
+
+    # Receiving
+
+    def _receive(self) -> int:
+        assert self._socket is not None
+        for number in range(MAX_RECEIVED):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return number
+            self._take(frames)
+        return MAX_RECEIVED
+
+    def _take(self, frames: list[bytes]) -> None:
+        """One message, whatever it is: nothing that a client sends ends the loop."""
+        client = frames[0]
+        payload = frames[-1] if len(frames) == 3 and not frames[1] else b""
+        try:
+            message = wire.decode_request(payload)
+        except wire.WireError as error:
+            self._send(client, Failed.of(wire.request_id_of(payload), error))
+            return
+        if isinstance(message, Cancel):
+            ticket = self._tickets.get(client, {}).get(message.request_id)
+            if ticket is not None:
+                self._forget(ticket)
+            return
+        if message.request_id in self._tickets.get(client, {}):
+            twice = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
+            self._send(client, Failed.of(message.request_id, twice))
+            return
+        ticket = Ticket(client, message, arrived=self._clock())
+        self._tickets.setdefault(client, {})[message.request_id] = ticket
+        try:
+            self._handle(ticket, message)
+        except Exception as error:
+            self.fail(ticket, error)
+
+    def _handle(self, ticket: Ticket, message: Any) -> None:
+        if isinstance(message, Ping):
+            self._ping(ticket, message)
+        elif isinstance(message, Query):
+            self._query(ticket, message)
+        elif isinstance(message, Configure):
+            self._check_operator(message.credentials)
+            kinds = (*GENERATION, *SCORES)
+            hosted = self._loaded(self.shelf.find(message.model, kinds))
+            self.answer(ticket, Report(request_id=message.request_id, values=hosted.configure(message.options)))
+        else:
+            self._work(ticket, message)
+
+    def _work(self, ticket: Ticket, message: Generate | Embed | Score | Explain) -> None:
+        if self._stops_at is not None:
+            raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
+        ticket.tenant, ticket.caller = self._tenant(message.credentials, message.tenant)
+        if isinstance(message, Explain):
+            self.shelf.submit(self.shelf.find(message.model, GENERATION), ticket, lambda hosted, one: hosted.explain(one))
+            return
+        kinds = GENERATION if isinstance(message, Generate) else VECTORS if isinstance(message, Embed) else SCORES
+        self.shelf.submit(self.shelf.find(message.model, kinds), ticket, lambda hosted, one: hosted.submit(one))
+
+    def _loaded(self, slot: Slot) -> Hosted:
+        if slot.hosted is None:
+            raise StoppedError(f"The model {slot.name} is not loaded.", hint="Send it a request first.")
+        return slot.hosted
+
+    # Who asks
+
+    def _is_front_end(self, credentials: str) -> bool:
+        wanted = self.config.front_end_pass.encode()
+        return bool(wanted) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), wanted)
+
+    def _tenant(self, credentials: str, tenant: str) -> tuple[str, Tenant]:
+        """Whose cached contexts a request may share, and what its sender may do."""
+        if self._is_front_end(credentials):
+            return tenant, self.tenants.named(tenant) or replace(ANONYMOUS, name=tenant)
+        if tenant:
+            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
+        if self.tenants.has_keys:
+            caller = self.tenants.find(credentials)
+            return caller.name, caller
+        own = self._tenant_of(credentials)
+        return own, replace(ANONYMOUS, name=own)
+
+    def _check_operator(self, credentials: str) -> None:
+        """Without a pass, who reaches a private socket is one."""
+        is_private = not self.config.front_end_pass and self.config.address.startswith(("ipc:", "inproc:"))
+        if not is_private and not self._is_front_end(credentials):
+            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
+
+    # Questions about the process
+
+    def _query(self, ticket: Ticket, message: Query) -> None:
+        values: dict[str, Any]
+        if message.about == "models":
+            values = {"models": [slot.card() for slot in self.shelf.slots]}
+        elif message.about in ("stats", "metrics"):
+            self._check_operator(message.credentials)
+            models = {slot.name: slot.hosted.stats() for slot in self.shelf.slots if slot.hosted is not None}
+            host = self._host_stats()
+            values = {"models": models, "host": host} if message.about == "stats" else self.figures.report(models, host)
+        else:
+            raise InvalidInputError(f"There is no report about {message.about!r}.", hint="Ask for models, stats or metrics.")
+        self.answer(ticket, Report(request_id=message.request_id, values=values))
+
+    def _host_stats(self) -> dict[str, float]:
+        return {
+            "clients": len(self._tickets), "live_requests": sum(map(len, self._tickets.values())),
+            "lost_clients": self.num_lost_clients, "loaded_models": sum(1 for _ in self.shelf),
+            "unloaded_models": self.shelf.num_unloaded, "job_seconds": self.compute.running_s(),
+        }  # fmt: skip
+
+    def _ping(self, ticket: Ticket, message: Ping) -> None:
+        """With a probe: after a real step of every model that is loaded, unless one is fresh or one is running."""
+        if message.probe is None:
+            self.answer(ticket, Pong(request_id=message.request_id))
+            return
+        slots = self.shelf.slots if not message.probe else [self.shelf.find(message.probe, GENERATION)]
+        running_s = self.compute.running_s()
+        if running_s > STUCK_S:
+            raise StoppedError(f"A step has been running for {running_s:.0f} s.", hint="The engine process may be stuck.")
+        now = self._clock()
+        silent = [
+            slot.hosted for slot in slots
+            if slot.hosted is not None and slot.lane is not None and now - slot.lane.last_done > FRESH_S
+        ]  # fmt: skip
+        if not silent or running_s > 0:
+            self.answer(ticket, Pong(request_id=message.request_id))
+            return
+        left = set(silent)
+
+        def end(hosted: Hosted, answer: Message) -> None:
+            left.discard(hosted)
+            if isinstance(answer, Failed):
+                answer.request_id = message.request_id
+                self.answer(ticket, answer)
+            elif not left:
+                self.answer(ticket, Pong(request_id=message.request_id, seconds=self._clock() - ticket.arrived))
+
+        for hosted in silent:
+            own = Ticket(b"", Ping(request_id=""), arrived=now, on_end=lambda answer, hosted=hosted: end(hosted, answer))  # type: ignore[misc]
+            try:
+                hosted.probe(own)
+            except Exception as error:
+                self.fail(own, error)
+
+
+# The process
+
+
+def main() -> int:
+    """Read the configuration, load, say that it serves, serve."""
+    told = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is printed goes to the log
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c reaches the whole group; who started this one stops it
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostConfig)
+    try:
+        host = EngineHost(config)
+        threading.Thread(target=watch_parent, args=(host,), name="archerfish-parent", daemon=True).start()
+        host.load_models()
+        address = host.open()
+    except ArcherfishError as error:
+        say(told, {"error": error.message, "hint": error.hint})
+        return error.exit_code
+    signal.signal(signal.SIGTERM, lambda *_: host.stop())
+    say(told, {"address": address})
+    host.run()
+    return 0
+
+
+def watch_parent(host: EngineHost) -> None:
+    """The end of standard input is the end of who started this process: nobody is left to answer to."""
+    while os.read(0, 4096):
+        pass
+    host.stop(0)
+    time.sleep(LAST_S)
+    os._exit(1)
+
+
+def say(told: BinaryIO, values: dict[str, str]) -> None:
+    told.write(msgspec.json.encode(values) + b"\n")
+    told.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""An LLMEngine among the models of an engine process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from archerfish.engine.live_request import LiveRequest
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.outputs import TextDelta
+from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
+from archerfish.params import SamplingParams
+from archerfish.sequence import Namespace, TokenLogprobs
+from archerfish.serve.compute import Lane
+from archerfish.serve.figures import Figures
+from archerfish.serve.gate import Gate, Pass
+from archerfish.serve.limits import RefusedError
+from archerfish.serve.ticket import MAX_RETRY_AFTER_S, Desk, Ticket, read_aside
+from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Report
+
+PROBE_TENANT = "\0probe"  # no key's hash and no front end's name for one
+MAX_QUICK_TOKENS = 8192  # a prompt of so many ids is read by the loop itself
+RESERVED = ("self", "tokenizer", "messages")  # no options of a chat template
+METRICS = ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions")
+
+
+class HostedLLM:
+    """An LLMEngine among the models of a process."""
+
+    kind = "generation"
+
+    def __init__(
+        self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine, self.lane, self.gate = engine, lane, gate
+        self._desk, self._figures, self._clock = desk, figures, clock
+        self._ids = itertools.count()
+        self._last_end = clock()
+        self._end_s = 0.0  # from one end of a request to the next while there is work: a running mean
+
+    @property
+    def name(self) -> str:
+        return self.engine.model_name
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def card(self) -> dict[str, Any]:
+        facts = self.engine.facts
+        return {
+            "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
+            "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
+            "device": facts.device, "dtype": facts.dtype, "kv_tokens": facts.memory.num_tokens,
+        }  # fmt: skip
+
+    def _has_chat_template(self) -> bool:
+        try:
+            return self.engine.tokenizer is not None and self.engine.chat_template is not None
+        except ArcherfishError:
+            return False
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take in a Generate: at once where it is only ids, else by way of the reader."""
+        message: Generate = ticket.message
+        if not isinstance(message, Generate):
+            raise InvalidInputError(f"{self.name} writes text; it has no vectors.", hint="Name an embedding model.")
+        scheduler = self.engine.scheduler
+        if scheduler.num_queued >= scheduler.max_queue_size:  # before anything is spent on its text
+            self._figures.refused(self.name, OverloadedError.code)
+            raise OverloadedError(f"The queue is full: {scheduler.max_queue_size:,} requests wait.")
+        answering = Answering(self, ticket, self._desk, self._figures, self._clock)
+        if self.gate is not None and ticket.on_end is None:
+            answering.entry = self._admit(self.gate, ticket, message)
+            ticket.release = answering.entry.ended
+        ids = message.token_ids
+        if ids is not None and len(ids) <= MAX_QUICK_TOKENS and "grammar" not in message.params:
+            self._enter(self._prepare(answering), answering)
+            return
+
+        def read() -> Callable[[], None]:
+            live = self._prepare(answering)
+            return lambda: self._enter(live, answering)
+
+        read_aside(self._desk, ticket, read)
+
+    def _admit(self, gate: Gate, ticket: Ticket, message: Generate) -> Pass:
+        """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
+        params, ids = message.params, message.token_ids
+        max_tokens, num_sequences = params.get("max_tokens", SamplingParams.max_tokens), params.get("n", 1)
+        try:
+            return gate.admit(
+                ticket.caller, max_tokens=max_tokens if type(max_tokens) is int and max_tokens > 0 else None,
+                num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
+                num_prompt_tokens=None if ids is None else len(ids), num_prompt_bytes=size_of_prompt(message),
+                deadline_s=message.deadline_s if message.deadline_s is None or message.deadline_s > 0 else None,
+            )
+        except RefusedError as error:
+            self._figures.refused(self.name, error.code)
+            raise
+
+    def _prepare(self, answering: Answering) -> LiveRequest:
+        """In any thread."""
+        message = answering.message
+        params = read_params(message.params)
+        given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none of them"
+            raise InvalidInputError(f"Give one of prompt, token_ids and messages, not {found}.")
+        prompt = message.prompt if message.prompt is not None else message.token_ids
+        if message.messages is not None:
+            if not self._has_chat_template():
+                raise InvalidInputError(f"{self.name} was not made for conversations.", hint="Send prompt or token_ids.")
+            reserved = [name for name in RESERVED if name in message.template_options]
+            if reserved:
+                raise InvalidInputError(f"A chat template has no option {reserved[0]!r}.")
+            prompt = self.engine.render_chat(message.messages, **message.template_options)
+        assert prompt is not None
+        return self.engine.prepare_request(
+            prompt, params, listener=answering.hear, wants_text=not message.wants_ids, request_id=f"host-{next(self._ids)}",
+            priority=answering.ticket.caller.capped(message.priority), deadline_s=message.deadline_s,
+            namespace=Namespace(answering.ticket.tenant),
+        )
+
+    def _enter(self, live: LiveRequest, answering: Answering) -> None:
+        if not self.engine.has_work:
+            self._last_end = self._clock()
+        answering.live, entry = live, answering.entry
+        try:
+            if entry is not None:
+                entry.tokenized(len(live.request.prompt_token_ids))
+            self.engine.submit(live)
+        except OverloadedError as error:
+            self._figures.refused(self.name, error.code)
+            raise
+        answering.ticket.release = lambda: self._release(live.request.request_id, entry)
+
+    def _release(self, request_id: str, entry: Pass | None) -> None:
+        self.engine.abort(request_id)
+        if entry is not None:
+            entry.ended()
+
+    def advance(self) -> bool:
+        """Launch and take in steps; whether there was anything to do."""
+        has_moved = self.engine.advance()
+        if has_moved and self.gate is not None:
+            self.gate.watch(*self.engine.scheduler.tokens_done)
+        return has_moved
+
+    def use_idle_time(self) -> bool:
+        return self.engine.use_idle_time()
+
+    def note_end(self) -> None:
+        """A request has ended; in any thread."""
+        now = self._clock()
+        gap, self._last_end = now - self._last_end, now
+        self._end_s = gap if not self._end_s else self._end_s + (gap - self._end_s) / 16
+
+    def retry_after_s(self) -> float:
+        """How long the queue will take, judged by the requests that ended last."""
+        return max(1.0, min(MAX_RETRY_AFTER_S, math.ceil(self.engine.scheduler.num_queued * self._end_s)))
+
+    def probe(self, ticket: Ticket) -> None:
+        """Answer after a real step: one token after one token."""
+        vocab_size, number = self.engine.facts.vocab_size, next(self._ids)
+        prompt = [number % vocab_size, number // vocab_size % vocab_size]  # a new one each time: no cache has it
+        ticket.message = Generate(request_id="", token_ids=prompt, params={"max_tokens": 1, "temperature": 0.0}, wants_ids=True)
+        ticket.tenant = PROBE_TENANT
+        self.submit(ticket)
+
+    def explain(self, ticket: Ticket) -> None:
+        message: Explain = ticket.message
+        prompt = message.prompt if message.prompt is not None else message.token_ids
+        if prompt is None or (message.prompt is not None and message.token_ids is not None):
+            raise InvalidInputError("Give one of prompt and token_ids.")
+
+        def read() -> Callable[[], None]:
+            record = self.engine.explain(prompt, Namespace(ticket.tenant))
+            report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
+            return lambda: self._desk.answer(ticket, report)
+
+        read_aside(self._desk, ticket, read)
+
+    def configure(self, options: dict[str, Any]) -> dict[str, Any]:
+        return self.engine.configure(**options)
+
+    def stats(self) -> dict[str, Any]:
+        counted, cached = self.engine.scheduler.stats(), self.engine.cache_stats()
+        blocks, cache = self.engine.scheduler.blocks, self.engine.scheduler.cache
+        num_used = blocks.num_total - blocks.num_free - cache.num_evictable
+        return {
+            **asdict(self.engine.engine_stats()), "cache": asdict(cached),
+            "num_prompt_tokens": cached.hits + cached.misses,
+            "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
+            "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
+            "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
+            "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+            "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclass(eq=False, slots=True)
+class Answering:
+    """Turns what an engine brings to one request into the answers that its client wants."""
+
+    model: HostedLLM
+    ticket: Ticket
+    desk: Desk
+    figures: Figures
+    clock: Callable[[], float]
+    message: Generate = field(init=False)
+    live: LiveRequest | None = None
+    entry: Pass | None = None
+    last_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.message = self.ticket.message
+
+    def hear(self, delta: TextDelta) -> None:
+        """In the loop, or where text is made."""
+        if delta.output is not None:
+            self.model.note_end()
+        ticket = self.ticket
+        if ticket.is_over:
+            return
+        is_first = not self.last_token
+        if self.entry is not None:
+            self.entry.num_output += len(delta.token_ids)
+            if is_first and delta.token_ids:
+                self.desk.post(self.entry.started)
+        if delta.token_ids and ticket.on_end is None:
+            now = self.clock()
+            self.figures.token(self.model.name, now - (ticket.arrived if is_first else self.last_token), is_first=is_first)
+            self.last_token = now
+        if self.message.stream:
+            self.desk.answer(ticket, self._chunk(delta, is_first))
+        if delta.output is not None:
+            self._end(delta)
+
+    def _chunk(self, delta: TextDelta, is_first: bool) -> Chunk:
+        chunk = Chunk(
+            request_id=self.message.request_id, index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        if not self.message.wants_ids:
+            chunk.text = delta.text
+        if delta.logprobs is not None:
+            chunk.logprobs = flat(delta.logprobs)
+        if is_first and self.live is not None and 0 in self.live.sequences:
+            chunk.num_cached_tokens = self.live.sequences[0].num_cached
+        return chunk
+
+    def _end(self, delta: TextDelta) -> None:
+        result, message = delta.output, self.message
+        assert result is not None
+        reasons = {output.finish_reason for output in result.outputs}
+        if self.entry is not None:
+            self.entry.reason = result.finish_reason or "abort"
+        if self.ticket.on_end is None:
+            self.figures.ended(self.model.name, result)
+        if "error" in reasons:
+            error = next((output.error for output in result.outputs if output.error is not None), None)
+            self.desk.fail(self.ticket, error or RuntimeError("a sequence ended with an error"))
+            return
+        if "abort" in reasons:  # not by the client: its ticket would be over
+            error = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
+            self.desk.fail(self.ticket, error)
+            return
+        metrics = asdict(result.metrics)
+        answer = Generated(
+            request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
+            num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
+            metrics={name: metrics[name] for name in METRICS},
+        )
+        for output in result.outputs:
+            told = Output(
+                index=output.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason,
+                cumulative_logprob=output.cumulative_logprob,
+            )
+            if not message.stream:
+                told.token_ids, told.text = output.token_ids, "" if message.wants_ids else output.text
+                told.logprobs = None if output.logprobs is None else flat(output.logprobs)
+            answer.outputs.append(told)
+        if message.token_ids is None:
+            answer.prompt_token_ids = result.prompt_token_ids
+        if result.prompt_logprobs is not None:
+            answer.prompt_logprobs = flat(result.prompt_logprobs)
+        self.desk.answer(self.ticket, answer)
+
+
+def size_of_prompt(message: Generate) -> int:
+    """About how many bytes of text, without a look at each."""
+    if message.messages is not None:
+        return sum(len(str(part.get("content", ""))) for part in message.messages)
+    return len(message.prompt or "")
+
+
+def flat(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
+    return [(one.token_id, one.logprob, one.rank, one.top) for one in logprobs]
+
+
+def read_params(given: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**given)
+    except TypeError as error:
+        raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None

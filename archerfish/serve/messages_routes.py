@@ -1,0 +1,359 @@
+"""/v1/messages, as Anthropic has it, its errors included."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from archerfish.errors import ArcherfishError
+from archerfish.serve.errors import ClientGoneError, InvalidParameterError, _http, _invalid, json_response, logger
+from archerfish.serve.generation import Answer, Choice, Piece, TextService
+from archerfish.serve.openai_routes import Handler, chat_order, retry_headers, unexpected
+from archerfish.serve.openai_schemas import CONTENT, STRING, UNUSED, ToolBody, function_call, function_tool, response_grammar
+from archerfish.serve.schemas import _kind, _text, _wrong
+from archerfish.serve.sse import dumped, quoted
+
+ERROR_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
+
+
+def blocks_of(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Content as blocks of these types; a string is one of text."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": _text(content, where)}]
+    if not isinstance(content, list):
+        raise _wrong(f"{where} must be a string or a list of blocks, not {_kind(content)}.")
+    for index, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in kinds:
+            what = f"of type {kind!r}" if isinstance(kind, str) else _kind(block)
+            raise _wrong(f"{where}[{index}] is {what}, which is not supported here: {', '.join(kinds)} blocks are.")
+        if kind == "text":
+            _text(block.get("text"), f"{where}[{index}].text")
+    return content
+
+
+def block_text(blocks: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(block["text"] for block in blocks if block["type"] == "text")
+
+
+def anthropic_messages(value: Any) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it: results of tools are messages of their own."""
+    if not isinstance(value, list) or not value:
+        raise _wrong("messages must be a list of messages that is not empty.")
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant"):
+            raise _wrong(f"{where}.role must be user or assistant; a system prompt goes into system.")
+        if role == "user":
+            messages += user_messages(message.get("content"), f"{where}.content", names)
+        else:
+            messages.append(assistant_message(message.get("content"), f"{where}.content", names))
+    return messages
+
+
+def user_messages(content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    blocks = blocks_of(content, where, ("text", "tool_result"))
+    found: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        if block["type"] == "tool_result":
+            inside = f"{where}[{index}]"
+            call_id = _text(block.get("tool_use_id"), f"{inside}.tool_use_id")
+            result = block_text(blocks_of(block.get("content") or "", f"{inside}.content", ("text",)))
+            found.append({"role": "tool", "content": result, "tool_call_id": call_id, "name": names.get(call_id, "")})
+    if not found or any(block["type"] == "text" for block in blocks):
+        found.append({"role": "user", "content": block_text(blocks)})
+    return found
+
+
+def assistant_message(content: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
+    blocks = blocks_of(content, where, ("text", "tool_use"))
+    message: dict[str, Any] = {"role": "assistant", "content": block_text(blocks)}
+    for index, block in enumerate(blocks):
+        if block["type"] == "tool_use":
+            inside = f"{where}[{index}]"
+            call_id, name = _text(block.get("id"), f"{inside}.id"), _text(block.get("name"), f"{inside}.name")
+            if not isinstance(block.get("input"), dict):
+                raise _wrong(f"{inside}.input must be an object, not {_kind(block.get('input'))}.")
+            names[call_id] = name
+            message.setdefault("tool_calls", []).append(function_call(call_id, name, block["input"]))
+    return message
+
+
+def anthropic_tools(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise _wrong(f"tools must be a list, not {_kind(value)}.")
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise _wrong(f"tools[{index}] must be an object, not {_kind(tool)}.")
+        if tool.get("type") not in (None, "custom"):
+            raise _wrong(f"tools[{index}] is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
+        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
+    return tools
+
+
+def anthropic_choice(value: Any) -> str:
+    """tool_choice in the words of ToolBody."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("auto", "none", "any"):
+        return "required" if kind == "any" else str(kind)
+    if kind == "tool" and isinstance(value.get("name"), str):
+        return f"={value['name']}"
+    raise _wrong("tool_choice must be an object whose type is auto, any, none, or tool with a name.")
+
+
+def system_text(value: Any) -> str:
+    return block_text(blocks_of(value, "system", ("text",)))
+
+
+def sequences_of(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise _wrong(f"stop_sequences must be a list of strings, not {_kind(value)}.")
+    return [_text(item, f"stop_sequences[{index}]") for index, item in enumerate(value)]
+
+
+OBJECTS = {"type": "array", "items": {"type": "object"}}
+
+
+class CountBody(ToolBody):
+    """POST /v1/messages/count_tokens."""
+
+    messages: Annotated[
+        list[dict[str, Any]], PlainValidator(anthropic_messages),
+        WithJsonSchema({
+            "type": "array", "minItems": 1,
+            "items": {"type": "object", "properties": {"role": STRING, "content": CONTENT}, "required": ["role", "content"]},
+        }),
+    ]
+    system: Annotated[str, PlainValidator(system_text), WithJsonSchema(CONTENT)] = ""
+    tools: Annotated[list[dict[str, Any]], PlainValidator(anthropic_tools), WithJsonSchema(OBJECTS)] = Field([])
+    tool_choice: Annotated[str, PlainValidator(anthropic_choice), WithJsonSchema({"type": "object"})] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_parallel(cls, data: Any) -> Any:
+        choice = data.get("tool_choice") if isinstance(data, dict) else None
+        is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
+        return {**data, "parallel_tool_calls": False} if is_single else data
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"), "speed": ("standard",), "thinking": ({"type": "disabled"},),
+        "user_profile_id": (), "workspace_id": (),
+    }  # fmt: skip
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Annotated[
+        list[str], PlainValidator(sequences_of), WithJsonSchema({"type": "array", "items": STRING})
+    ] = Field([])
+    output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
+    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
+
+    def stated_format(self) -> dict[str, Any] | None:
+        wanted = self.output_config or {}
+        unknown = [name for name, value in wanted.items() if name != "format" and value is not None]
+        if unknown:
+            raise InvalidParameterError(f"output_config.{unknown[0]} is not supported.", "output_config")
+        return response_grammar(wanted.get("format"), "output_config.format")
+
+    def sampling(self) -> dict[str, Any]:
+        return {**super().sampling(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+class AnthropicRoute(APIRoute):
+    """A route whose errors have Anthropic's shape."""
+
+    def get_route_handler(self) -> Handler:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                return reshaped(await _invalid(request, error))
+            except HTTPException as error:
+                return reshaped(await _http(request, error))
+            except ArcherfishError as error:
+                return anthropic_failure(error)
+            except ClientGoneError:
+                raise
+            except Exception:
+                logger.exception("%s %s", request.method, request.url.path)
+                return anthropic_failure(unexpected())
+
+        return answer
+
+
+def anthropic_failure(error: ArcherfishError) -> Response:
+    return json_response(error_body(error.status, str(error)), error.status, retry_headers(error))
+
+
+def reshaped(response: Response) -> Response:
+    """An error in OpenAI's shape as one in Anthropic's."""
+    message: str = json.loads(bytes(response.body))["error"]["message"]
+    return json_response(error_body(response.status_code, message), response.status_code)
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessagesRoutes:
+    """The messages routes."""
+
+    def __init__(self, service: TextService) -> None:
+        self.service = service
+        self.router = APIRouter(route_class=AnthropicRoute)
+        self.router.post("/v1/messages", response_model=None)(self.messages)
+        self.router.post("/v1/messages/count_tokens", response_model=None)(self.count_tokens)
+
+    async def messages(self, request: Request, body: MessagesBody) -> Response:
+        """The next message of a conversation; if its last one is the assistant's, what comes after it."""
+        messages, opening = conversation(body)
+        names = {"stop": "stop_sequences", "grammar": "output_config"}
+        order = await chat_order(self.service, body, messages, names=names, opening=opening)
+        blank: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": order.model_id,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+        }
+        if body.stream:
+            return await self.service.stream(request, [order], MessageEvents(blank))
+        [(answer, [choice])] = await self.service.complete(request, [order])
+        shown = {**blank, "content": content_blocks(choice), **stop_of(choice, bool(choice.calls)), "usage": usage_of(answer)}
+        return json_response(shown)
+
+    async def count_tokens(self, body: CountBody) -> Response:
+        """How many tokens a conversation has."""
+        text = await self.service.model(body.model)
+        messages, opening = conversation(body)
+        options = {"tools": body.tools} if body.check_tools() != "none" else {}
+        token_ids = await text.encode_chat(messages, "messages", options)
+        num_opening = len(await text.encode(opening, "messages", False)) if opening else 0
+        return json_response({"input_tokens": len(token_ids) + num_opening})
+
+
+def conversation(body: CountBody) -> tuple[list[dict[str, Any]], str]:
+    """The messages that go into the template, and the text with which the answer begins already."""
+    messages, opening = body.messages, ""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        messages, opening = messages[:-1], messages[-1]["content"]
+    return ([{"role": "system", "content": body.system}] if body.system else []) + messages, opening
+
+
+def content_blocks(choice: Choice) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if choice.text or not choice.calls:
+        blocks.append({"type": "text", "text": choice.text})
+    for call in choice.calls:
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = {"arguments": call.arguments}  # cut off, or no JSON: an object is due here
+        blocks.append({"type": "tool_use", "id": new_use_id(), "name": call.name, "input": arguments})
+    return blocks
+
+
+def new_use_id() -> str:
+    return f"toolu_{secrets.token_hex(12)}"
+
+
+def stop_of(ended: Choice | Piece, has_calls: bool) -> dict[str, Any]:
+    """Why a message ended, in Anthropic's words."""
+    if ended.finish_reason != "stop":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(ended.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": ended.stop_reason}
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+
+
+def usage_of(answer: Answer) -> dict[str, int]:
+    """Tokens; those out of the cache are counted apart from input_tokens."""
+    return {
+        "input_tokens": answer.num_prompt - answer.num_cached, "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.num_cached, "output_tokens": answer.num_output,
+    }
+
+
+class MessageEvents:
+    """A message in its events: blocks of text and of calls, one after the other."""
+
+    def __init__(self, blank: dict[str, Any]) -> None:
+        self._blank = blank
+        self._num_blocks = 0
+        self._open = ""  # the type of the block that is open
+        self._has_calls = False
+        self._delta = b""  # how events of the open block begin
+        self._ended: Piece | None = None
+
+    def begin(self, answers: Sequence[Answer]) -> bytes:
+        usage = {**usage_of(answers[0]), "output_tokens": 0}
+        return event("message_start", message={**self._blank, "usage": usage})
+
+    def piece(self, number: int, piece: Piece) -> bytes:
+        if piece.finish_reason is not None:
+            self._ended = piece
+        if piece.parts is None:
+            return self._write_text(piece.text) if piece.text else b""
+        written = b""
+        for part in piece.parts:
+            if part.kind == "text":
+                written += self._write_text(part.text)
+            elif part.kind == "name":
+                self._has_calls = True
+                block = {"type": "tool_use", "id": new_use_id(), "name": part.text, "input": {}}
+                written += self._start(block, b"input_json_delta", b"partial_json")
+            else:
+                written += self._delta + quoted(part.text) + b"}}\n\n"
+        return written
+
+    def _write_text(self, text: str) -> bytes:
+        opening = b"" if self._open == "text" else self._start({"type": "text", "text": ""}, b"text_delta", b"text")
+        return opening + self._delta + quoted(text) + b"}}\n\n"
+
+    def _start(self, block: dict[str, Any], delta: bytes, member: bytes) -> bytes:
+        written = self._stop()
+        place = self._num_blocks
+        self._num_blocks += 1
+        self._open = block["type"]
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":'
+        self._delta = head % (place, delta, member)
+        return written + event("content_block_start", index=place, content_block=block)
+
+    def _stop(self) -> bytes:
+        was_open, self._open = self._open, ""
+        return event("content_block_stop", index=self._num_blocks - 1) if was_open else b""
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        opening = b"" if self._num_blocks else self._start({"type": "text", "text": ""}, b"text_delta", b"text")
+        delta = stop_of(self._ended or Choice(0), self._has_calls)
+        return opening + self._stop() + event("message_delta", delta=delta, usage=usage_of(answers[0])) + event("message_stop")
+
+    def error(self, error: Exception) -> bytes:
+        told = error if isinstance(error, ArcherfishError) else unexpected()
+        return event("error", **{"error": error_body(told.status, str(told))["error"]})
+
+
+def event(kind: str, **values: Any) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + dumped({"type": kind, **values}) + b"\n\n"

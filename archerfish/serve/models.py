@@ -1,0 +1,248 @@
+"""The models of an engine process: which there are, which of them are loaded, and which one a request means."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archerfish.background import in_background
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig
+from archerfish.engine.arrow_engine import ArrowEngine
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError, did_you_mean
+from archerfish.serve.compute import ComputeThread, Lane
+from archerfish.serve.figures import Figures
+from archerfish.serve.gate import Gate
+from archerfish.serve.host_config import Kind, ModelSpec
+from archerfish.serve.hosted_encoder import Encoder, HostedEncoder
+from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.ticket import Desk, Ticket
+from archerfish.types import DTYPE_BYTES
+
+logger = logging.getLogger("archerfish.serve")
+Hosted = HostedLLM | HostedEncoder
+Load = Callable[[Lane], Hosted]
+GENERATION: tuple[Kind, ...] = ("generation",)
+VECTORS: tuple[Kind, ...] = ("embedding",)
+SCORES: tuple[Kind, ...] = ("cross-encoder", "embedding")
+
+
+class UnknownModelError(ModelNotFoundError):
+    """A request names a model that this process does not have."""
+
+    param = "model"
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of a model, loaded or not."""
+
+    name: str
+    kind: str
+    load: Load
+    loads: str = "start"
+    aliases: tuple[str, ...] = ()
+    hosted: Hosted | None = None
+    lane: Lane | None = None
+    is_loading: bool = False
+    error: BaseException | None = None  # of the last attempt to load it
+    waiting: list[Ticket] = field(default_factory=list)  # until it is loaded
+    last_used: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Under which a request may call for it: its own, aliases, and the last part of each."""
+        found = [self.name, *self.aliases]
+        return [*found, *(name.rstrip("/").rsplit("/", 1)[-1] for name in found)]
+
+    @property
+    def is_idle(self) -> bool:
+        return self.hosted is not None and not self.hosted.has_work and not self.waiting
+
+    def card(self) -> dict[str, Any]:
+        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
+        return {**shown, **({} if self.hosted is None else self.hosted.card()), "is_loaded": self.hosted is not None}
+
+
+class Shelf:
+    """All models of a process.
+
+    memory_bytes: what loaded models may take together, 0 for no limit; above it those that were used least recently and have
+    nothing to do are unloaded, and loaded again when they are asked for.
+    """
+
+    def __init__(
+        self, compute: ComputeThread, desk: Desk, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.slots: list[Slot] = []
+        self._compute, self._desk, self._clock = compute, desk, clock
+        self._memory_bytes = memory_bytes
+        self.num_unloaded = 0
+
+    def __iter__(self) -> Iterator[Hosted]:
+        return iter([slot.hosted for slot in self.slots if slot.hosted is not None])
+
+    def add(self, slot: Slot) -> None:
+        self.slots.append(slot)
+        if slot.loads == "start":
+            lane = self._compute.lane(slot.name)
+            self._put(slot, lane, slot.load(lane))
+
+    def find(self, name: str, kinds: tuple[Kind, ...]) -> Slot:
+        """The model that a request names; without a name the one there is of the first of these kinds."""
+        if name:
+            found = [slot for slot in self.slots if name in slot.names]
+            if not found:
+                known = [known for slot in self.slots for known in slot.names]
+                raise UnknownModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, known))
+            return found[0]
+        for kind in kinds:
+            found = [slot for slot in self.slots if slot.kind == kind]
+            if len(found) > 1:
+                names = ", ".join(slot.name for slot in found)
+                raise InvalidInputError(f"There are several {kind} models.", hint=f"Name one: {names}.")
+            if found:
+                return found[0]
+        raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
+
+    def submit(self, slot: Slot, ticket: Ticket, act: Callable[[Hosted, Ticket], None]) -> None:
+        """Hand a request to a model, which is loaded first if it is not there."""
+        slot.last_used = self._clock()
+        if slot.hosted is not None:
+            ticket.retry_after_s = slot.hosted.retry_after_s
+            act(slot.hosted, ticket)
+            return
+        ticket.model_work = act
+        slot.waiting.append(ticket)
+        self.load(slot)
+
+    def load(self, slot: Slot) -> None:
+        """Load in a thread of its own; requests that wait for it go on when it is there."""
+        if slot.is_loading or slot.hosted is not None:
+            return
+        slot.is_loading = True
+        lane = self._compute.lane(slot.name)
+
+        def run() -> None:
+            try:
+                hosted = slot.load(lane)
+            except BaseException as error:
+                raised = error
+                self._desk.post(lambda: self._fail(slot, lane, raised))
+            else:
+                self._desk.post(lambda: self._arrive(slot, lane, hosted))
+
+        in_background(run, f"load-{slot.name}", daemon=True)
+
+    def load_next(self) -> None:
+        """Begin to load the model for idle times that most requests wait for, if none is being loaded now."""
+        left = [slot for slot in self.slots if slot.loads == "idle" and slot.hosted is None and slot.error is None]
+        if left and not any(slot.is_loading for slot in self.slots) and self._has_room():
+            self.load(max(left, key=lambda slot: len(slot.waiting)))
+
+    def _has_room(self) -> bool:
+        return not self._memory_bytes or self.num_bytes < self._memory_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.num_bytes for slot in self.slots if slot.hosted is not None)
+
+    def _put(self, slot: Slot, lane: Lane, hosted: Hosted) -> None:
+        slot.hosted, slot.lane, slot.error = hosted, lane, None
+        slot.is_loading = False
+        slot.kind = hosted.kind
+        slot.num_bytes = num_bytes_of(hosted)
+        slot.last_used = self._clock()
+        if hosted.name != slot.name and hosted.name not in slot.aliases:
+            slot.aliases = (*slot.aliases, hosted.name)
+
+    def _arrive(self, slot: Slot, lane: Lane, hosted: Hosted) -> None:
+        self._put(slot, lane, hosted)
+        self._make_room(keeps=slot)
+        waiting, slot.waiting = slot.waiting, []
+        for ticket in waiting:
+            if not ticket.is_over and ticket.model_work is not None:
+                try:
+                    self.submit(slot, ticket, ticket.model_work)
+                except Exception as error:
+                    self._desk.fail(ticket, error)
+
+    def _fail(self, slot: Slot, lane: Lane, error: BaseException) -> None:
+        self._compute.remove(lane)
+        slot.is_loading = False
+        if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=slot):
+            self.load(slot)
+            return
+        logger.error("The model %s could not be loaded: %s", slot.name, error)
+        slot.error = error
+        waiting, slot.waiting = slot.waiting, []
+        for ticket in waiting:
+            self._desk.fail(ticket, ServiceError(f"The model {slot.name} could not be loaded.", hint="The log says why."))
+
+    def _make_room(self, keeps: Slot) -> None:
+        while not self._has_room() and self._unload_one(keeps):
+            pass
+
+    def _unload_one(self, keeps: Slot) -> bool:
+        """Let the model go that was used least recently; False: all have something to do."""
+        idle = [slot for slot in self.slots if slot is not keeps and slot.is_idle]
+        if not idle:
+            return False
+        slot = min(idle, key=lambda slot: slot.last_used)
+        assert slot.hosted is not None and slot.lane is not None
+        logger.info("The model %s is unloaded for want of memory.", slot.name)
+        slot.hosted.close()
+        self._compute.remove(slot.lane)
+        slot.hosted = slot.lane = None
+        slot.loads = "demand" if slot.loads == "idle" else slot.loads
+        self.num_unloaded += 1
+        gc.collect()
+        return True
+
+    def close(self) -> None:
+        for hosted in self:
+            hosted.close()
+
+
+def make_slot(
+    spec: ModelSpec, hub: HubConfig, desk: Desk, figures: Figures, writer: Executor, *, latency_s: float, max_queue_texts: int,
+    gate_of: Callable[[LLMEngine], Gate],
+) -> Slot:
+    """The place of a model that a configuration names."""
+
+    def load(lane: Lane) -> Hosted:
+        if spec.kind == "generation":
+            engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=writer)
+            return HostedLLM(engine, lane, desk, figures, gate_of(engine))
+        config = EmbedConfig(**spec.options)
+        encoder: Encoder = ArrowEngine(config, hub=hub)
+        hosted = HostedEncoder(encoder, lane, desk, figures, latency_s=latency_s, max_queue_texts=max_queue_texts)
+        if hosted.kind != spec.kind:
+            raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
+        lane.submit(encoder.core.ops.start_thread, config.num_threads).result()  # type: ignore[attr-defined]
+        warm = ("warm", "up") if encoder.is_cross_encoder else "warm up"
+        lane.submit(encoder.compute, encoder.tokenize([warm])).result()
+        return hosted
+
+    name = Path(spec.model).name if Path(spec.model).exists() else spec.model
+    return Slot(name, spec.kind, load, spec.loads, (*spec.aliases, *([spec.model] if name != spec.model else [])))
+
+
+def num_bytes_of(hosted: Hosted) -> int:
+    """Memory of a model: weights and KV."""
+    if isinstance(hosted, HostedLLM):
+        facts = hosted.engine.facts
+        shapes = facts.adapter.dummy_shapes(facts.config).values()
+        weights = sum(math.prod(shape) for shape in shapes) * DTYPE_BYTES[facts.dtype]
+        return int(weights + facts.memory.num_bytes)
+    directory = getattr(hosted.engine, "directory", None)
+    arrow = None if directory is None else Path(directory) / "weights.arrow"
+    return arrow.stat().st_size if arrow is not None and arrow.is_file() else 0

@@ -1,0 +1,404 @@
+"""Bodies of /v1/chat/completions and /v1/completions, and what the other routes for text share with them.
+
+Parameters that OpenAI has and this engine has not are refused by name, unless they ask for what happens anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from archerfish.errors import did_you_mean
+from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.schemas import Body, _kind, _text, _token_ids, _wrong
+
+STRING = {"type": "string"}
+TEXT_KINDS = ("text", "input_text", "output_text")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+# The parameters of a body that are SamplingParams by the same name.
+SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "prompt_logprobs",
+)  # fmt: skip
+
+
+class UnsupportedParameterError(InvalidParameterError):
+    """A parameter that others have."""
+
+    code = "unsupported_parameter"
+
+
+def stop_strings(value: Any) -> list[str]:
+    if value is None or isinstance(value, str):
+        return [] if value is None else [_text(value, "stop")]
+    if not isinstance(value, list):
+        raise _wrong(f"stop must be a string or a list of strings, not {_kind(value)}.")
+    return [_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+
+
+def biases(value: Any) -> dict[int, float] | None:
+    """logit_bias: JSON has token ids as strings."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong(f"logit_bias must be an object of token ids and numbers, not {_kind(value)}.")
+    for token_id in value:
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
+            raise _wrong(f"logit_bias must be an object of token ids and numbers; {token_id!r} is no token id.")
+    return {int(token_id): bias for token_id, bias in value.items()}
+
+
+Stops = Annotated[
+    list[str], PlainValidator(stop_strings), WithJsonSchema({"anyOf": [STRING, {"type": "array", "items": STRING}]})
+]
+Biases = Annotated[
+    dict[int, float] | None, PlainValidator(biases),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+
+
+class TextBody(Body):
+    """What all routes for text take beside what their makers defined: the rest of the engine's sampling parameters."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # by name: values that ask for nothing
+
+    model: str | None = Field(None, description="Name of the served model; left out: the first that writes.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Biases = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema that the answer follows.")
+    guided_regex: str | None = None
+    guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
+    guided_choice: list[str] | None = None
+    priority: int = Field(0, description="Higher runs first.")
+    deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
+    stream: bool | None = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in cls.unsupported.keys() & data.keys():
+            value = data[name]
+            if value is not None and value not in cls.unsupported[name]:
+                raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
+        return {name: value for name, value in data.items() if name not in cls.unsupported}
+
+    def sampling(self) -> dict[str, Any]:
+        """SamplingParams that the body states."""
+        stated = {name: getattr(self, name, None) for name in (*SAMPLING, "logit_bias")}
+        found = {name: value for name, value in stated.items() if value is not None}
+        grammar = self.grammar()
+        return found if grammar is None else {**found, "grammar": grammar}
+
+    def grammar(self) -> dict[str, Any] | None:
+        """What the answer must be."""
+        kinds = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
+        found = [(name, kind) for name, kind in kinds.items() if getattr(self, name) is not None]
+        stated = self.stated_format()
+        if len(found) + (stated is not None) > 1:
+            names = [name for name, _ in found] + (["response_format"] if stated else [])
+            raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one form.", names[0])
+        return {"kind": found[0][1], "value": getattr(self, found[0][0])} if found else stated
+
+    def stated_format(self) -> dict[str, Any] | None:
+        """The grammar of the route's own parameter for it."""
+        return None
+
+
+class StreamOptions(Body):
+    """stream_options."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = Field(False, description="Accepted and not used.")
+
+
+def response_grammar(value: Any, where: str = "response_format") -> dict[str, Any] | None:
+    """The grammar of a response_format; json_schema is nested in chat and flat in responses."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"kind": "json", "value": None}
+    if kind == "json_schema":
+        inner = value.get("json_schema", value)
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if not isinstance(schema, dict):
+            raise InvalidParameterError(f"{where} of type json_schema must hold a schema, which is an object.", where)
+        return {"kind": "json_schema", "value": schema}
+    if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
+        return {"kind": "regex" if kind == "regex" else "lark", "value": value[kind]}
+    known = "text, json_object, json_schema, regex or grammar"
+    raise InvalidParameterError(f"{where} must be an object whose type is {known}.", where)
+
+
+def part_texts(content: Any, where: str) -> str:
+    """The text of a message's content: a string, or a list of text parts, which become lines."""
+    if isinstance(content, str):
+        return _text(content, where)
+    if not isinstance(content, list):
+        raise _wrong(f"{where} must be a string or a list of text parts, not {_kind(content)}.")
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXT_KINDS:
+            what = f"of type {kind!r}" if isinstance(kind, str) else _kind(part)
+            raise _wrong(f"{where}[{index}] is {what}, which is not supported: only text parts are.")
+        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def chat_messages(value: Any) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it."""
+    if not isinstance(value, list) or not value:
+        raise _wrong("messages must be a list of messages that is not empty.")
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    return [chat_message(message, f"messages[{index}]", names) for index, message in enumerate(value)]
+
+
+def chat_message(message: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _wrong(f"{where} must be an object, not {_kind(message)}.")
+    for key, given in message.items():
+        if key not in MESSAGE_KEYS and given:  # clients repeat answers with all their empty fields
+            raise _wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, MESSAGE_KEYS)}".strip())
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        stated = f"not {role!r}" if isinstance(role, str) else "which is missing"
+        raise _wrong(f"{where}.role must be system, developer, user, assistant or tool, {stated}.")
+    found: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = message.get("content")
+    if content is not None or role != "assistant":
+        if content is None:
+            raise _wrong(f"{where}.content is missing.")
+        content = part_texts(content, f"{where}.content")
+    calls = tool_calls(message.get("tool_calls"), f"{where}.tool_calls", names) if role == "assistant" else []
+    if content is None and not calls:
+        raise _wrong(f"{where} has neither content nor tool_calls.")
+    found["content"] = content or ""
+    if calls:
+        found["tool_calls"] = calls
+    if isinstance(message.get("name"), str):
+        found["name"] = message["name"]
+    if role == "tool":
+        call_id = _text(message.get("tool_call_id"), f"{where}.tool_call_id")
+        found["tool_call_id"] = call_id
+        found.setdefault("name", names.get(call_id, ""))
+    return found
+
+
+def tool_calls(value: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Earlier calls of an assistant; the names of their functions go into `names`."""
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise _wrong(f"{where} must be a list, not {_kind(value)}.")
+    calls: list[dict[str, Any]] = []
+    for index, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise _wrong(f"{where}[{index}] must be an object with a function.")
+        name = _text(function.get("name"), f"{where}[{index}].function.name")
+        arguments = _text(function.get("arguments"), f"{where}[{index}].function.arguments")
+        call_id = call.get("id") if isinstance(call.get("id"), str) else ""
+        names[str(call_id)] = name
+        calls.append(function_call(str(call_id), name, arguments))
+    return calls
+
+
+def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tools(value: Any) -> list[dict[str, Any]]:
+    """Tools in the form that templates expect; responses have the function's members beside its type."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _wrong(f"tools must be a list, not {_kind(value)}.")
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(value):
+        where = f"tools[{index}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise _wrong(f"{where} must be an object of type function; {kind!r} is not supported.")
+        function = tool.get("function", tool)
+        if not isinstance(function, dict):
+            raise _wrong(f"{where}.function must be an object, not {_kind(function)}.")
+        tools.append(function_tool(function.get("name"), function.get("description"), function.get("parameters"), where))
+    return tools
+
+
+def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+    if not _text(name, f"{where}.name"):
+        raise _wrong(f"{where}.name must not be empty.")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise _wrong(f"{where}: the schema of the parameters must be an object, not {_kind(parameters)}.")
+    described = "" if description is None else _text(description, f"{where}.description")
+    schema = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": described, "parameters": schema}}
+
+
+def chosen_tool(value: Any) -> str:
+    """tool_choice as "auto", "none", "required" or "=" and the name of a function."""
+    if value is None or value in ("auto", "none", "required"):
+        return str(value or "")
+    if isinstance(value, dict) and value.get("type") == "function":
+        name = value.get("function", value)
+        name = name.get("name") if isinstance(name, dict) else None
+        if isinstance(name, str):
+            return f"={name}"
+    raise _wrong('tool_choice must be "auto", "none", "required" or an object that names a function.')
+
+
+CONTENT = {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]}
+Messages = Annotated[
+    list[dict[str, Any]],
+    PlainValidator(chat_messages),
+    WithJsonSchema({
+        "type": "array", "minItems": 1,
+        "items": {"type": "object", "properties": {"role": STRING, "content": CONTENT}, "required": ["role"]},
+    }),
+]
+Tools = Annotated[
+    list[dict[str, Any]], PlainValidator(function_tools), WithJsonSchema({"type": "array", "items": {"type": "object"}})
+]
+ToolChoice = Annotated[str, PlainValidator(chosen_tool), WithJsonSchema({"anyOf": [STRING, {"type": "object"}]})]
+
+
+def prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [_text(value, "prompt")]
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else _kind(value)
+        raise _wrong(f"prompt must be a string, a list of strings, or token ids, not {what}.")
+    if type(value[0]) is int:
+        return [_token_ids(value, "prompt")]
+    if isinstance(value[0], list):
+        return [_token_ids(item, f"prompt[{index}]") for index, item in enumerate(value)]
+    return [_text(item, f"prompt[{index}]") for index, item in enumerate(value)]
+
+
+IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+STRINGS = {"type": "array", "items": STRING, "minItems": 1}
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(prompts),
+    WithJsonSchema({"anyOf": [STRING, STRINGS, IDS, {"type": "array", "items": IDS, "minItems": 1}]}),
+]
+
+
+class ToolBody(TextBody):
+    """A body with tools."""
+
+    tools: Tools = Field([])
+    tool_choice: ToolChoice = ""
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most.")
+
+    def check_tools(self) -> str:
+        """What tool_choice comes to: "none" without tools, "auto" if nothing is said."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        choice = self.tool_choice or ("auto" if names else "none")
+        if choice in ("auto", "none"):
+            return choice if names else "none"
+        if not names:
+            raise InvalidParameterError("tool_choice asks for a call, but there are no tools.", "tool_choice")
+        if choice[0] == "=" and choice[1:] not in names:
+            message = f"tool_choice names {choice[1:]!r}, which is none of tools. {did_you_mean(choice[1:], names)}"
+            raise InvalidParameterError(message.strip(), "tool_choice")
+        return choice
+
+
+UNUSED = "Accepted and not used."
+
+
+class ChatBody(ToolBody):
+    """POST /v1/chat/completions, as OpenAI has it."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (), "function_call": (), "functions": (), "modalities": (["text"],), "moderation": (), "prediction": (),
+        "prompt_cache_options": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
+        "verbosity": (), "web_search_options": (), "best_of": (1,),
+    }  # fmt: skip
+
+    messages: Messages
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, description="The same, as OpenAI names it now.")
+    stop: Stops = Field([])
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Values for the chat template.")
+    user: str | None = Field(None, description=UNUSED)
+    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
+    safety_identifier: str | None = Field(None, description=UNUSED)
+    prompt_cache_key: str | None = Field(None, description=UNUSED)
+    prompt_cache_retention: str | None = Field(None, description=UNUSED)
+
+    def stated_format(self) -> dict[str, Any] | None:
+        return response_grammar(self.response_format)
+
+    def sampling(self) -> dict[str, Any]:
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise InvalidParameterError("max_tokens and max_completion_tokens say different things.", "max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameterError("top_logprobs needs logprobs to be true.", "top_logprobs")
+        found = {**super().sampling(), "max_tokens": next(iter(limits), None)}
+        return {**found, "logprobs": self.top_logprobs or 0} if self.logprobs else found
+
+
+class CompletionBody(TextBody):
+    """POST /v1/completions, as OpenAI has it."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
+
+    prompt: Prompts
+    n: int | None = None
+    max_tokens: int | None = Field(16, description="0, with echo, gives the prompt alone.")
+    stop: Stops = Field([])
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool = Field(False, description="Give token ids beside the text.")
+    add_special_tokens: bool = Field(True, description="Whether tokens such as that of the beginning are put before a text.")
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description=UNUSED)
+
+    def stated_format(self) -> dict[str, Any] | None:
+        return response_grammar(self.response_format)
+
+    def sampling(self) -> dict[str, Any]:
+        found = {**super().sampling(), "max_tokens": self.max_tokens}
+        if self.max_tokens == 0:
+            if not self.echo:
+                raise InvalidParameterError("max_tokens is 0, which only makes sense with echo.", "max_tokens")
+            found["max_tokens"] = 1  # the engine has no smaller number; it is not shown
+        if self.logprobs is not None:
+            found["logprobs"] = self.logprobs
+            if self.echo:
+                found.setdefault("prompt_logprobs", self.logprobs)
+        if self.stream and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
+            raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
+        return found

@@ -1,0 +1,137 @@
+"""OptimizationConfig: the switches and sizes that can be changed while an engine serves, with nothing lost.
+
+The seed's names are taken as well: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
+and reused buffers are how the engine works here, so that enable_simd_sampling and enable_object_pool can only be true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+from archerfish.cache.eviction import eviction_policy
+from archerfish.config import EngineConfig, Options, option, parse_text, refuse_unknown
+from archerfish.errors import InvalidOptionError, UnknownOptionError
+from archerfish.serve.result_cache import ResultCache
+
+ALWAYS_ON = {
+    "enable_simd_sampling": "Sampling is always vectorised.",
+    "enable_object_pool": "Buffers are always reused.",
+}
+NOT_HERE = {"pool_max_objects": "Buffers are made once, for max_num_seqs sequences, when an engine is made."}
+SEED_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *NOT_HERE)
+# Options that an engine has under the same name.
+ENGINE_OPTIONS = ("logits_cache_ttl_s", "enable_prefix_caching", "eviction_policy", "max_queue_size", "pipeline_depth")
+
+
+class RunningEngine(Protocol):
+    """What is asked of an engine; LLMEngine is one."""
+
+    config: EngineConfig
+
+    def configure(self, **changes: Any) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationConfig(Options):
+    """Caches, queue and pipeline of a running engine."""
+
+    section: ClassVar[str] = "optimization"
+
+    enable_logits_cache: bool = option(True, "Keep logits of whole prompts, which spare an exact repeat its pass.")
+    logits_cache_mib: int = option(64, "Memory for such logits; the seed's cache_size_mb.", minimum=0, maximum=1 << 20)
+    logits_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
+    enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
+    eviction_policy: str = option("lru", "Which cached blocks go first; a registered name.")
+    max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
+    pipeline_depth: int = option(
+        1, "Steps planned before the step before them is done; the seed's enable_prefetch is 1.", minimum=0, maximum=1
+    )
+    result_cache_mib: int = option(0, "Memory for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20)
+    result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        eviction_policy(self.eviction_policy)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Options by our names or the seed's, such as an admin route gets them."""
+        return cls(**cls._read(values))
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """These options with some changed, by our names or the seed's."""
+        return self.replace(**self._read(values))
+
+    @classmethod
+    def _read(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(values, Mapping):
+            raise InvalidOptionError(f"Options must be a table of names and values, not {type(values).__name__}.")
+        refuse_unknown({str(name): value for name, value in values.items()}, [*cls.names(), *SEED_NAMES], "option")
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            ours, meant = _in_our_terms(name, value)
+            if ours in found and found[ours] != meant:
+                raise InvalidOptionError(f"There are two values for {ours}: {found[ours]!r} and {meant!r}.", hint="Give one.")
+            if ours:
+                found[ours] = meant
+        return found
+
+    @classmethod
+    def of(cls, engine: RunningEngine, result_cache: ResultCache | None = None) -> Self:
+        """The options that are in force."""
+        config = engine.config
+        values = {name: getattr(config, name) for name in ENGINE_OPTIONS}
+        if config.logits_cache_mib:
+            values["logits_cache_mib"] = config.logits_cache_mib
+        if result_cache is not None:
+            values["result_cache_mib"] = result_cache.max_bytes >> 20
+            values["result_cache_ttl_s"] = result_cache.ttl_seconds
+        return cls(enable_logits_cache=config.logits_cache_mib > 0, **values)
+
+    def changes(self, other: OptimizationConfig) -> dict[str, tuple[Any, Any]]:
+        """What is different in the other one: name -> (value here, value there)."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.names()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def apply(self, engine: RunningEngine, result_cache: ResultCache | None = None) -> dict[str, tuple[Any, Any]]:
+        """Put these options in force and return what has changed: name -> (before, now).
+
+        Requests that run or wait go on. Caches that get smaller evict; a shorter queue refuses only who comes later.
+        """
+        before = self.of(engine, result_cache)
+        changed = before.changes(self)
+        if result_cache is None and self.result_cache_mib:
+            raise InvalidOptionError("There is no result cache here.", hint="Leave out result_cache_mib.")
+        wanted = {name: getattr(self, name) for name in ENGINE_OPTIONS if name in changed}
+        logits_mib = self.logits_cache_mib if self.enable_logits_cache else 0
+        if logits_mib != engine.config.logits_cache_mib:
+            wanted["logits_cache_mib"] = logits_mib
+        if wanted:
+            engine.configure(**wanted)
+        if result_cache is not None and (changed.keys() & {"result_cache_mib", "result_cache_ttl_s"}):
+            result_cache.resize(self.result_cache_mib << 20, self.result_cache_ttl_s)
+        return changed
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _in_our_terms(name: str, value: Any) -> tuple[str, Any]:
+    """Our name and value of an option; no name where it says only what is so anyhow."""
+    if name in NOT_HERE:
+        raise UnknownOptionError(f"{name} cannot be set.", hint=NOT_HERE[name])
+    if name == "cache_size_mb":
+        return "logits_cache_mib", value
+    if name in ALWAYS_ON or name == "enable_prefetch":
+        is_on = parse_text(name, bool, value) if isinstance(value, str) else value
+        if not isinstance(is_on, bool):
+            raise InvalidOptionError(f"{name} must be true or false, not {value!r}.")
+        if name == "enable_prefetch":
+            return "pipeline_depth", int(is_on)
+        if not is_on:
+            raise InvalidOptionError(f"{name} cannot be false.", hint=ALWAYS_ON[name])
+        return "", None
+    return name, value

@@ -1,0 +1,148 @@
+"""Tokens and texts of the models that a backend serves: what the front end needs of their files."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from archerfish.background import Lazy
+from archerfish.engine.chat_template import ChatTemplate
+from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.serve.catalog import ModelCard
+from archerfish.serve.errors import InvalidParameterError
+
+T = TypeVar("T")
+LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class ContextLengthError(InvalidInputError):
+    """A prompt that leaves no room for an answer, in OpenAI's words."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_tokens: int, max_length: int, param: str, *, at_least: bool = False) -> None:
+        stated = f"at least {num_tokens:,}" if at_least else f"{num_tokens:,}"
+        super().__init__(
+            f"This model's maximum context length is {max_length:,} tokens, answer included; the prompt has {stated}.",
+            hint="Shorten it.",
+        )
+        self.param = param
+
+
+class ServedText:
+    """The text side of one model."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self._opened = Lazy(lambda: TextTokenizer.find(card.directory) if card.directory else None)
+        self._template = Lazy(lambda: ChatTemplate.find(card.directory, card.id))
+        self._longest = 1  # characters of the longest token
+        self._tokens: dict[int, tuple[str, list[int]]] = {}
+
+    async def open(self) -> ServedText:
+        """Read the files, if they have not been."""
+        if not self._opened.is_made:
+            await asyncio.to_thread(self._open)
+        return self
+
+    def _open(self) -> None:
+        tokenizer = self._opened.get()
+        if tokenizer is not None:
+            _ = tokenizer.special_tokens, tokenizer.decoder_kinds
+            self._longest = max(len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.vocab_size))
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        return self._opened.get()
+
+    def need_tokenizer(self, param: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.", param)
+        return self.tokenizer
+
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        tokenizer = self.need_tokenizer(param)
+        return await aside(lambda: tokenizer.encode(text, add_special_tokens), len(text))
+
+    async def encode_chat(self, messages: Sequence[dict[str, Any]], param: str, options: dict[str, Any]) -> list[int]:
+        """Tokens of a conversation up to where the answer begins."""
+        tokenizer = self.need_tokenizer(param)
+
+        def render() -> list[int]:
+            try:
+                return self._template.get().encode(tokenizer, messages, **options)
+            except InvalidInputError as error:
+                raise blamed(error, param) from None
+
+        size = chat_size(messages, options)
+        return await aside(render, size if self._template.is_made else LONG_TEXT + 1)
+
+    def check_size(self, num_characters: int, param: str) -> None:
+        """Refuse what must be too long before it is tokenized."""
+        least = -(-num_characters // self._longest)
+        if least >= self.card.max_length:
+            raise ContextLengthError(least, self.card.max_length, param, at_least=True)
+
+    def check_length(self, token_ids: Sequence[int], param: str) -> None:
+        if not token_ids:
+            raise InvalidParameterError("The prompt is empty; give at least one token.", param)
+        if len(token_ids) >= self.card.max_length:
+            raise ContextLengthError(len(token_ids), self.card.max_length, param)
+
+    def template_sources(self) -> dict[str, str]:
+        """Its chat templates by name; none for a model that has none."""
+        try:
+            return self._template.get().sources
+        except ArcherfishError:
+            return {}
+
+    def token(self, token_id: int) -> tuple[str, list[int]]:
+        """The text of one token by itself, and its bytes, which may be part of a character."""
+        found = self._tokens.get(token_id)
+        if found is None:
+            raw = self._token_bytes(token_id)
+            found = self._tokens[token_id] = raw.decode(errors="replace"), list(raw)
+        return found
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return f"token_id:{token_id}".encode()
+        if "ByteLevel" in tokenizer.decoder_kinds:
+            return tokenizer.token_bytes(token_id)
+        token = tokenizer.id_to_token(token_id) or ""
+        single = BYTE_TOKEN.fullmatch(token)
+        return bytes([int(single[1], 16)]) if single else token.replace(WORD_MARK, " ").encode()
+
+
+class ServedTexts:
+    """The text sides of all models, by the directories of their files."""
+
+    def __init__(self) -> None:
+        self._known: dict[ModelCard, ServedText] = {}
+
+    async def of(self, card: ModelCard) -> ServedText:
+        if card not in self._known:
+            self._known[card] = ServedText(card)
+        return await self._known[card].open()
+
+
+def chat_size(messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> int:
+    """How much work it is to write and tokenize a conversation, in characters, roughly."""
+    return sum(len(message["content"] or "") for message in messages) + 1000 * len(options.get("tools") or ())
+
+
+async def aside(work: Callable[[], T], size: int) -> T:
+    """Run small work here and large work in a thread."""
+    return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
+
+
+def blamed(error: InvalidInputError, param: str) -> InvalidInputError:
+    """The same error with the parameter that it is about."""
+    error.param = param  # type: ignore[attr-defined]
+    return error

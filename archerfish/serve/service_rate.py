@@ -1,0 +1,145 @@
+"""How fast a model serves, measured from its steps, and how many requests are with it for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MEMORY = 64  # observations after which one weighs about a third of the newest
+LEAST_PREFILL_SHARE = 0.1  # of a step that does both, where decoding alone seems to take all of it
+
+
+class Average:
+    """The plain mean of the first `memory` values, exponentially weighted from then on."""
+
+    __slots__ = ("_memory", "_num_values", "value")
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._memory = memory
+        self._num_values = 0
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._num_values = min(self._num_values + 1, self._memory)
+        self.value = value if self.value is None else self.value + (value - self.value) / self._num_values
+
+
+class Ratio:
+    """Sum over sum, exponentially weighted: large observations count for more, as they should in a rate."""
+
+    __slots__ = ("_above", "_below", "_keep")
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._keep = 1 - 1 / memory
+        self._above = self._below = 0.0
+
+    def add(self, above: float, below: float) -> None:
+        self._above = self._above * self._keep + above
+        self._below = self._below * self._keep + below
+
+    @property
+    def value(self) -> float | None:
+        return self._above / self._below if self._below > 0 else None
+
+
+class ServiceRate:
+    """Seconds for a token of a prompt, and for a decode step by the size of its batch.
+
+    How long a step takes hardly depends on its batch on a GPU, and much on a CPU: sizes are told apart by powers of two. A size
+    that was never seen is taken to be as fast as the nearest smaller one: an estimate that errs by letting in is soon
+    corrected by what is then measured, one that refuses is not.
+    """
+
+    def __init__(self) -> None:
+        self._prefill = Ratio()  # seconds, tokens
+        self._decode = Ratio()
+        self._steps: dict[int, Average] = {}  # by the bits of the batch size - 1
+
+    def observe(self, num_prompt_tokens: int, num_output_tokens: int, seconds: float) -> None:
+        """A step: tokens of prompts computed, tokens brought, seconds."""
+        if not seconds > 0:
+            return
+        if num_prompt_tokens > 0:
+            decode_s = (self.decode_step_s(num_output_tokens) or 0.0) if num_output_tokens else 0.0
+            self._prefill.add(max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds), num_prompt_tokens)
+        elif num_output_tokens > 0:
+            self._steps.setdefault((num_output_tokens - 1).bit_length(), Average()).add(seconds)
+            self._decode.add(seconds, num_output_tokens)
+
+    def decode_step_s(self, batch: int) -> float | None:
+        """Of a step that brings every sequence of a batch a token; None before the first."""
+        if not self._steps:
+            return None
+        wanted = (max(1, batch) - 1).bit_length()
+        size = max((size for size in self._steps if size <= wanted), default=None)
+        return self._steps[min(self._steps) if size is None else size].value
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return num_tokens * (self._prefill.value or 0.0)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        return 1 / self._prefill.value if self._prefill.value else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Of all sequences together, as batches have been of late."""
+        return 1 / self._decode.value if self._decode.value else None
+
+
+@dataclass(frozen=True)
+class LittlesLawFigures:
+    """Over one period: mean_requests * period_s == requests_per_s * period_s * mean_s + open_s, but for rounding."""
+
+    period_s: float
+    mean_requests: float  # L: requests inside, averaged over time
+    requests_per_s: float  # lambda: requests that left
+    mean_s: float  # W: what those spent inside
+    open_s: float  # what those that are still inside have spent there, together
+
+
+class LittlesLaw:
+    """L, lambda and W out of one set of books: L = lambda W once nothing is left inside. Time before `reset` does not count."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now = self._start = clock()
+        self._num_inside = self._num_left = 0
+        self._area = self._left_s = self._entered_sum = 0.0
+
+    def _advance(self) -> float:
+        now = max(self._now, self._clock())
+        self._area += self._num_inside * (now - self._now)
+        self._now = now
+        return now
+
+    def enter(self) -> float:
+        """A request has come; keep what this returns for `leave`."""
+        now = self._advance()
+        self._num_inside += 1
+        self._entered_sum += now
+        return now
+
+    def leave(self, entered: float) -> None:
+        now, since = self._advance(), max(entered, self._start)
+        self._num_inside -= 1
+        self._entered_sum = self._entered_sum - since if self._num_inside else 0.0
+        self._num_left += 1
+        self._left_s += now - since
+
+    def reset(self) -> None:
+        """Begin a new period; who is inside counts from now on."""
+        now = self._start = self._advance()
+        self._num_left = 0
+        self._area = self._left_s = 0.0
+        self._entered_sum = self._num_inside * now
+
+    def figures(self) -> LittlesLawFigures:
+        now = self._advance()
+        period = now - self._start
+        open_s = self._num_inside * now - self._entered_sum
+        mean_s = self._left_s / self._num_left if self._num_left else 0.0
+        if not period > 0:
+            return LittlesLawFigures(0.0, float(self._num_inside), 0.0, mean_s, open_s)
+        return LittlesLawFigures(period, self._area / period, self._num_left / period, mean_s, open_s)

@@ -1,0 +1,115 @@
+"""/tokenize, /detokenize and /v1/cache/explain."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field, PlainValidator, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from archerfish.serve.errors import InvalidParameterError, json_response
+from archerfish.serve.generation import TextService
+from archerfish.serve.openai_routes import TextRoute
+from archerfish.serve.openai_schemas import IDS, STRING, Messages, Tools
+from archerfish.serve.presence import unless_gone
+from archerfish.serve.schemas import Body, _kind, _text, _token_ids, _wrong
+from archerfish.serve.served_texts import ServedText, aside
+from archerfish.serve.wire import Explain, Report
+
+
+def text_or_ids(value: Any) -> str | list[int] | None:
+    if value is None or isinstance(value, str):
+        return None if value is None else _text(value, "prompt")
+    if not isinstance(value, list):
+        raise _wrong(f"prompt must be a string or a list of token ids, not {_kind(value)}.")
+    return _token_ids(value, "prompt")
+
+
+def ids_or_none(value: Any) -> list[int]:
+    return [] if value == [] else _token_ids(value, "tokens")
+
+
+Prompt = Annotated[str | list[int] | None, PlainValidator(text_or_ids), WithJsonSchema({"anyOf": [STRING, IDS]})]
+Ids = Annotated[list[int], PlainValidator(ids_or_none), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
+
+
+class TokenizeBody(Body):
+    """POST /tokenize, as vLLM has it: a prompt, or the messages of a conversation."""
+
+    model: str | None = None
+    prompt: Annotated[str, PlainValidator(lambda value: _text(value, "prompt")), WithJsonSchema(STRING)] | None = None
+    messages: Messages | None = None
+    tools: Tools = Field([])
+    add_special_tokens: bool = Field(True, description="Whether tokens such as that of the beginning are put before a prompt.")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize, as vLLM has it."""
+
+    model: str | None = None
+    tokens: Ids
+    skip_special_tokens: bool = False
+
+
+class ExplainBody(Body):
+    """POST /v1/cache/explain: a prompt in text or token ids, or the messages of a conversation."""
+
+    model: str | None = None
+    prompt: Prompt = None
+    messages: Messages | None = None
+    tools: Tools = Field([])
+
+
+class TextRoutes:
+    """What the front end and the cache know of texts, without generating any."""
+
+    def __init__(self, service: TextService) -> None:
+        self.service = service
+        self.router = APIRouter(route_class=TextRoute)
+        self.router.post("/tokenize", response_model=None)(self.tokenize)
+        self.router.post("/detokenize", response_model=None)(self.detokenize)
+        self.router.post("/v1/cache/explain", response_model=None)(self.explain)
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        """Token ids of a text."""
+        text = await self._any_model(body.model)
+        token_ids = await self._token_ids(text, body.prompt, body.messages, body.tools, body.add_special_tokens)
+        strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
+        shown = {"count": len(token_ids), "max_model_len": text.card.max_length, "tokens": token_ids, "token_strs": strings}
+        return json_response(shown)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        text = await self._any_model(body.model)
+        tokenizer = text.need_tokenizer("model")
+        decoded = await aside(lambda: tokenizer.decode(body.tokens, body.skip_special_tokens), len(body.tokens))
+        return json_response({"prompt": decoded})
+
+    async def explain(self, request: Request, body: ExplainBody) -> Response:
+        """What the cache has for a prompt of the caller, and why not more."""
+        text = await self.service.model(body.model)
+        token_ids = await self._token_ids(text, body.prompt, body.messages, body.tools)
+        text.check_length(token_ids, "prompt")
+        address = self.service.catalog.address(request, text.card)
+        answer = await unless_gone(request, self.service.catalog.backend.ask(Explain(token_ids=token_ids, **address)))
+        assert isinstance(answer, Report)
+        return json_response({"model": text.card.id, **answer.values})
+
+    async def _any_model(self, name: str | None) -> ServedText:
+        catalog = self.service.catalog
+        return await self.service.texts.of(await catalog.find(name, "generation", "embedding", "cross-encoder"))
+
+    async def _token_ids(
+        self, text: ServedText, prompt: str | list[int] | None, messages: list[dict[str, Any]] | None,
+        tools: list[dict[str, Any]], add_special_tokens: bool = True,
+    ) -> list[int]:
+        if (prompt is None) == (messages is None):
+            raise InvalidParameterError("Give either prompt or messages.", "prompt")
+        if messages is not None:
+            return await text.encode_chat(messages, "messages", {"tools": tools} if tools else {})
+        return await text.encode(prompt, "prompt", add_special_tokens) if isinstance(prompt, str) else list(prompt or ())
+
+

@@ -1,0 +1,70 @@
+"""A client's request inside an engine process, and what a model sees of its host.
+
+The host's loop calls all methods of models, except where a name or a comment says otherwise; what takes long (text, computing)
+runs in other threads and leaves its results for the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from archerfish.serve.tenants import ANONYMOUS, Tenant
+from archerfish.serve.wire import Message
+
+MAX_RETRY_AFTER_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request of a client, from its arrival to its last answer."""
+
+    client: bytes
+    message: Any
+    tenant: str = ""
+    caller: Tenant = ANONYMOUS
+    arrived: float = 0.0
+    retry_after_s: Callable[[], float] | None = None  # how long its model thinks one should wait before the next
+    is_over: bool = False
+    release: Callable[[], None] | None = None  # called once when it is over: what it holds in its model goes back
+    model_work: Callable[[Any, Ticket], None] | None = None  # what to do with it once its model is loaded
+    on_end: Callable[[Message], None] | None = None  # of a request of our own
+
+
+class Desk(Protocol):
+    """What a model sees of its host. `answer`, `fail` and `post` may be called in any thread."""
+
+    reader: Executor  # threads for texts on their way in; the loop wakes after each job
+
+    def answer(self, ticket: Ticket, message: Message) -> None:
+        """Send an answer with all others of this round; any but a Chunk is the last."""
+
+    def fail(self, ticket: Ticket, error: BaseException) -> None: ...
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have the loop do something."""
+
+
+def read_aside(desk: Desk, ticket: Ticket, work: Callable[[], Callable[[], None]]) -> None:
+    """Do something with texts in another thread, then what it returns in the loop, unless the request is over by then."""
+
+    def settle(act: Callable[[], None]) -> None:
+        if not ticket.is_over:
+            try:
+                act()
+            except Exception as error:
+                desk.fail(ticket, error)
+
+    def run() -> None:
+        if ticket.is_over:
+            return
+        try:
+            act = work()
+        except BaseException as error:
+            desk.fail(ticket, error)
+        else:
+            desk.post(lambda: settle(act))
+
+    desk.reader.submit(run)

@@ -1,0 +1,135 @@
+"""Embeddings, reranking and similarity over a backend."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from archerfish.config import ServeConfig
+from archerfish.errors import InputTooLargeError
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.errors import InvalidParameterError, json_response
+from archerfish.serve.openai_routes import TextRoute
+from archerfish.serve.presence import unless_gone
+from archerfish.serve.schemas import EmbeddingsBody, RerankBody, SimilarityBody
+from archerfish.serve.wire import Embed, Score, Vectors
+
+Array = npt.NDArray[np.float32]
+YIELD_ROWS = 16  # rows turned into JSON before other requests get a turn: a few milliseconds
+
+
+class VectorRoutes:
+    """Routes that answer with numbers."""
+
+    def __init__(self, catalog: Catalog, config: ServeConfig, registry: MetricRegistry) -> None:
+        self.catalog, self.config = catalog, config
+        self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
+        self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
+        self.router = APIRouter(route_class=TextRoute)
+        self.router.post("/v1/embeddings", response_model=None)(self.embeddings)
+        self.router.post("/v1/rerank", response_model=None)(self.rerank)
+        self.router.post("/similarity", response_model=None)(self.similarity)
+
+    async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
+        """Vectors of texts."""
+        card = await self.catalog.find(body.model, "embedding")
+        self.check_number(len(body.input), "input")
+        if body.dimensions is not None and body.dimensions > card.dimension:
+            raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
+        rows, num_tokens = await self.embed(request, card, body.input)
+        rows = shorten(rows, body.dimensions)
+        items = (
+            f'{{"object":"embedding","index":{index},"embedding":{embedding_json(row, body.encoding_format)}}}'
+            for index, row in enumerate(rows)
+        )
+        tail = {"model": card.id, "usage": self.usage("/v1/embeddings", len(rows), num_tokens)}
+        return await list_response('{"object":"list","data":[', items, tail)
+
+    async def rerank(self, request: Request, body: RerankBody) -> Response:
+        """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
+        card = await self.catalog.find(body.model, "cross-encoder", "embedding")
+        self.check_number(len(body.documents), "documents")
+        if card.kind == "cross-encoder":
+            message = Score(query=body.query, documents=body.documents, **self.catalog.address(request, card))
+            rows, num_tokens = read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
+            scores = rows[:, 0]
+        else:
+            rows, num_tokens = await self.embed(request, card, [body.query, *body.documents])
+            scores = rows[1:] @ rows[0]
+        order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+        results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in order]
+        if body.return_documents:
+            for result in results:
+                result["document"] = {"text": body.documents[result["index"]]}
+        usage = self.usage("/v1/rerank", len(body.documents), num_tokens)
+        return json_response({"model": card.id, "results": results, "usage": usage})
+
+    async def similarity(self, request: Request, body: SimilarityBody) -> Response:
+        """Cosines: a list for one source, a list per source for several."""
+        card = await self.catalog.find(body.model, "embedding")
+        sources = [body.source] if isinstance(body.source, str) else body.source
+        num_texts = len(sources) + len(body.sentences)
+        self.check_number(num_texts, "sentences")
+        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences])
+        cosines = rows[: len(sources)] @ rows[len(sources) :].T
+        shown = cosines[0] if isinstance(body.source, str) else cosines
+        tail = {"model": card.id, "usage": self.usage("/similarity", num_texts, num_tokens)}
+        return await list_response('{"similarities":[', (json.dumps(row.tolist()) for row in shown), tail)
+
+    async def embed(self, request: Request, card: ModelCard, texts: Sequence[str | list[int]]) -> tuple[Array, int]:
+        """Vectors of length 1, and the tokens that they took."""
+        message = Embed(texts=list(texts), normalize=True, **self.catalog.address(request, card))
+        return read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
+
+    def check_number(self, number: int, param: str) -> None:
+        if number > self.config.max_texts_per_request:
+            raise InputTooLargeError(
+                f"{param} makes {number} texts; a request takes at most {self.config.max_texts_per_request}.",
+                hint="Send several requests: they share batches.",
+            )
+
+    def usage(self, route: str, num_texts: int, num_tokens: int) -> dict[str, int]:
+        self.texts.add(num_texts, route=route)
+        self.tokens.add(num_tokens, route=route)
+        return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def read_vectors(answer: object) -> tuple[Array, int]:
+    assert isinstance(answer, Vectors)
+    rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
+    return rows.astype(np.float32, copy=False), answer.num_tokens
+
+
+def shorten(rows: Array, dimensions: int | None) -> Array:
+    """The first dimensions of each row, scaled to length 1 again."""
+    if dimensions is None or dimensions == rows.shape[1]:
+        return rows
+    short = rows[:, :dimensions]
+    norms = np.linalg.norm(short, axis=1, keepdims=True)
+    return np.asarray(short / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+
+
+def embedding_json(row: Array, encoding_format: str) -> str:
+    if encoding_format == "base64":
+        return f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
+    return json.dumps(row.tolist(), separators=(",", ":"))
+
+
+async def list_response(opening: str, items: Iterable[str], tail: dict[str, Any]) -> Response:
+    """A JSON object whose first member is a long list, written without holding up the event loop."""
+    parts: list[str] = []
+    for index, item in enumerate(items, 1):
+        parts.append(item)
+        if index % YIELD_ROWS == 0:
+            await asyncio.sleep(0)
+    body = f"{opening}{','.join(parts)}],{json.dumps(tail, separators=(',', ':'))[1:]}"
+    return Response(body, media_type="application/json")

@@ -1,0 +1,31 @@
+"""`archerfish keys`: the key is shown once, and found again by its hash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from archerfish.cli.main import main
+from archerfish.serve.tenants import Tenants
+
+
+def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "alice", "--tokens-per-minute", "300", "--weight", "2", "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["key"]
+    assert main(["keys", str(file), "root", "--operator"]) == 0
+    shown = capsys.readouterr()
+    tenants = Tenants.from_file(file)
+    alice, root = tenants.find(key), tenants.find(shown.out.strip())
+    assert (alice.name, alice.tokens_per_minute, alice.weight, alice.is_operator) == ("alice", 300, 2, False)
+    assert (root.name, root.is_operator) == ("root", True)
+    assert key not in file.read_text(encoding="utf-8")
+    assert "only time" in shown.err
+
+
+def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    assert main(["keys", str(file), "no spaces", "--json"]) == 2
+    assert not file.exists()

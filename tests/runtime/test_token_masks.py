@@ -1,0 +1,150 @@
+"""Masks of tokens in FastSampler, with grammars that are lists of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from archerfish.errors import InvalidInputError
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, uniform
+from archerfish.kernels.torch_sampling import TorchSampling
+from archerfish.params import SamplingParams
+from archerfish.runtime.sampler import FastSampler, Sampled
+from archerfish.runtime.token_masks import find_masks
+from archerfish.sequence import Request, Sequence
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, token_at
+
+PROMPT, OUTPUT = [1, 5, 5, 7], [5, 20]
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"temperature": 0}, {"top_k": 3}, {"top_k": 300}, {"top_p": 0.6}, {"min_p": 0.2, "temperature": 1.7},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}, {"logit_bias": {20: 3.0, 2: -4.0}},
+]  # fmt: skip
+
+
+class Listed:
+    """A grammar that allows the same tokens at every place; without any it is at a dead end."""
+
+    def __init__(self, allowed: SequenceOf[int], problem: Exception | None = None) -> None:
+        self.allowed, self.problem = list(allowed), problem
+        self.seen: list[list[int]] = []
+
+    def start(self) -> Listed:
+        return self
+
+    def fill(self, output: SequenceOf[int], bits: npt.NDArray[np.int32]) -> None:
+        self.seen.append(list(output))
+        if self.problem is not None:
+            raise self.problem
+        flags = np.zeros(len(bits) * 32, dtype=np.uint8)
+        flags[self.allowed] = 1
+        bits[:] = np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def sequence_of(row: int, grammar: Listed | None = None, *, seed: int = 0, index: int = 0, **options: Any) -> Sequence:
+    request = Request("r", PROMPT, SamplingParams(**options), 99, seed=seed, grammar=grammar)
+    sequence = Sequence(request, index)
+    sequence.tokens.extend(OUTPUT)
+    sequence.row = row
+    return sequence
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: FastSampler[Any] | None = None) -> Sampled[Any]:
+    sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
+    for sequence in sequences:
+        sampler.add(sequence)
+    return sampler.sample(logits, sequences, [len(sequence.tokens) for sequence in sequences])
+
+
+@pytest.mark.parametrize("vocab_size", [33, 64, 640, 1001])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_draws_are_those_of_the_reference_over_allowed_tokens(vocab_size: int, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(vocab_size)
+    num = 40
+    logits = (rng.standard_normal((num, vocab_size)) * 3).astype(np.float32)
+    lists = [sorted(rng.choice(vocab_size, rng.integers(1, vocab_size), replace=False).tolist()) for _ in range(num)]
+    sequences = [
+        sequence_of(row, Listed(lists[row]) if row % 4 else None, seed=row, **options) for row in range(num)
+    ]  # fmt: skip
+    sampled = sample(torch.from_numpy(logits), sequences)
+    assert sampled.errors == {}
+    for row, token in enumerate(sampled.to_host()):
+        params = sequences[row].request.params
+        x = penalised(logits[row], params, PROMPT, OUTPUT, ())
+        if row % 4:
+            assert token in lists[row]
+            x[np.setdiff1d(np.arange(vocab_size), lists[row])] = -np.inf
+        number = uniform(stream_key(row, 0), len(PROMPT) + len(OUTPUT))
+        expected, is_unclear = token_at(probabilities(x, params), number)
+        assert token == expected or is_unclear
+
+
+def test_the_distribution_is_the_masked_softmax() -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)) * 2
+    allowed = list(range(3, 200, 7))
+    sequences = [sequence_of(row, Listed(allowed), seed=1, index=row) for row in range(5000)]
+    tokens = sample(logits.repeat(5000, 1), sequences).to_host()
+    p = np.zeros(200)
+    p[allowed] = torch.softmax(logits[0, allowed].double(), -1).numpy()
+    counts = np.bincount(tokens, minlength=200)
+    statistic, limit = chi_square(counts, p)
+    assert statistic < limit and counts[p == 0].sum() == 0
+
+
+def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
+    logits = torch.randn(8, 640, generator=torch.Generator().manual_seed(6))
+    mixed = [sequence_of(row, seed=row, **options) for row, options in enumerate(OPTIONS)]
+    alone = sample(logits, mixed).to_host()
+    beside = [sequence_of(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)]
+    together = sample(logits, beside).to_host()
+    assert [token for row, token in enumerate(together) if row not in (2, 5)] == [
+        token for row, token in enumerate(alone) if row not in (2, 5)
+    ]
+    assert {together[2], together[5]} <= {9, 10}
+
+
+@pytest.mark.parametrize("num_others", [1, 6])
+def test_a_dead_end_is_an_error_of_its_row(num_others: int) -> None:
+    logits = torch.randn(1 + num_others, 100)
+    problems = [InvalidInputError("a dead end"), RuntimeError("anything else")]
+    for problem in problems:
+        sequences = [sequence_of(row, Listed([row], problem if row == 0 else None)) for row in range(1 + num_others)]
+        sampled = sample(logits, sequences)
+        assert sampled.errors == {0: problem} and sampled.to_host()[1:] == list(range(1, 1 + num_others))
+
+
+def test_a_matcher_belongs_to_its_sequence_and_sees_all_its_output() -> None:
+    sampler: FastSampler[Any] = FastSampler(TorchOps(), 100, 4)
+    grammar = Listed([7])
+    first, plain = sequence_of(0, grammar), sequence_of(1, temperature=0)
+    assert sample(torch.randn(2, 100), [first, plain], sampler).to_host()[0] == 7
+    assert not sampler.is_plain([first]) and not sampler.is_plain([plain, first]) and sampler.is_plain([plain])
+    first.tokens.append(7)
+    first.row = 3  # as after a preemption
+    sample(torch.randn(1, 100), [first], sampler)
+    assert grammar.seen == [OUTPUT, [*OUTPUT, 7]] and first.matcher is grammar
+    sampler.add(sequence_of(3, temperature=0))
+    sampler.add(sequence_of(0, temperature=0))
+    assert sampler.is_plain([sequence_of(3), sequence_of(0)])
+
+
+def test_many_masks_are_found_side_by_side() -> None:
+    sequences = [sequence_of(row, Listed([row, 129])) for row in range(40)]
+    bits, errors = find_masks(sequences, 130)
+    flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    assert errors == {} and bits.shape == (40, 3)
+    assert [np.flatnonzero(row).tolist() for row in flags] == [[row, 129] for row in range(40)]
+
+
+def test_masks_are_applied_a_group_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.kernels.torch_sampling.CPU_GROUP", 128)
+    logits = torch.zeros(9, 64)
+    bits = torch.tensor([[1 << place] for place in range(5, 12)])
+    masks = Masks(torch.tensor([8, 0, 1, 2, 3, 4, 5]), bits)
+    drawn = TorchSampling("cpu").sample(logits, SamplingBatch(masks=masks))
+    assert drawn.tokens.tolist() == [6, 7, 8, 9, 10, 11, 0, 0, 5] and not logits.any()

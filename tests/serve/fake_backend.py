@@ -1,0 +1,231 @@
+"""A backend that writes what a test says, and a small model for it: a token for every byte, and a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from archerfish.config import ServeConfig
+from archerfish.engine.text_tokenizer import byte_alphabet
+from archerfish.serve.catalog import Catalog
+from archerfish.serve.client import Answer, Part, Question, RemoteError
+from archerfish.serve.errors import install_handlers
+from archerfish.serve.generation import TextService
+from archerfish.serve.messages_routes import MessagesRoutes
+from archerfish.serve.middleware import BodyLimit
+from archerfish.serve.openai_routes import OpenAIRoutes
+from archerfish.serve.responses_routes import ResponsesRoutes
+from archerfish.serve.text_routes import TextRoutes
+from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Query, Report
+
+END, START = 256, 257  # <|end|> and <|start|>
+MODEL = "lab/writer"
+TEMPLATE = (
+    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+Logprob = tuple[int, float, int, list[tuple[int, float]]]
+
+
+def save_model(directory: Path) -> Path:
+    """The files of a model whose token ids below 256 are the bytes of UTF-8."""
+    alphabet = byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|end|>", "<|start|>")])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    return directory
+
+
+@cache
+def kept_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="archerfish-writer-")
+
+
+@cache
+def model_directory() -> Path:
+    return save_model(Path(kept_directory().name))
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+class FakeBackend:
+    """Answers each request with `reply` of it, a token per chunk; the end token comes unless max_tokens does first."""
+
+    def __init__(self, reply: str | Callable[[Generate], str] = "Hello there", *, max_length: int = 1000) -> None:
+        self.directory, self.max_length = model_directory(), max_length
+        self.reply = reply
+        self.requests: list[Generate] = []
+        self.left: list[str] = []  # requests that were left before their end
+        self.num_sent = 0
+        self.fails: dict[int, RemoteError] = {}  # by the number of chunks before it
+        self.num_cached = 3
+        self.finish_reason: str | None = None  # instead of stop and length
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_before_gate = 0  # parts of an answer that do not wait for the gate
+        self.tokens_per_chunk = 1
+
+    def params(self) -> dict[str, Any]:
+        return self.requests[-1].params
+
+    async def generate(self, request: Generate) -> AsyncIterator[Part]:
+        self.requests.append(request)
+        assert request.token_ids is not None
+        assert request.wants_ids
+        assert request.messages is None
+        is_done = False
+        try:
+            parts = self._parts(request)
+            for number, part in enumerate(parts if request.stream else parts[-1:]):
+                if number in self.fails:
+                    is_done = True
+                    raise self.fails[number]
+                if number >= self.num_before_gate:
+                    await self.gate.wait()
+                self.num_sent += 1
+                is_done = isinstance(part, Generated)
+                yield part
+        finally:
+            if not is_done:
+                self.left.append(request.request_id)
+
+    def _parts(self, request: Generate) -> list[Part]:
+        outputs = [self._output(request, index) for index in range(request.params.get("n", 1))]
+        chunks: list[Part] = []
+        for output in outputs:
+            steps = range(0, len(output.token_ids), self.tokens_per_chunk)
+            for place in steps:
+                end = place + self.tokens_per_chunk
+                is_last = end >= len(output.token_ids)
+                logprobs = None if output.logprobs is None else output.logprobs[place:end]
+                chunks.append(
+                    Chunk(
+                        request_id=request.request_id, index=output.index, token_ids=output.token_ids[place:end],
+                        finish_reason=output.finish_reason if is_last else None, logprobs=logprobs,
+                        stop_reason=output.stop_reason if is_last else None, num_cached_tokens=0 if chunks else self.num_cached,
+                    )
+                )
+        prompt_ids = request.token_ids or []
+        prompt_logprobs = None
+        if request.params.get("prompt_logprobs") is not None:
+            prompt_logprobs = [logprob_of(i, request.params["prompt_logprobs"]) for i in prompt_ids[1:]]
+        final = Generated(
+            request_id=request.request_id, model=request.model, outputs=[] if request.stream else outputs,
+            num_prompt_tokens=len(prompt_ids), num_output_tokens=sum(len(output.token_ids) for output in outputs),
+            num_cached_tokens=self.num_cached, prompt_logprobs=prompt_logprobs,
+        )
+        return [*chunks, final]
+
+    def _output(self, request: Generate, index: int) -> Output:
+        text = self.reply if isinstance(self.reply, str) else self.reply(request)
+        token_ids = [*ids(text + (f" {index}" if index else "")), END]
+        most = request.params.get("max_tokens", 16)
+        is_cut = most is not None and len(token_ids) > most
+        token_ids = token_ids[:most]
+        wanted = request.params.get("logprobs")
+        return Output(
+            index=index, token_ids=token_ids, finish_reason=self.finish_reason or ("length" if is_cut else "stop"),
+            stop_reason=None if is_cut or self.finish_reason else END,
+            logprobs=None if wanted is None else [logprob_of(i, wanted) for i in token_ids],
+        )
+
+    async def ask(self, message: Question) -> Answer:
+        if isinstance(message, Query):
+            card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
+            bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
+            vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64}
+            return Report(request_id=message.request_id, values={"models": [card, bare, vectors]})
+        assert isinstance(message, Explain)
+        assert message.token_ids is not None
+        return Report(request_id=message.request_id, values={"num_tokens": len(message.token_ids), "tenant": message.tenant})
+
+
+def logprob_of(token_id: int, num_top: int) -> Logprob:
+    return token_id, -0.5, 1, [(token_id, -0.5), (ord("?"), -1.5)][:num_top]
+
+
+def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> FastAPI:
+    """All routes for text over a backend."""
+    config = config or ServeConfig()
+    catalog = Catalog(backend, "pass", caller_of=lambda request: request.headers.get("x-tenant", ""))
+    service = TextService(catalog)
+    app = FastAPI()
+    app.include_router(OpenAIRoutes(service, config).router)
+    app.include_router(ResponsesRoutes(service).router)
+    app.include_router(MessagesRoutes(service).router)
+    app.include_router(TextRoutes(service).router)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    install_handlers(app, lambda: 7)
+    return app
+
+
+@asynccontextmanager
+async def client_for(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(text_app(backend), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+LIMIT_S = 20
+
+
+def with_backend(backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Run a test against the routes over a backend; no task may be left over."""
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), client_for(backend) as client:
+            await test(client)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def post(backend: FakeBackend, route: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+    """One answer."""
+    answers: list[httpx.Response] = []
+
+    async def test(client: httpx.AsyncClient) -> None:
+        content = json.dumps(body).encode()
+        answers.append(await client.post(route, content=content, headers={"Content-Type": "application/json", **headers}))
+
+    with_backend(backend, test)
+    return answers[0]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events, without the mark at its end."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which must have OpenAI's shape."""
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)

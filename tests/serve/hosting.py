@@ -1,0 +1,193 @@
+"""Engine processes of tests: a host in a thread, with a tiny Llama and encoders without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from archerfish.engine.fakes import word_vector
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.packing import TokenizedText
+from archerfish.errors import InvalidInputError
+from archerfish.serve import wire
+from archerfish.serve.client import AsyncClient, RemoteError, open_socket
+from archerfish.serve.compute import Lane
+from archerfish.serve.host import EngineHost
+from archerfish.serve.host_config import HostConfig
+from archerfish.serve.hosted_encoder import Array, HostedEncoder
+from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.models import Hosted, Slot
+from archerfish.serve.wire import Chunk, Generate, Generated, Message, Pong, Query, Report
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.engine.tiny_tokenizers import byte_fallback
+
+LIMIT_S = 60
+GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
+ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
+
+
+class WordEncoder:
+    """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
+
+    def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
+        self.model_name, self.is_cross_encoder = name, is_cross_encoder
+        self.jobs: list[list[str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.is_closed = False
+        self._words: list[str] = [""]
+
+    def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
+        found = []
+        for text in texts:
+            if isinstance(text, str) and "unreadable" in text:
+                raise InvalidInputError("A text is unreadable.")
+            joined = text if isinstance(text, str) else " ".join(map(str, text))
+            found.append(TokenizedText([self._id(word) for word in joined.split()]))
+        return found
+
+    def _id(self, word: str) -> int:
+        if word not in self._words:
+            self._words.append(word)
+        return self._words.index(word)
+
+    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
+        self.jobs.append([" ".join(self._words[i] for i in text.token_ids) for text in texts])
+        self.entered.release()
+        assert self.gate.wait(LIMIT_S)
+        if any("poison" in text for text in self.jobs[-1]):
+            raise RuntimeError("poisoned")
+        if self.is_cross_encoder:
+            return np.asarray([[len(text.token_ids)] for text in texts], np.float32)
+        return np.stack([self.vector(text) for text in self.jobs[-1]])
+
+    @staticmethod
+    def vector(text: str) -> Array:
+        total = np.sum([word_vector(word, 8) for word in text.split() or [""]], axis=0)
+        return np.asarray(total / np.linalg.norm(total), np.float32)
+
+    def get_embedding_dimension(self) -> int:
+        return 8
+
+    def get_max_seq_length(self) -> int:
+        return 512
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_host(directory: Path, **options: Any) -> EngineHost:
+    """Of a socket in a directory, without models. tenant_of and clock are the host's, other options its configuration's."""
+    own = {name: options.pop(name) for name in ("tenant_of", "clock") if name in options}
+    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", "grace_s": 30.0, **options}), **own)
+
+
+def add_llm(
+    host: EngineHost, directory: Path, *, has_text: bool = False, max_len: int = 256, name: str = "tiny", **options: Any
+) -> LLMEngine:
+    """A tiny Llama; with text it has a vocabulary of words and bytes."""
+    model = directory / name
+    if not model.exists():
+        model.mkdir()
+        save_tiny_llama(model, max_position_embeddings=max_len, **({"vocab_size": 288} if has_text else {}))
+        if has_text:
+            byte_fallback(model)
+    made: list[LLMEngine] = []
+
+    def load(lane: Lane) -> Hosted:
+        made.append(LLMEngine(tiny_config(model, **options), executor=lane, text_thread=host.writer))
+        return HostedLLM(made[0], lane, host, host.figures)
+
+    host.shelf.add(Slot(name, "generation", load))
+    return made[0]
+
+
+def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start", **options: Any) -> None:
+    def load(lane: Lane) -> Hosted:
+        return HostedEncoder(encoder, lane, host, host.figures, **options)
+
+    kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
+    host.shelf.add(Slot(encoder.model_name, kind, load, loads))
+
+
+def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
+    """Run a test against a host that serves meanwhile."""
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(host.config.address, **options) as client:
+            await test(client)
+
+    with host:
+        asyncio.run(main())
+
+
+@asynccontextmanager
+async def client_of(host: EngineHost, **options: Any) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(host.config.address, **options) as client:
+        yield client
+
+
+async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Generated]:
+    """All that a Generate is answered with."""
+    parts = [part async for part in client.generate(Generate(**{"request_id": "", "params": GREEDY, **fields}))]
+    last = parts.pop()
+    assert isinstance(last, Generated)
+    return [part for part in parts if isinstance(part, Chunk)], last
+
+
+async def stats(client: AsyncClient, **fields: Any) -> dict[str, Any]:
+    report = await client.ask(Query(request_id="", about="stats", **fields))
+    assert isinstance(report, Report)
+    return report.values
+
+
+async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]:
+    """Stats, once no sequence holds a block any more."""
+    while True:
+        found = await stats(client)
+        if not found["models"][model]["num_blocks_in_use"] and not found["models"][model]["concurrent_requests"]:
+            return found
+
+
+class Raw:
+    """A client that sends what it is told to, and no more."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = open_socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_S * 1000)
+        self.socket.connect(address)
+
+    def send(self, *frames: bytes) -> None:
+        self.socket.send_multipart(frames)
+
+    def say(self, message: Message) -> None:
+        self.send(b"", wire.encode(message))
+
+    def hear(self) -> Any:
+        while True:
+            answer = wire.decode_answer(self.socket.recv_multipart()[-1])
+            if not isinstance(answer, Pong) or answer.request_id:
+                return answer
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+async def failure(client: AsyncClient, message: Any) -> RemoteError:
+    with pytest.raises(RemoteError) as caught:
+        if isinstance(message, Generate):
+            async for _ in client.generate(message):
+                pass
+        else:
+            await client.ask(message)
+    return caught.value

@@ -1,0 +1,360 @@
+"""The whole app over an engine host: models of every kind, what the service says of itself, and an engine that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from archerfish.serve import wire
+from archerfish.serve.app import create_app
+from archerfish.serve.client import AsyncClient, open_socket
+from archerfish.serve.host import STUCK_S
+from archerfish.serve.wire import Query, Report
+
+from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, with_app, with_client
+from .fake_backend import MODEL, FakeBackend
+from .hosting import WordEncoder, add_llm
+
+EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
+ROUTES = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
+    "/v1/rerank", "/v1/models", "/v1/models/{model_id}", "/v1/cache/explain", "/tokenize", "/detokenize", "/similarity",
+    "/health", "/ready", "/metrics", "/stats",
+}  # fmt: skip
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    return {"prompt": "the cats", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **changes}
+
+
+# Models
+
+
+def test_models_of_all_kinds_are_listed_with_what_they_do(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
+    add_llm(host, tmp_path, has_text=True)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        body = (await client.get("/v1/models")).json()
+        assert body["object"] == "list"
+        found = {model["id"]: model for model in body["data"]}
+        assert {name: model["kind"] for name, model in found.items()} == {
+            WORDS: "embedding", "fake/pairs": "cross-encoder", "tiny": "generation",
+        }
+        assert (found[WORDS]["dimension"], found[WORDS]["max_length"]) == (8, 512)
+        assert found["tiny"]["max_length"] == 256
+        assert [name for name, model in found.items() if "dimension" in model] == [WORDS]
+        for model in found.values():
+            assert (model["object"], model["owned_by"]) == ("model", "archerfish")
+            assert str(tmp_path) not in str(model)
+            assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+
+    with_client(test, host)
+
+
+def test_one_service_writes_and_embeds_at_the_same_time(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS))
+    add_llm(host, tmp_path, has_text=True)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        written, embedded = await asyncio.gather(
+            client.post("/v1/completions", json=completion()), client.post(EMBEDDINGS, json={"input": "the cats"})
+        )
+        assert (written.json()["model"], written.json()["usage"]["completion_tokens"]) == ("tiny", 4)
+        assert embedded.json()["model"] == WORDS
+        again = await client.post("/v1/completions", json=completion(stream=True))
+        assert again.headers["content-type"].startswith("text/event-stream")
+        ids = (await client.post("/tokenize", json={"prompt": "the cats"})).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": ids, "skip_special_tokens": True})).json() == {
+            "prompt": "the cats"
+        }
+        assert (await client.post("/v1/cache/explain", json={"prompt": "the cats"})).json()["model"] == "tiny"
+        wrong = await client.post("/v1/completions", json=completion(model=WORDS))
+        assert (wrong.status_code, error_of(wrong)["param"]) == (400, "model")
+
+    with_client(test, host)
+
+
+def test_the_document_names_every_route() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        document = (await client.get("/openapi.json")).json()
+        assert set(document["paths"]) == ROUTES
+        for path, methods in document["paths"].items():
+            if "post" in methods:
+                assert methods["post"]["requestBody"], path
+
+    with_client(test)
+
+
+# The backend
+
+
+def test_a_host_without_a_pass_serves_an_app_without_one(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
+        assert (await client.get("/stats")).status_code == 200
+
+    with_client(test, host_with(tmp_path, WordEncoder(WORDS), front_end_pass=""))
+
+
+def test_without_the_right_pass_nothing_is_told(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS))
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for route in ("/stats", "/metrics"):
+            answer = await client.get(route)
+            assert (answer.status_code, error_of(answer)["code"]) == (403, "not_allowed")
+            assert PASS not in answer.text
+
+    with host:
+        with_app(test, create_app(AsyncClient(host.address), credentials="another"))
+
+
+def test_a_backend_without_a_lifespan_is_used_as_it_is() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello there"
+
+    with_app(test, create_app(FakeBackend()))
+
+
+# What it says of itself
+
+
+def test_health_answers_from_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, clock = WordEncoder(WORDS), FakeClock()
+    compute = encoder.compute
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a secret of the model")
+
+    async def test(client: httpx.AsyncClient) -> None:
+        assert (await client.get("/ready")).json()["status"] == "ok"
+        assert encoder.jobs == []
+        assert (await client.get("/health")).json()["status"] == "ok"
+        assert encoder.jobs == [["health"]]
+        clock.now += 2
+        monkeypatch.setattr(encoder, "compute", broken)
+        failing = await client.get("/health")
+        assert (failing.status_code, failing.json()["status"]) == (503, "failing")
+        assert "secret" not in failing.text
+        assert int(failing.headers["retry-after"]) >= 1
+        assert (await client.get("/ready")).status_code == 200
+        monkeypatch.setattr(encoder, "compute", compute)
+        encoder.gate.clear()
+        monkeypatch.setattr("archerfish.serve.app.HEALTH_TIMEOUT_S", 0.02)
+        slow = await client.get("/health")
+        encoder.gate.set()
+        assert (slow.status_code, slow.json()) == (503, {"status": "failing", "reason": "no result within 0.02 s"})
+
+    with_client(test, host_with(tmp_path, encoder, clock=clock))
+
+
+def test_a_long_computation_does_not_make_health_lie(tmp_path: Path) -> None:
+    encoder, clock = WordEncoder(WORDS), FakeClock()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        long = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "long"}))
+        await entered(encoder)
+        clock.now += STUCK_S - 1
+        assert (await client.get("/health")).status_code == 200
+        clock.now += 2
+        stuck = await client.get("/health")
+        assert (stuck.status_code, stuck.json()["status"]) == (503, "failing")
+        assert "A step has been running for 61 s." in stuck.json()["reason"]
+        encoder.gate.set()
+        assert (await long).status_code == 200
+
+    with_client(test, host_with(tmp_path, encoder, clock=clock))
+
+
+def test_stats_of_every_model_and_of_the_host(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS))
+    add_llm(host, tmp_path, has_text=True)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        await client.post("/v1/completions", json=completion())
+        await client.post(EMBEDDINGS, json={"input": ["a", "b c"]})
+        body = (await client.get("/stats")).json()
+        assert set(body) == {"models", "host"}
+        assert set(body["models"]) == {WORDS, "tiny"}
+        assert (body["models"][WORDS]["num_texts"], body["models"][WORDS]["num_tokens"]) == (2, 3)
+        assert body["models"]["tiny"]["completed_requests"] == 1
+        assert body["models"]["tiny"]["total_tokens_generated"] == 4
+        assert body["models"]["tiny"]["num_blocks_in_use"] == 0
+        assert (body["host"]["clients"], body["host"]["loaded_models"]) == (1, 2)
+
+    with_client(test, host)
+
+
+def test_metrics_of_the_front_end_and_of_the_engine_on_one_page(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS))
+    add_llm(host, tmp_path, has_text=True)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        await client.post(EMBEDDINGS, json={"input": ["a", "b c"]})
+        await client.post(EMBEDDINGS, json={})
+        await client.get("/nowhere")
+        await client.get("/v1/models/words")
+        await client.post("/v1/completions", json=completion())
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = answer.text.splitlines()
+        for line in (
+            'archerfish_requests_total{route="/v1/embeddings",status="200"} 1.0',
+            'archerfish_requests_total{route="/v1/embeddings",status="400"} 1.0',
+            'archerfish_requests_total{route="/v1/completions",status="200"} 1.0',
+            'archerfish_requests_total{route="other",status="404"} 1.0',
+            'archerfish_requests_total{route="/v1/models/{model_id:path}",status="200"} 1.0',
+            'archerfish_texts_total{route="/v1/embeddings"} 2.0',
+            'archerfish_tokens_total{route="/v1/embeddings"} 3.0',
+            "# TYPE archerfish_request_seconds histogram",
+            "# TYPE archerfish_requests_total counter",
+            "archerfish_requests_running 1.0",
+            'archerfish_encoded_texts_total{model_name="fake/words"} 2.0',
+            'archerfish_encode_seconds_count{model_name="fake/words"} 1.0',
+            'vllm:generation_tokens_total{model_name="tiny"} 4.0',
+            'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'vllm:num_requests_running{model_name="tiny"} 0.0',
+            'vllm:num_requests_waiting{model_name="tiny"} 0.0',
+            'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
+            'vllm:num_preemptions_total{model_name="tiny"} 0.0',
+            "archerfish_loaded_models 2.0",
+        ):
+            assert line in lines, answer.text
+        names = [family.name for family in text_string_to_metric_families(answer.text)]
+        assert len(names) == len(set(names))
+
+    with_client(test, host)
+
+
+def test_refusals_of_the_engine_are_counted(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder, max_queue_texts=1)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
+        await entered(encoder)
+        assert (await client.post(EMBEDDINGS, json={"input": "second"})).status_code == 429
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words"} 1.0' in lines
+        assert 'archerfish_requests_total{route="/v1/embeddings",status="429"} 1.0' in lines
+        encoder.gate.set()
+        await first
+
+    with_client(test, host)
+
+
+# An engine process that goes away
+
+
+@contextmanager
+def vanishing_engine(directory: Path) -> Iterator[str]:
+    """The address of an engine process that dies of the first request that is no question about models."""
+    router = open_socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVTIMEO, 20_000)
+    address = f"ipc://{directory}/socket"
+    router.bind(address)
+    card = {"id": WORDS, "kind": "embedding", "max_length": 512, "dimension": 8}
+
+    def run() -> None:
+        try:
+            while True:
+                identity, _, payload = router.recv_multipart()
+                message = wire.decode_request(payload)
+                if not isinstance(message, Query):
+                    return
+                report = Report(request_id=message.request_id, values={"models": [card]})
+                router.send_multipart([identity, b"", wire.encode(report)])
+        finally:
+            router.close(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield address
+    thread.join()
+
+
+def test_an_engine_that_dies_is_told_at_once_and_found_again(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        async with asyncio.timeout(5):  # a first connection would be waited for for 10 s
+            for _ in ("in flight", "afterwards"):
+                lost = await client.post(EMBEDDINGS, json={"input": "x"})
+                assert (lost.status_code, lost.headers["retry-after"]) == (503, "7")
+                assert (error_of(lost)["code"], error_of(lost)["type"]) == ("unavailable", "server_error")
+            for route in ("/health", "/ready"):
+                told = await client.get(route)
+                assert (told.status_code, told.headers["retry-after"]) == (503, "7")
+                assert told.json()["status"] == "failing"
+                assert "engine process is not there" in told.json()["reason"]
+            for route in ("/stats", "/metrics"):
+                assert (await client.get(route)).status_code == 503
+            assert (await client.get("/v1/models")).status_code == 200  # what was known before
+        with host_with(tmp_path, WordEncoder(WORDS)):
+            statuses = []
+            while 200 not in statuses:
+                statuses.append((await client.get("/health")).status_code)
+                await asyncio.sleep(0)  # a refusal alone gives nobody a turn
+            assert set(statuses[:-1]) <= {503}
+            assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
+
+    with vanishing_engine(tmp_path) as address:
+        with_app(test, create_app(AsyncClient(address, retry_after_s=6.2), credentials=PASS))
+
+
+def test_an_engine_that_is_stopped_answers_what_waits(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"}))
+        await entered(encoder)
+        host.stop(0)
+        lost = await waiting
+        encoder.gate.set()
+        assert (lost.status_code, error_of(lost)["code"]) == (503, "stopped")
+        assert int(lost.headers["retry-after"]) >= 1
+
+    with host:
+        with_app(test, app_of(host))
+
+
+def test_requests_running_fall_back_to_zero_when_clients_leave(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        leaving = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"})) for _ in range(5)]
+        await entered(encoder)
+        for task in leaving:
+            task.cancel()
+        await until(lambda: all(task.done() for task in leaving))
+        encoder.gate.set()
+        assert "archerfish_requests_running 1.0" in (await client.get("/metrics")).text.splitlines()
+        live = (await client.get("/stats")).json()["host"]["live_requests"]
+        assert live == 1  # the one that asks
+
+    with_client(test, host)

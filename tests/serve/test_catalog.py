@@ -1,0 +1,152 @@
+"""The catalog: which models there are, under which names, and when the engine process is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from archerfish.serve.catalog import REFRESH_S, Catalog, Kind, ModelCard
+from archerfish.serve.client import Answer, Part, Question, RemoteError
+from archerfish.serve.errors import InvalidParameterError, UnservedModelError
+from archerfish.serve.wire import Generate, Query, Report
+
+WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
+VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
+PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
+
+
+class Models:
+    """A backend that knows its models and nothing else."""
+
+    def __init__(self, *cards: dict[str, Any]) -> None:
+        self.cards = list(cards)
+        self.asked: list[Query] = []
+        self.error: RemoteError | None = None
+
+    def generate(self, request: Generate) -> AsyncIterator[Part]:
+        raise NotImplementedError
+
+    async def ask(self, message: Question) -> Answer:
+        assert isinstance(message, Query)
+        self.asked.append(message)
+        if self.error is not None:
+            raise self.error
+        return Report(request_id=message.request_id, values={"models": self.cards})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_card_has_what_the_engine_process_says_and_ignores_what_it_adds() -> None:
+    card = ModelCard.read({**WRITER, "vocab_size": 9, "is_loaded": True})
+    assert card == ModelCard("lab/writer", "generation", 100, 0, "/models/writer", ("/m/pen/",))
+    assert card.names == ["lab/writer", "/m/pen/", "writer", "pen"]
+
+
+def test_models_are_found_by_all_their_names() -> None:
+    async def main() -> None:
+        catalog = Catalog(Models(WRITER, VECTORS))
+        for name in ("lab/writer", "writer", "/m/pen/", "pen"):
+            assert (await catalog.named(name)).id == "lab/writer"
+        with pytest.raises(UnservedModelError, match=r"'lab/wirter' is not served here.*Did you mean") as caught:
+            await catalog.named("lab/wirter")
+        assert caught.value.param == "model"
+
+    asyncio.run(main())
+
+
+def test_without_a_name_the_first_of_the_first_kind_is_meant() -> None:
+    async def main() -> None:
+        catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
+        assert (await catalog.find(None, "generation")).id == "lab/writer"
+        assert (await catalog.find(None, "embedding")).id == "lab/vectors"
+        assert (await catalog.find(None, "cross-encoder", "embedding")).id == "lab/pairs"
+        assert (await catalog.find("more", "cross-encoder", "embedding")).id == "lab/more"
+        with pytest.raises(InvalidParameterError, match="'writer' does not serve this route"):
+            await catalog.find("writer", "embedding")
+        with pytest.raises(InvalidParameterError, match="No cross-encoder or embedding model is served here"):
+            await Catalog(Models(WRITER)).find(None, "cross-encoder", "embedding")
+
+    asyncio.run(main())
+
+
+def test_the_engine_process_is_asked_once_and_again_for_a_name_that_is_new() -> None:
+    backend, clock = Models(WRITER), Clock()
+
+    async def main() -> None:
+        catalog = Catalog(backend, "pass", clock=clock)
+        for _ in range(3):
+            await catalog.cards()
+            await catalog.named("writer")
+        assert [question.credentials for question in backend.asked] == ["pass"]
+        backend.cards.append(VECTORS)
+        for _ in range(3):
+            with pytest.raises(UnservedModelError):
+                await catalog.named("vectors")
+        assert len(backend.asked) == 1
+        clock.now += REFRESH_S
+        assert (await catalog.named("vectors")).dimension == 8
+        for _ in range(3):
+            with pytest.raises(UnservedModelError):
+                await catalog.named("nothing")
+        assert len(backend.asked) == 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_process_that_is_not_there_is_asked_again() -> None:
+    backend = Models(WRITER)
+    backend.error = RemoteError("gone", status=503, retry_after_s=3.0)
+
+    async def main() -> None:
+        catalog = Catalog(backend)
+        for _ in range(2):
+            with pytest.raises(RemoteError):
+                await catalog.find(None, "generation")
+        backend.error = None
+        assert (await catalog.find(None, "generation")).id == "lab/writer"
+        backend.error = RemoteError("gone", status=503)
+        assert (await catalog.find(None, "generation")).id == "lab/writer"
+
+    asyncio.run(main())
+
+
+def test_requests_are_addressed_with_ids_of_their_own() -> None:
+    catalog = Catalog(Models(), "pass", caller_of=lambda request: request.headers["x-name"])
+    card, request = ModelCard.read(VECTORS), Request({"type": "http", "headers": [(b"x-name", b"alice")]})
+    first, second = catalog.address(request, card), catalog.address(request, card)
+    assert first.pop("request_id") != second.pop("request_id")
+    assert first == second == {"model": "lab/vectors", "credentials": "pass", "tenant": "alice"}
+
+
+@pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])
+def test_what_is_shown_of_a_model_tells_no_paths(values: dict[str, Any], kind: Kind) -> None:
+    catalog = Catalog(Models())
+    shown = catalog.describe(ModelCard.read(values))
+    assert set(shown) - {"dimension"} == {"id", "object", "created", "owned_by", "kind", "max_length"}
+    assert (shown["id"], shown["kind"], shown["created"]) == (values["id"], kind, catalog.started_at)
+    assert ("dimension" in shown) == (kind == "embedding")
+
+
+names = st.text("ab/", min_size=1, max_size=5)  # few letters, so that names and parts of them collide
+
+
+@given(st.lists(names, min_size=1, max_size=4, unique=True), st.lists(names, max_size=3))
+def test_a_model_answers_to_its_own_name_before_all_else(ids: list[str], aliases: list[str]) -> None:
+    async def main() -> None:
+        cards = [{**PAIRS, "id": name, "aliases": aliases} for name in ids]
+        catalog = Catalog(Models(*cards))
+        for name in ids:
+            assert (await catalog.named(name)).id == name
+
+    asyncio.run(main())

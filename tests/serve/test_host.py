@@ -1,0 +1,574 @@
+"""EngineHost: requests over a socket, from several clients, of all kinds, also bad ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archerfish.errors import InvalidOptionError
+from archerfish.params import SamplingParams
+from archerfish.serve import wire
+from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.wire import (
+    Cancel,
+    Configure,
+    Embed,
+    Explain,
+    Failed,
+    Generate,
+    Generated,
+    Ping,
+    Pong,
+    Query,
+    Report,
+    Score,
+    Vectors,
+)
+from tests.engine.tiny_llama import prompts
+from tests.serve.hosting import (
+    ENDLESS,
+    GREEDY,
+    LONG,
+    Raw,
+    WordEncoder,
+    add_encoder,
+    add_llm,
+    client_of,
+    failure,
+    make_host,
+    stats,
+    talk,
+    until_free,
+    whole,
+)
+
+# Generation
+
+
+def test_answers_are_those_of_the_engine_streamed_or_whole(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path)
+    many = prompts(6, least=4)
+    expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
+
+    async def test(client: AsyncClient) -> None:
+        for prompt, tokens in zip(many, expected, strict=True):
+            chunks, last = await whole(client, token_ids=prompt, stream=True)
+            assert [token for chunk in chunks for token in chunk.token_ids] == tokens
+            assert chunks[-1].finish_reason == "length"
+            assert last.outputs[0].token_ids == []
+            chunks, last = await whole(client, token_ids=prompt)
+            assert not chunks
+            assert last.outputs[0].token_ids == tokens
+            assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
+            assert last.prompt_token_ids is None
+            assert last.metrics["ttft_ms"] >= 0
+
+    talk(host, test)
+
+
+def test_clients_side_by_side_get_their_own_answers(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path)
+    many = prompts(24)
+    expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
+
+    async def test(first: AsyncClient) -> None:
+        async with client_of(host) as second, client_of(host) as third:
+            clients = [first, second, third] * 8
+            answers = await asyncio.gather(
+                *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
+                  for i, (client, prompt) in enumerate(zip(clients, many, strict=True)))
+            )  # fmt: skip
+        found = [
+            [token for chunk in chunks for token in chunk.token_ids] or last.outputs[0].token_ids for chunks, last in answers
+        ]
+        assert found == expected
+
+    talk(host, test)
+
+
+def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, has_text=True)
+    expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
+
+    async def test(client: AsyncClient) -> None:
+        chunks, last = await whole(client, prompt="the cats", stream=True)
+        assert "".join(chunk.text for chunk in chunks) == expected.text
+        assert last.prompt_token_ids == expected.prompt_token_ids
+        _, last = await whole(client, prompt="the cats")
+        assert last.outputs[0].text == expected.text
+        _, last = await whole(client, prompt="the cats", wants_ids=True)
+        assert (last.outputs[0].text, last.outputs[0].token_ids) == ("", expected.token_ids)
+
+    talk(host, test)
+
+
+@pytest.mark.parametrize("wants_ids", [False, True])
+def test_a_stop_string_ends_a_sequence_and_is_named(tmp_path: Path, wants_ids: bool) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, has_text=True)
+    plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
+    stop = plain.text[4:7]
+    expected = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40, "stop": stop}))[0]
+    assert expected.outputs[0].stop_reason == stop
+
+    async def test(client: AsyncClient) -> None:
+        params = {**LONG, "max_tokens": 40, "stop": stop}
+        chunks, last = await whole(client, prompt="the cats", stream=True, params=params, wants_ids=wants_ids)
+        assert "".join(chunk.text for chunk in chunks) == ("" if wants_ids else expected.text)
+        assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("stop", stop)
+        assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("stop", stop)
+        assert [token for chunk in chunks for token in chunk.token_ids] == expected.token_ids
+        await until_free(client)
+
+    talk(host, test)
+
+
+def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        params: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+        params |= {"logprobs": 2, "prompt_logprobs": 1}
+        chunks, last = await whole(client, token_ids=[5, 6, 7], stream=True, params=params)
+        assert sorted(output.index for output in last.outputs) == [0, 1, 2]
+        for output in last.outputs:
+            told = [one for chunk in chunks if chunk.index == output.index for one in chunk.logprobs or []]
+            assert len(told) == 5
+            assert output.cumulative_logprob == pytest.approx(sum(one[1] for one in told))
+            assert all(len(one[3]) == 2 for one in told)
+        assert last.prompt_logprobs is not None
+        assert [one[0] for one in last.prompt_logprobs] == [6, 7]
+        _, again = await whole(client, token_ids=[5, 6, 7], params=params)
+        assert [output.token_ids for output in again.outputs] == [
+            [token for chunk in chunks if chunk.index == i for token in chunk.token_ids] for i in range(3)
+        ]
+
+    talk(host, test)
+
+
+def test_a_chat_goes_through_the_template(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, has_text=True)
+    (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
+    messages = [{"role": "user", "content": "the cat"}]
+
+    async def test(client: AsyncClient) -> None:
+        _, last = await whole(client, messages=messages, template_options={"loud": True})
+        assert last.prompt_token_ids == engine.render_chat(messages, loud=True)
+        for name in ("tokenizer", "messages"):
+            error = await failure(client, Generate(request_id="", messages=messages, template_options={name: 1}))
+            assert error.status == 400
+
+    talk(host, test)
+
+
+# Ends
+
+
+def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, max_len=4096)
+
+    async def test(client: AsyncClient) -> None:
+        for _ in range(3):
+            stream = client.generate(Generate(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True))
+            async for _ in stream:
+                break
+            await stream.aclose()
+        found = await until_free(client)
+        assert found["models"]["tiny"]["aborted_requests"] == 3
+        assert found["host"]["live_requests"] == 1  # the question itself
+
+    talk(host, test)
+    engine.scheduler.cache.check([])
+
+
+def test_cancelling_before_the_text_is_read_leaves_nothing(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, has_text=True)
+    gate = threading.Event()
+    for _ in range(2):
+        host.reader.submit(gate.wait)
+
+    async def test(client: AsyncClient) -> None:
+        raw = Raw(host.config.address)
+        raw.say(Generate(request_id="1", prompt="the cat", params=LONG))
+        raw.say(Cancel(request_id="1"))
+        raw.say(Cancel(request_id="never there"))
+        raw.say(Ping(request_id="2"))
+        assert raw.hear() == Pong(v=1, request_id="2")
+        gate.set()
+        await whole(client, prompt="the cat")  # the same threads have read this one after it
+        found = await until_free(client)
+        assert found["models"]["tiny"]["total_requests"] == 1
+        raw.close()
+
+    talk(host, test)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_client_that_vanishes_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
+
+    async def test(client: AsyncClient) -> None:
+        raw = Raw(host.config.address)
+        for number, prompt in enumerate(prompts(4)):
+            raw.say(Generate(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
+        while (await stats(client))["models"]["tiny"]["num_running"] < 4:
+            pass
+        raw.close()
+        while not (await stats(client))["host"]["lost_clients"]:
+            pass
+        found = await until_free(client)
+        assert found["models"]["tiny"]["aborted_requests"] == 4
+
+    talk(host, test)
+    engine.scheduler.cache.check([])
+
+
+def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
+        assert last.outputs[0].finish_reason == "deadline"
+
+    talk(host, test)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, max_len=4096)
+
+    async def test(client: AsyncClient) -> None:
+        stream = client.generate(Generate(request_id="", token_ids=[5, 6], params={**LONG, "max_tokens": 600}, stream=True))
+        await anext(stream)
+        host.stop()
+        error = await failure(client, Generate(request_id="", token_ids=[5, 6]))
+        assert (error.status, error.code) == (503, "stopped")
+        assert error.retry_after_s is not None
+        parts = [part async for part in stream]
+        assert isinstance(parts[-1], Generated)
+        assert parts[-1].num_output_tokens == 600
+
+    talk(host, test)
+
+
+def test_stopping_at_once_tells_who_waits(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, max_len=4096)
+
+    async def test(client: AsyncClient) -> None:
+        stream = client.generate(Generate(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True))
+        await anext(stream)
+        host.stop(0)
+        with pytest.raises(RemoteError) as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.status == 503
+
+    talk(host, test)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (Generate(request_id="", model="nobody", token_ids=[1]), 404),
+        (Generate(request_id="", model="words", token_ids=[1]), 400),
+        (Generate(request_id=""), 400),
+        (Generate(request_id="", token_ids=[1], prompt="x"), 400),
+        (Generate(request_id="", prompt="no tokenizer here"), 400),
+        (Generate(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
+        (Generate(request_id="", token_ids=[]), 400),
+        (Generate(request_id="", token_ids=[96]), 400),
+        (Generate(request_id="", token_ids=[-1]), 400),
+        (Generate(request_id="", token_ids=[1] * 300), 413),
+        (Generate(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
+        (Generate(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
+        (Generate(request_id="", token_ids=[1], params={"cls": 1}), 400),
+        (Generate(request_id="", token_ids=[1], deadline_s=-1.0), 400),
+        (Generate(request_id="", token_ids=[1], tenant="alice"), 403),
+        (Embed(request_id="", model="tiny", texts=["a"]), 400),
+        (Embed(request_id="", model="words", texts=["unreadable"]), 400),
+        (Embed(request_id="", model="pairs", texts=["a"]), 400),
+        (Score(request_id="", model="tiny", query="a", documents=["b"]), 400),
+        (Explain(request_id="", model="words", token_ids=[1]), 400),
+        (Explain(request_id="", model="tiny"), 400),
+        (Query(request_id="", about="secrets"), 400),
+        (Configure(request_id="", model="tiny", options={"model": "other"}), 400),
+        (Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
+        (Configure(request_id="", model="words", options={"max_queue_texts": "many"}), 400),
+        (Ping(request_id="", probe="nobody"), 404),
+    ],
+)
+def test_bad_requests_are_told_whose_fault_it_is(tmp_path: Path, message: Any, status: int) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+    add_encoder(host, WordEncoder())
+    add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
+
+    async def test(client: AsyncClient) -> None:
+        error = await failure(client, message)
+        assert (error.status, error.message != "") == (status, True)
+        assert (await stats(client))["host"]["live_requests"] == 1
+
+    talk(host, test)
+
+
+def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        error = await failure(client, Embed(request_id="", model="wrods", texts=["a"]))
+        assert (error.code, error.param) == ("model_not_found", "model")
+        assert "'words'" in error.hint
+
+    talk(host, test)
+
+
+def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        raw = Raw(host.config.address)
+        encoder.gate.clear()
+        raw.say(Embed(request_id="1", texts=["a"]))
+        raw.say(Embed(request_id="1", texts=["b"]))
+        refused = raw.hear()
+        assert isinstance(refused, Failed)
+        assert (refused.request_id, refused.status) == ("1", 400)
+        encoder.gate.set()
+        assert isinstance(raw.hear(), Vectors)
+        raw.say(Embed(request_id="1", texts=["c"]))
+        assert isinstance(raw.hear(), Vectors)
+        raw.close()
+
+    talk(host, test)
+    assert encoder.jobs == [["a"], ["c"]]
+
+
+def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
+    encoder = WordEncoder()
+    add_encoder(host, encoder, max_queue_texts=3)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        embeds = [asyncio.create_task(client.ask(Embed(request_id="", texts=["a"]))) for _ in range(3)]
+        assert await asyncio.to_thread(encoder.entered.acquire)
+        texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
+        while not (await stats(client))["models"]["tiny"]["num_running"]:
+            pass
+        texts += [asyncio.create_task(whole(client, token_ids=[5], params=LONG)) for _ in range(2)]
+        while (await stats(client))["models"]["tiny"]["queue_size"] < 2:
+            pass
+        for message in (Embed(request_id="", texts=["b"]), Generate(request_id="", token_ids=[7], params=LONG)):
+            error = await failure(client, message)
+            assert (error.status, error.code) == (429, "overloaded")
+            assert error.retry_after_s is not None
+            assert error.retry_after_s >= 1
+        encoder.gate.set()
+        for text in texts:
+            text.cancel()
+        await asyncio.gather(*embeds)
+        await client.ask(Embed(request_id="", texts=["a"] * 3))
+        await until_free(client)
+
+    talk(host, test)
+
+
+def test_a_failing_step_fails_its_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path)
+    sample = engine.runner._sample
+
+    def break_once(*_: Any) -> Any:
+        monkeypatch.setattr(engine.runner, "_sample", sample)
+        raise RuntimeError("the secret is 1234")
+
+    async def test(client: AsyncClient) -> None:
+        monkeypatch.setattr(engine.runner, "_sample", break_once)
+        error = await failure(client, Generate(request_id="", token_ids=[5, 6]))
+        assert error.status == 500
+        assert "1234" not in str(error)
+        await whole(client, token_ids=[5, 6])
+        await until_free(client)
+
+    talk(host, test)
+
+
+# Frames
+
+
+def test_what_is_no_message_is_answered_with_an_error(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        raw = Raw(host.config.address)
+        for frames in ([b"", b"nonsense"], [b"nonsense"], [b""], [b"", b"", b""], [b"x", wire.encode(Ping(request_id="1"))]):
+            raw.send(*frames)
+            answer = raw.hear()
+            assert isinstance(answer, Failed)
+            assert (answer.request_id, answer.code, answer.status) == ("", "undecodable_message", 400)
+        payload = wire._encoder.encode({"type": "generate", "v": 99, "request_id": "7"})
+        raw.send(b"", payload)
+        assert raw.hear().request_id == "7"
+        raw.say(Ping(request_id="1"))
+        assert raw.hear() == Pong(v=1, request_id="1")
+        raw.close()
+
+    talk(host, test)
+
+
+def fuzzed(count: int, seed: int) -> list[list[bytes]]:
+    """Messages with bytes changed, cut out and put in, and frames of no sense at all."""
+    rng = np.random.default_rng(seed)
+    good = [
+        wire.encode(message)
+        for message in (
+            Generate(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
+            Generate(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
+            Generate(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
+            Embed(request_id="4", texts=["a", [1, 2]], normalize=True), Score(request_id="5", query="q", documents=["d"]),
+            Explain(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
+            Cancel(request_id="1"), Query(request_id="8", about="models"), Ping(request_id="9", probe=""),
+        )
+    ]  # fmt: skip
+    made = []
+    for _ in range(count):
+        payload = bytearray(good[rng.integers(len(good))])
+        for _ in range(rng.integers(1, 4)):
+            place, kind = int(rng.integers(len(payload) + 1)), rng.integers(4)
+            if kind == 0 and place < len(payload):
+                payload[place] = int(rng.integers(256))
+            elif kind == 1:
+                del payload[place : place + int(rng.integers(1, 9))]
+            elif kind == 2:
+                payload[place:place] = rng.bytes(int(rng.integers(1, 9)))
+            else:
+                payload = bytearray(rng.bytes(int(rng.integers(40)))) if rng.integers(4) == 0 else payload
+        frames = [b"", bytes(payload)]
+        if rng.integers(20) == 0:
+            frames = [rng.bytes(int(rng.integers(5))) for _ in range(rng.integers(1, 5))]
+        made.append(frames)
+    return made
+
+
+def run_fuzz(tmp_path: Path, count: int) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, has_text=True, max_num_batched_tokens=64, max_model_len=64)
+    (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ tools }}")
+    add_encoder(host, WordEncoder())
+    statuses: set[int] = set()
+
+    async def test(client: AsyncClient) -> None:
+        raw = Raw(host.config.address)
+        for number, frames in enumerate(fuzzed(count, seed=count)):
+            raw.send(*frames)
+            if number % 200 == 199:
+                raw.say(Ping(request_id=f"mark {number}"))
+                while (answer := raw.hear()) != Pong(v=1, request_id=f"mark {number}"):
+                    if isinstance(answer, Failed):
+                        statuses.add(answer.status)
+        raw.close()
+        await until_free(client)
+        assert (await whole(client, token_ids=[5, 6], params=GREEDY))[1].num_output_tokens == 8
+
+    talk(host, test)
+    assert 400 in statuses
+    assert 500 not in statuses
+
+
+def test_fuzzed_frames_never_end_the_host(tmp_path: Path) -> None:
+    run_fuzz(tmp_path, 1000)
+
+
+@pytest.mark.slow
+def test_many_fuzzed_frames_never_end_the_host(tmp_path: Path) -> None:
+    run_fuzz(tmp_path, 100_000)
+
+
+# Tenants
+
+
+def test_two_tenants_share_nothing(tmp_path: Path) -> None:
+    host = make_host(tmp_path, front_end_pass="the pass")
+    add_llm(host, tmp_path)
+    prompt = prompts(1, least=50)[0]
+
+    async def test(client: AsyncClient) -> None:
+        async def ask(**fields: Any) -> Generated:
+            return (await whole(client, token_ids=prompt, **fields))[1]
+
+        async def matched(**fields: Any) -> int:
+            report = await client.ask(Explain(request_id="", token_ids=prompt, **fields))
+            assert isinstance(report, Report)
+            found: int = report.values["num_matched"]
+            return found
+
+        first = await ask(credentials="key a")
+        for other in ({"credentials": "key b"}, {}, {"credentials": "the pass", "tenant": "c"}):
+            assert await matched(**other) == 0
+            answer = await ask(**other)
+            assert answer.num_cached_tokens == 0
+            assert answer.outputs == first.outputs
+        assert await matched(credentials="key a") > 40
+        assert (await ask(credentials="key a")).num_cached_tokens > 40
+        assert (await ask(credentials="the pass", tenant="c")).num_cached_tokens > 40
+
+    talk(host, test)
+
+
+def test_only_the_pass_opens_figures_options_and_tenants(tmp_path: Path) -> None:
+    host = make_host(tmp_path, front_end_pass="the pass")
+    add_llm(host, tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        for credentials in ("", "the pas", "the pass "):
+            for message in (
+                Query(request_id="", about="stats", credentials=credentials),
+                Query(request_id="", about="metrics", credentials=credentials),
+                Configure(request_id="", options={}, credentials=credentials),
+                Generate(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+                Explain(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+            ):
+                assert (await failure(client, message)).status == 403
+        await client.ask(Query(request_id="", about="models"))
+        await stats(client, credentials="the pass")
+
+    talk(host, test)
+
+
+def test_keys_may_be_read_by_a_function_of_the_callers(tmp_path: Path) -> None:
+    def tenant_of(key: str) -> str:
+        if key != "good":
+            raise InvalidOptionError("An unknown key.")
+        return "alice"
+
+    host = make_host(tmp_path, tenant_of=tenant_of)
+    engine = add_llm(host, tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        assert (await failure(client, Generate(request_id="", token_ids=[1], credentials="bad"))).status == 400
+        await whole(client, token_ids=[5, 6, 7], credentials="good")
+
+    talk(host, test)
+    assert engine.scheduler.cache.stats("alice").total_cached > 0

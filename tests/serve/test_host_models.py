@@ -1,0 +1,466 @@
+"""EngineHost: its models side by side, vectors, health, figures, loading, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.params import SamplingParams
+from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.figures import read_metrics
+from archerfish.serve.host import STUCK_S
+from archerfish.serve.hosted_encoder import LEAST_BUDGET
+from archerfish.serve.metrics import family_of
+from archerfish.serve.models import Slot
+from archerfish.serve.wire import (
+    Configure,
+    Embed,
+    Ping,
+    Pong,
+    Query,
+    Report,
+    Score,
+    Vectors,
+)
+from tests.engine.tiny_llama import prompts
+from tests.serve.hosting import (
+    GREEDY,
+    LIMIT_S,
+    LONG,
+    WordEncoder,
+    add_encoder,
+    add_llm,
+    failure,
+    make_host,
+    stats,
+    talk,
+    until_free,
+    whole,
+)
+
+# Vectors
+
+
+def test_vectors_and_scores(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        answer = await client.ask(Embed(request_id="", texts=["a b", "c"]))
+        assert isinstance(answer, Vectors)
+        assert (answer.num_rows, answer.num_columns, answer.num_tokens) == (2, 8, 3)
+        rows = np.frombuffer(answer.data, "<f4").reshape(2, 8)
+        np.testing.assert_array_equal(rows, [WordEncoder.vector("a b"), WordEncoder.vector("c")])
+        answer = await client.ask(Score(request_id="", query="a", documents=["a", "b", "a b"]))
+        assert isinstance(answer, Vectors)
+        scores = np.frombuffer(answer.data, "<f4")
+        assert scores[0] == pytest.approx(1, abs=1e-5)
+        assert scores.argmin() == 1
+        for empty in (Embed(request_id="", texts=[]), Score(request_id="", query="a", documents=[])):
+            answer = await client.ask(empty)
+            assert isinstance(answer, Vectors)
+            assert (answer.num_rows, answer.data) == (0, b"")
+
+    talk(host, test)
+
+
+def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    words, pairs = WordEncoder(), WordEncoder("pairs", is_cross_encoder=True)
+    add_encoder(host, words)
+    add_encoder(host, pairs)
+
+    async def test(client: AsyncClient) -> None:
+        answer = await client.ask(Score(request_id="", query="a", documents=["b", "c d"]))
+        assert isinstance(answer, Vectors)
+        assert np.frombuffer(answer.data, "<f4").tolist() == [2.0, 3.0]
+        await client.ask(Score(request_id="", model="words", query="a", documents=["b"]))
+
+    talk(host, test)
+    assert pairs.jobs == [["a b", "a c d"]]
+    assert words.jobs == [["a", "b"]]
+
+
+def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        first = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        assert await asyncio.to_thread(encoder.entered.acquire)
+        hosted = next(iter(host.shelf))
+        hosted.budget = 4  # type: ignore[union-attr]
+        long = asyncio.create_task(client.ask(Embed(request_id="", texts=[f"long{i}" for i in range(9)])))
+        await reached(client, "words", 10)
+        short = asyncio.create_task(client.ask(Embed(request_id="", texts=["short0", "short1"])))
+        await reached(client, "words", 12)
+        await client.ask(Ping(request_id=""))
+        encoder.gate.set()
+        answers = await asyncio.gather(first, short, long)
+        rows = [np.frombuffer(answer.data, "<f4").reshape(-1, 8) for answer in answers if isinstance(answer, Vectors)]
+        np.testing.assert_array_equal(rows[1], [WordEncoder.vector("short0"), WordEncoder.vector("short1")])
+        np.testing.assert_array_equal(rows[2], [WordEncoder.vector(f"long{i}") for i in range(9)])
+
+    talk(host, test)
+    assert encoder.jobs[0] == ["first"]
+    assert set(encoder.jobs[1]) == {"long0", "short0", "long1", "short1"}
+
+
+async def reached(client: AsyncClient, model: str, num_texts: int) -> None:
+    """Until so many texts are queued, and the reader has passed them on."""
+    while (await stats(client))["models"][model]["queue_texts"] < num_texts:
+        pass
+
+
+def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        first = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        assert await asyncio.to_thread(encoder.entered.acquire)
+        texts = [["a", "b"], ["poison", "c"], ["d"]]
+        asking = [asyncio.create_task(client.ask(Embed(request_id="", texts=list(some)))) for some in texts]
+        await reached(client, "words", 6)
+        encoder.gate.set()
+        await first
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(answers[0], Vectors) and isinstance(answers[2], Vectors)
+        assert isinstance(answers[1], RemoteError)
+        np.testing.assert_array_equal(np.frombuffer(answers[2].data, "<f4"), WordEncoder.vector("d"))
+        assert (await stats(client))["models"]["words"]["queue_texts"] == 0
+
+    talk(host, test)
+
+
+def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+    order: list[str] = []
+    for lane in host.compute.lanes:
+        spy_on(lane, order)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        blocker = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        assert await asyncio.to_thread(encoder.entered.acquire)
+        hosted = next(one for one in host.shelf if one.kind == "embedding")
+        hosted.latency_s = 0.0  # type: ignore[union-attr]
+        hosted.budget = LEAST_BUDGET  # type: ignore[union-attr]
+        texts: list[str | list[int]] = [f"{i} " * LEAST_BUDGET for i in range(200)]  # a job each
+        burst = asyncio.create_task(client.ask(Embed(request_id="", texts=texts)))
+        await reached(client, "words", 201)
+        chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**GREEDY, "max_tokens": 20}))
+        while (await stats(client))["models"]["tiny"]["total_requests"] < 1:
+            pass
+        order.clear()
+        encoder.gate.set()
+        await asyncio.gather(blocker, burst, chat)
+
+    talk(host, test)
+    steps = [place for place, name in enumerate(order) if name == "tiny"]
+    assert len(steps) >= 20
+    assert order.count("words") == 200
+    # The burst delays each step of the chat by one job at most, and goes on meanwhile.
+    assert max(later - earlier for earlier, later in itertools.pairwise(steps)) == 2
+    assert steps[-1] < 100
+
+
+def spy_on(lane: Any, order: list[str]) -> None:
+    """Note the order in which jobs of a lane begin."""
+    submit = lane.submit
+
+    def noting(work: Any, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            order.append(lane.name)
+            return work(*args, **kwargs)
+
+        return submit(run)
+
+    lane.submit = noting
+
+
+# Health
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_probe_answers_after_a_real_step_unless_one_is_fresh(tmp_path: Path) -> None:
+    clock = FakeClock()
+    host = make_host(tmp_path, clock=clock)
+    add_llm(host, tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        async def num_steps() -> int:
+            found: int = (await stats(client))["models"]["tiny"]["num_steps"]
+            return found
+
+        clock.now += 5
+        assert isinstance(await client.ask(Ping(request_id="")), Pong)
+        assert await num_steps() == 0
+        assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
+        assert (await num_steps(), encoder.jobs) == (1, [["health"]])
+        clock.now += 0.5
+        await client.ask(Ping(request_id="", probe=""))
+        assert (await num_steps(), len(encoder.jobs)) == (1, 1)
+        clock.now += 1
+        await client.ask(Ping(request_id="", probe="tiny"))
+        assert (await num_steps(), len(encoder.jobs)) == (2, 1)
+
+    talk(host, test)
+
+
+def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
+    clock = FakeClock()
+    host = make_host(tmp_path, clock=clock)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        job = asyncio.create_task(client.ask(Embed(request_id="", texts=["long"])))
+        assert await asyncio.to_thread(encoder.entered.acquire)
+        clock.now += STUCK_S - 1
+        assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
+        clock.now += 2
+        assert (await failure(client, Ping(request_id="", probe=""))).status == 503
+        encoder.gate.set()
+        await job
+
+    talk(host, test)
+
+
+def test_a_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError
+
+    async def test(client: AsyncClient) -> None:
+        monkeypatch.setattr(encoder, "compute", broken)
+        assert (await failure(client, Ping(request_id="", probe=""))).status == 500
+
+    talk(host, test)
+
+
+# Figures and options
+
+
+def test_cards_say_what_a_front_end_needs(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path, has_text=True)
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        report = await client.ask(Query(request_id="", about="models"))
+        assert isinstance(report, Report)
+        tiny, words = report.values["models"]
+        assert (tiny["id"], tiny["kind"], tiny["max_length"], tiny["vocab_size"]) == ("tiny", "generation", 256, 288)
+        assert (tiny["directory"], tiny["has_chat_template"]) == (str(tmp_path / "tiny"), False)
+        assert (words["id"], words["kind"], words["dimension"]) == ("words", "embedding", 8)
+
+    talk(host, test)
+
+
+def test_metrics_can_be_read_by_prometheus(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        for _ in range(3):
+            await whole(client, token_ids=list(range(5, 45)), stream=True)
+        await client.ask(Embed(request_id="", texts=["a", "b c"]))
+        report = await client.ask(Query(request_id="", about="metrics"))
+        assert isinstance(report, Report)
+        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        assert value(families["vllm:generation_tokens"], model_name="tiny") == 24
+        assert value(families["vllm:prompt_tokens"], model_name="tiny") == 120
+        assert value(families["vllm:prefix_cache_hits"], model_name="tiny") > 0
+        assert value(families["vllm:request_success"], finished_reason="length", model_name="tiny") == 3
+        assert value(families["archerfish_encoded_tokens"], model_name="words") == 3
+        counts = {name: value(families[name], "_count", model_name="tiny") for name in (
+            "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:request_queue_time_seconds",
+            "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
+        )}  # fmt: skip
+        assert list(counts.values()) == [3, 21, 3, 3, 3]
+
+    talk(host, test)
+
+
+def value(family: Any, suffix: str = "", **labels: str) -> float:
+    wanted = f"{family.name}{suffix}"
+    found: float = next(
+        sample.value for sample in family.samples
+        if sample.name in (wanted, f"{wanted}_total") and sample.labels == labels
+    )  # fmt: skip
+    return found
+
+
+def test_options_change_while_requests_run(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path)
+    add_encoder(host, WordEncoder())
+    prompt = prompts(1, least=40)[0]
+    expected = engine.generate([prompt], SamplingParams(**LONG))[0].token_ids
+
+    async def test(client: AsyncClient) -> None:
+        running = asyncio.create_task(whole(client, token_ids=prompt, params=LONG))
+        changes: list[dict[str, Any]] = [
+            {"max_queue_size": 7, "logits_cache_mib": 0}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 40},
+            {"enable_prefix_caching": True, "logits_cache_mib": 3, "logits_cache_ttl_s": 5.0},
+        ]  # fmt: skip
+        for options in changes:
+            report = await client.ask(Configure(request_id="", model="tiny", options=options))
+            assert isinstance(report, Report)
+            assert {name: report.values[name] for name in options} == options
+        error = await failure(client, Configure(request_id="", model="tiny", options={"max_num_batched_tokens": 3}))
+        assert error.status == 400
+        assert (await running)[1].outputs[0].token_ids == expected
+        report = await client.ask(Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
+        assert isinstance(report, Report)
+        assert report.values["latency_budget_ms"] == 20
+        await until_free(client)
+
+    talk(host, test)
+    assert engine.scheduler.max_queue_size == 7
+    engine.scheduler.cache.check([])
+
+
+# Loading
+
+
+def test_models_are_loaded_when_asked_for_and_unloaded_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    encoders = [WordEncoder(name) for name in "abc"]
+    for encoder in encoders:
+        add_encoder(host, encoder, loads="demand")
+    monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: 10)
+    monkeypatch.setattr(host.shelf, "_memory_bytes", 25)
+
+    async def test(client: AsyncClient) -> None:
+        async def loaded() -> str:
+            report = await client.ask(Query(request_id="", about="models"))
+            assert isinstance(report, Report)
+            return "".join(card["id"] for card in report.values["models"] if card["is_loaded"])
+
+        assert await loaded() == ""
+        await client.ask(Embed(request_id="", model="a", texts=["x"]))
+        await client.ask(Embed(request_id="", model="b", texts=["x"]))
+        assert await loaded() == "ab"
+        await client.ask(Embed(request_id="", model="a", texts=["x"]))
+        await client.ask(Embed(request_id="", model="c", texts=["x"]))
+        assert await loaded() == "ac"
+        assert encoders[1].is_closed
+        await client.ask(Embed(request_id="", model="b", texts=["x"]))
+        assert await loaded() == "bc"
+
+    talk(host, test)
+
+
+def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+
+    def load(_: Any) -> Any:
+        raise OSError("the disk is on fire")
+
+    host.shelf.add(Slot("gone", "embedding", load, "demand"))
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        for _ in range(2):
+            error = await failure(client, Embed(request_id="", model="gone", texts=["x"]))
+            assert error.status == 503
+            assert "fire" not in str(error)
+        await client.ask(Embed(request_id="", model="words", texts=["x"]))
+
+    talk(host, test)
+
+
+def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    for name in "ab":
+        add_encoder(host, WordEncoder(name), loads="idle")
+
+    async def test(client: AsyncClient) -> None:
+        while not all(slot.hosted is not None for slot in host.shelf.slots):
+            await client.ask(Ping(request_id=""))
+
+    talk(host, test)
+
+
+# Addresses and keys
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://192.0.2.1:5555", "tcp://example.org:1"]
+)
+def test_beyond_this_machine_there_must_be_keys(tmp_path: Path, address: str) -> None:
+    with pytest.raises(InvalidOptionError, match="CURVE"):
+        make_host(tmp_path, address=address)
+
+
+@pytest.mark.parametrize(
+    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"public_key": "x"}, {"client_keys": ("x",)}]
+)
+def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError):
+        make_host(tmp_path, **options)
+
+
+def keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
+    server, friend, stranger = keys(), keys(), keys()
+    host = make_host(
+        tmp_path, address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
+    )
+    add_encoder(host, WordEncoder())
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            async with AsyncClient(host.address, server_key=server[0], own_keys=friend) as client:
+                assert isinstance(await client.ask(Embed(request_id="", texts=["a"])), Vectors)
+            async with AsyncClient(host.address, server_key=server[0], own_keys=stranger) as client:
+                assert (await failure(client, Ping(request_id=""))).status == 403
+            for wrong in ({}, {"server_key": stranger[0], "own_keys": friend}):
+                async with AsyncClient(host.address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
+                    assert (await failure(client, Ping(request_id=""))).status in (403, 503)
+
+    with host:
+        asyncio.run(main())
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+    first = make_host(tmp_path, address="tcp://127.0.0.1:*")
+    with first:
+        second = make_host(tmp_path, address=first.address)
+        with pytest.raises(MachineError, match="Cannot listen"):
+            second.open()
+        second.stop(0)

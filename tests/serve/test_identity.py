@@ -1,0 +1,268 @@
+"""API keys in front of every route: who is let in, as whom, and that no key is ever told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+from anthropic.types import TextBlock
+from fastapi import FastAPI
+
+from archerfish.serve.app import create_app
+from archerfish.serve.client import Answer, Question
+from archerfish.serve.tenants import Tenants, add_key
+from archerfish.serve.wire import Embed, Explain, Ping, Pong, Query, Report, Score, Vectors
+
+from .client import LIMIT_S, PASS, error_of, running, with_app
+from .fake_backend import MODEL, FakeBackend
+
+ALICE, BOB, OPERATOR, STRANGER = (f"{name}-{'0123456789' * 3}" for name in ("alice", "bob", "operator", "stranger"))
+KEYS = Tenants.from_text(f"alice={ALICE}, bob={BOB}, operator={OPERATOR}")
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+MESSAGE = {**CHAT, "max_tokens": 20}
+POSTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT), ("/v1/completions", {"model": MODEL, "prompt": "Hi"}),
+    ("/v1/responses", {"model": MODEL, "input": "Hi"}), ("/v1/messages", MESSAGE), ("/v1/embeddings", {"input": "Hi"}),
+    ("/v1/rerank", {"query": "Hi", "documents": ["a"]}), ("/similarity", {"source": "Hi", "sentences": ["a"]}),
+    ("/v1/cache/explain", {"model": MODEL, "prompt": "Hi"}), ("/tokenize", {"model": MODEL, "prompt": "Hi"}),
+]  # fmt: skip
+
+
+class Recorder(FakeBackend):
+    """Answers every kind of message and keeps them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Question] = []
+
+    async def ask(self, message: Question) -> Answer:
+        self.asked.append(message)
+        if isinstance(message, Ping):
+            return Pong(request_id=message.request_id)
+        if isinstance(message, Embed | Score):
+            number = len(message.texts) if isinstance(message, Embed) else len(message.documents)
+            data = np.ones((number, 4), "<f4").tobytes()
+            return Vectors(request_id=message.request_id, num_rows=number, num_columns=4, data=data, num_tokens=number)
+        if isinstance(message, Query) and message.about != "models":
+            return Report(request_id=message.request_id)
+        return await super().ask(message)
+
+    def callers(self) -> set[tuple[str, str]]:
+        """Tenant and credentials of the messages since the last look that are somebody's."""
+        owned = [one for one in self.asked if isinstance(one, Embed | Score | Explain)]
+        found = {(one.tenant, one.credentials) for one in [*self.requests, *owned]}
+        self.requests.clear()
+        self.asked.clear()
+        return found
+
+
+def app_with_keys(backend: FakeBackend | None = None, tenants: Tenants = KEYS) -> FastAPI:
+    return create_app(backend or Recorder(), credentials=PASS, tenants=tenants)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+# Who is let in
+
+
+def shown(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("route", "body"), [*POSTS, ("/nowhere", {})], ids=shown)
+def test_every_route_wants_a_key(route: str, body: dict[str, Any]) -> None:
+    backend = Recorder()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for headers in (
+            {}, bearer(STRANGER), {"x-api-key": STRANGER}, {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"},
+            bearer(""), bearer(ALICE.upper()), bearer(ALICE[:-1]), bearer("x" * 100_000), {"api-key": ALICE},
+        ):  # fmt: skip
+            answer = await client.post(route, json=body, headers=headers)
+            assert answer.status_code == 401, headers
+            assert answer.headers["www-authenticate"] == "Bearer"
+            if route == "/v1/messages":
+                assert answer.json()["error"]["type"] == "authentication_error"
+            else:
+                error = error_of(answer)
+                assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+            assert "Authorization: Bearer <key>" in answer.text
+            assert STRANGER not in answer.text
+            assert ALICE not in answer.text
+        assert not backend.callers()
+        for headers in (bearer(ALICE), {"Authorization": f"bearer  {ALICE} "}, {"x-api-key": ALICE}):
+            answer = await client.post(route, json=body, headers=headers)
+            assert answer.status_code == (404 if route == "/nowhere" else 200), answer.text
+
+    with_app(test, app_with_keys(backend))
+
+
+@pytest.mark.parametrize("route", ["/", "/health", "/ready", "/openapi.json"])
+def test_what_strangers_may_see(route: str) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for headers in ({}, bearer(STRANGER)):
+            assert (await client.get(route, headers=headers)).status_code == 200
+
+    with_app(test, app_with_keys())
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["/stats", "/metrics", "/%6detrics", "/metrics/", "/stats?about=models", "/admin/optimization", "/admin/anything"],
+)
+def test_only_an_operator_sees_all_tenants_figures(route: str) -> None:
+    backend = Recorder()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        assert (await client.get(route)).status_code == 401
+        answer = await client.get(route, headers=bearer(ALICE))
+        assert (answer.status_code, error_of(answer)["code"]) == (403, "not_an_operator")
+        assert "www-authenticate" not in answer.headers
+        assert backend.asked == []
+        allowed = await client.get(route, headers=bearer(OPERATOR))
+        assert allowed.status_code not in (401, 403)
+
+    with_app(test, app_with_keys(backend))
+
+
+def test_a_server_without_keys_takes_everybody_for_the_same() -> None:
+    backend = Recorder()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for headers in ({}, bearer(ALICE), {"x-api-key": STRANGER}):
+            for route, body in POSTS:
+                assert (await client.post(route, json=body, headers=headers)).status_code == 200, route
+            assert (await client.get("/stats", headers=headers)).status_code == 200
+        assert backend.callers() == {("", PASS)}
+
+    with_app(test, app_with_keys(backend, Tenants()))
+
+
+def test_a_key_is_asked_for_before_a_body_is_read() -> None:
+    was_read = False
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal was_read
+        was_read = True
+        yield b"{}"
+
+    async def test(client: httpx.AsyncClient) -> None:
+        json_type = {"Content-Type": "application/json"}
+        answer = await client.post("/v1/embeddings", content=body(), headers={**bearer(STRANGER), **json_type})
+        assert answer.status_code == 401
+        assert not was_read
+        assert (await client.post("/v1/embeddings", content=body(), headers={**bearer(BOB), **json_type})).status_code == 400
+        assert was_read
+
+    with_app(test, app_with_keys())
+
+
+def test_keys_that_are_added_to_the_file_count_soon(tmp_path: Path) -> None:
+    now = 0.0
+    path = tmp_path / "keys.toml"
+    first = add_key(path, "alice")
+    tenants = Tenants.from_file(path, lambda: now)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        nonlocal now
+        assert (await client.get("/v1/models", headers=bearer(first))).status_code == 200
+        second = add_key(path, "bob")
+        now += 2
+        assert (await client.get("/v1/models", headers=bearer(second))).status_code == 200
+
+    with_app(test, app_with_keys(tenants=tenants))
+
+
+# As whom
+
+
+@pytest.mark.parametrize(("route", "body"), POSTS[:-1], ids=shown)
+def test_the_engine_process_is_told_whose_a_request_is(route: str, body: dict[str, Any]) -> None:
+    backend = Recorder()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for name, key in (("alice", ALICE), ("bob", BOB)):
+            claims = {"x-tenant": "operator", "tenant": "operator"}
+            assert (await client.post(route, json=body, headers={**bearer(key), **claims})).status_code == 200
+            assert backend.callers() == {(name, PASS)}
+
+    with_app(test, app_with_keys(backend))
+
+
+def test_a_bearer_key_counts_before_another() -> None:
+    backend = Recorder()
+
+    async def test(client: httpx.AsyncClient) -> None:
+        headers = {**bearer(ALICE), "x-api-key": BOB}
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
+        assert backend.callers() == {("alice", PASS)}
+
+    with_app(test, app_with_keys(backend))
+
+
+def test_the_real_packages_send_their_keys() -> None:
+    backend = Recorder()
+    with running(app_with_keys(backend)) as (host, port):
+        address = f"http://{host}:{port}"
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=ALICE, max_retries=0, timeout=LIMIT_S) as client:
+            answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
+            assert answer.choices[0].message.content == "Hello there"
+            with pytest.raises(openai.AuthenticationError) as caught:
+                client.with_options(api_key=STRANGER).models.list()
+            assert caught.value.code == "invalid_api_key"
+        with anthropic.Anthropic(base_url=address, api_key=BOB, max_retries=0, timeout=LIMIT_S) as claude:
+            said = claude.messages.create(model=MODEL, max_tokens=20, messages=[{"role": "user", "content": "Hi"}])
+            assert isinstance(said.content[0], TextBlock)
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                claude.with_options(api_key=STRANGER).messages.create(
+                    model=MODEL, max_tokens=20, messages=[{"role": "user", "content": "Hi"}]
+                )
+            assert isinstance(refused.value.body, dict)
+            assert refused.value.body["error"]["type"] == "authentication_error"
+    assert backend.callers() == {("alice", PASS), ("bob", PASS)}
+
+
+# What is never told
+
+
+def test_keys_and_the_pass_are_in_no_answer_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    backend = Recorder()
+    told: list[str] = []
+    secrets = (ALICE, OPERATOR, STRANGER, PASS)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for key in (ALICE, OPERATOR, STRANGER):
+            for headers in (bearer(key), {"x-api-key": key}):
+                for route, body in [*POSTS, ("/nowhere", {}), ("/v1/embeddings", {"inptu": 1}), ("/metrics", {})]:
+                    answer = await client.post(route, json=body, headers=headers)
+                    told.extend((answer.text, str(answer.headers)))
+                for route in ("/", "/metrics", "/stats", "/health", "/v1/models", "/openapi.json"):
+                    answer = await client.get(route, headers=headers)
+                    told.extend((answer.text, str(answer.headers)))
+        backend.reply = broken
+        failed = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(ALICE))
+        assert failed.status_code == 500
+        told.extend((failed.text, str(failed.headers)))
+
+    def broken(request: object) -> str:
+        raise RuntimeError(f"a fault that shows its request: {request}")
+
+    with caplog.at_level(logging.DEBUG):
+        with_app(test, app_with_keys(backend))
+    for secret in secrets:
+        assert not [text for text in told if secret in text]
+    for key in (ALICE, OPERATOR, STRANGER):
+        assert key not in caplog.text
+    messages = json.dumps([repr(message) for message in [*backend.requests, *backend.asked]])
+    assert PASS in messages
+    assert ALICE not in messages

@@ -1,0 +1,406 @@
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish.serve.client import RemoteError
+
+from .fake_backend import END, MODEL, START, FakeBackend, error_of, events, ids, post, until, with_backend
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+def prompt_of(backend: FakeBackend) -> str:
+    names = {END: "<|end|>", START: "<|start|>"}
+    token_ids = backend.requests[-1].token_ids or []
+    return "".join(names.get(i) or chr(i) for i in token_ids)
+
+
+def test_a_whole_answer() -> None:
+    backend = FakeBackend("Hello thére")
+    answer = post(backend, CHAT, {"messages": HI, "model": MODEL})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
+    assert (body["object"], body["model"]) == ("chat.completion", MODEL)
+    message = {"role": "assistant", "content": "Hello thére", "refusal": None}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop", "stop_reason": END}]
+    num_prompt = len(ids("user\nHiassistant\n")) + 3
+    assert body["usage"] == {
+        "prompt_tokens": num_prompt, "completion_tokens": 13, "total_tokens": num_prompt + 13,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert prompt_of(backend) == "<|start|>user\nHi<|end|><|start|>assistant\n"
+    sent = backend.requests[-1]
+    assert (sent.model, sent.credentials, sent.stream, sent.params) == (MODEL, "pass", False, {"max_tokens": None})
+
+
+def test_the_bytes_of_a_stream() -> None:
+    backend = FakeBackend('Hé"\n')
+    body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
+    answer = post(backend, CHAT, body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert "content-length" not in answer.headers
+    text = re.sub(r"chatcmpl-[0-9a-f]{24}", "ID", answer.text)
+    text = re.sub(r'"created":\d+', '"created":0', text)
+    head = 'data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"lab/writer","choices":['
+
+    def chunk(delta: str, ended: str = "null") -> str:
+        return f'{head}{{"index":0,"delta":{{{delta}}},"logprobs":null,"finish_reason":{ended}}}],"usage":null}}\n\n'
+
+    usage = '{"prompt_tokens":20,"completion_tokens":6,"total_tokens":26,"prompt_tokens_details":{"cached_tokens":3}}'
+    assert text == (
+        chunk('"role":"assistant","content":""') + chunk('"content":"H"') + chunk('"content":"é"') + chunk('"content":"\\""')
+        + chunk('"content":"\\n"') + chunk("", '"stop","stop_reason":256') + f'{head}],"usage":{usage}}}\n\n'
+        + "data: [DONE]\n\n"
+    )
+
+
+def test_without_include_usage_there_is_none() -> None:
+    answer = post(FakeBackend("a"), CHAT, {"messages": HI, "stream": True})
+    assert all("usage" not in event for event in events(answer))
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    backend = FakeBackend()
+    stated = {
+        "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1, "seed": 5, "stop_token_ids": [9], "ignore_eos": True, "min_tokens": 2,
+        "skip_special_tokens": False, "include_stop_str_in_output": True, "prompt_logprobs": 1,
+    }
+    others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
+              "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
+    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, **{"x-tenant": "acme"})
+    assert answer.status_code == 200, answer.text
+    sent = backend.requests[-1]
+    expected = {**stated, "max_tokens": 9, "logit_bias": {5: 1, 6: -2.5}, "logprobs": 2}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in sent.params.items()} == expected
+    assert (sent.priority, sent.deadline_s, sent.tenant) == (-3, 2.5, "acme")
+    assert sent.stream  # stop strings are found here
+
+
+def test_several_answers_in_a_stream() -> None:
+    chunks = events(post(FakeBackend("x"), CHAT, {"messages": HI, "n": 2, "stream": True}))
+    texts = ["", ""]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["x", "x 1"]
+    assert [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"] == "stop"] == [0, 1]
+
+
+def test_logprobs() -> None:
+    backend = FakeBackend("hé")
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 2}
+    content = post(backend, CHAT, body).json()["choices"][0]["logprobs"]["content"]
+    likely = [{"token": "h", "logprob": -0.5, "bytes": [104]}, {"token": "?", "logprob": -1.5, "bytes": [63]}]
+    assert content[0] == {"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": likely}
+    assert [entry["bytes"] for entry in content] == [[104], [0xC3], [0xA9]]  # the end token is not shown
+    streamed = events(post(backend, CHAT, {**body, "stream": True}))
+    pieces = [c["choices"][0]["logprobs"] for c in streamed]
+    assert [entry for piece in pieces if piece for entry in piece["content"]] == content
+
+
+def test_prompt_logprobs() -> None:
+    found = post(FakeBackend(), CHAT, {"messages": HI, "prompt_logprobs": 1}).json()["prompt_logprobs"]
+    assert found[:2] == [None, {str(ord("u")): {"logprob": -0.5, "rank": 1, "decoded_token": "u"}}]
+    refused = post(FakeBackend(), CHAT, {"messages": HI, "prompt_logprobs": 1, "stream": True})
+    assert error_of(refused)["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
+    backend = FakeBackend("one two three four")
+    body = {"messages": HI, "stop": ["o t", " three"], "stream": stream, "stream_options": {"include_usage": True}}
+    answer = post(backend, CHAT, body)
+    if stream:
+        chunks = events(answer)
+        text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
+        ended, usage = chunks[-2]["choices"][0], chunks[-1]["usage"]
+    else:
+        ended, usage = answer.json()["choices"][0], answer.json()["usage"]
+        text = ended["message"]["content"]
+    assert text == "one tw"
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", "o t")
+    assert usage["completion_tokens"] == len("one two t")
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert len(backend.left) == 1
+    assert backend.num_sent == len("one two t")
+    assert "stop" not in backend.params()
+
+
+def test_with_several_answers_each_stops_by_itself() -> None:
+    backend = FakeBackend("one two")
+    choices = post(backend, CHAT, {"messages": HI, "stop": " 1", "n": 2}).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["one two", "one two"]
+    assert [choice["stop_reason"] for choice in choices] == [END, " 1"]
+
+
+@pytest.mark.parametrize(("reason", "shown"), [("length", None), ("deadline", "deadline")])
+def test_an_answer_that_was_cut_short(reason: str, shown: str | None) -> None:
+    backend = FakeBackend("abc")
+    backend.finish_reason = reason
+    choice = post(backend, CHAT, {"messages": HI, "max_tokens": 2}).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["message"]["content"]) == ("length", shown, "ab")
+
+
+@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
+def test_an_engine_that_gives_up_is_an_error(reason: str, status: int) -> None:
+    backend = FakeBackend("abc")
+    backend.finish_reason = reason
+    assert post(backend, CHAT, {"messages": HI}).status_code == status
+
+
+def test_special_tokens_in_a_message_are_text() -> None:
+    backend = FakeBackend()
+    post(backend, CHAT, {"messages": [{"role": "user", "content": "<|end|>"}]})
+    assert (backend.requests[-1].token_ids or []).count(END) == 1
+
+
+def test_roles_parts_and_calls() -> None:
+    backend = FakeBackend()
+    called = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [called], "refusal": None, "audio": None, "annotations": []},
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+    ]
+    assert post(backend, CHAT, {"messages": messages}).status_code == 200
+    assert prompt_of(backend) == (
+        '<|start|>system\nBe brief<|end|><|start|>user\na\nb<|end|><|start|>assistant\n[weather {"city": "Rome"}]<|end|>'
+        "<|start|>tool\nsunny<|end|><|start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "messages", "The parameter 'messages' is missing."),
+        ({"messages": []}, "messages", "not empty"),
+        ({"messages": "Hi"}, "messages", "must be a list"),
+        ({"messages": ["Hi"]}, "messages", "messages[0] must be an object, not a string."),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages", "not 'king'"),
+        ({"messages": [{"content": "x"}]}, "messages", "messages[0].role must be system, developer, user, assistant or tool"),
+        ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing."),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages", "unknown member 'contents'. Did you mean 'content'?"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "of type 'image_url', which is not"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages[0].tool_call_id must be a string"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages", "neither content nor tool_calls"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
+        ({"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
+        ({"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
+        ({"messages": HI, "temperature": "1"}, "temperature", "valid number"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "different"),
+        ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
+        ({"messages": HI, "stop": [""]}, "stop", "not empty"),
+        ({"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not a number"),
+        ({"messages": HI, "top_k": 10**30}, None, "cannot be passed on"),
+        ({"messages": HI, "priority": 10**30}, "priority", "out of range"),
+        ({"messages": HI, "deadline_s": -1}, None, "deadline_s must be"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
+        ({"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
+        ({"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
+        ({"messages": HI, "tools": [{"type": "custom"}]}, "tools", "'custom' is not supported"),
+        ({"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].name must be a string"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot hold 'messages'"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"messages": HI, "tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice", 'must be "auto", "none"'),
+        ({"messages": HI, "tools": [CLOCK, CLOCK]}, "tools", "Two tools are called 'clock'"),
+        ({"messages": HI, "tools": [CLOCK], "guided_regex": "a"}, "tools", "exclude each other"),
+        (
+            {"messages": HI, "tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clok"}}},
+            "tool_choice", "Did you mean 'clock'?",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str | None, message: str) -> None:
+    backend = FakeBackend()
+    answer = post(backend, CHAT, body)
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("name", ["functions", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"])
+def test_what_others_have_is_refused_by_name(name: str) -> None:
+    error = error_of(post(FakeBackend(), CHAT, {"messages": HI, name: "low"}))
+    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+    assert post(FakeBackend(), CHAT, {"messages": HI, name: None}).status_code == 200
+
+
+def test_models_lengths_and_models_that_do_not_write() -> None:
+    error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "writr"}))
+    assert error["code"] == "model_not_found"
+    assert "'writer'" in error["message"]
+    assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "vectors"}))["param"] == "model"
+    error = error_of(post(FakeBackend(max_length=20), CHAT, {"messages": HI}))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "20 tokens" in error["message"]
+    assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "bare"}))["param"] == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_says_when_to_come_back(stream: bool) -> None:
+    backend = FakeBackend()
+    backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=2.2)
+    answer = post(backend, CHAT, {"messages": HI, "stream": stream})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert error_of(answer)["type"] == "rate_limit_error"
+    backend.fails[0] = RemoteError("Gone.", code="unavailable", status=503)
+    answer = post(backend, CHAT, {"messages": HI, "stream": stream})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    assert backend.left == []
+
+
+def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
+    backend = FakeBackend("abc")
+    backend.fails[2] = RemoteError("The engine process died.", code="unavailable", status=503)
+    answer = post(backend, CHAT, {"messages": HI, "stream": True})
+    assert answer.status_code == 200
+    error = events(answer)[-1]["error"]
+    assert error == {"message": "The engine process died.", "type": "server_error", "param": None, "code": "unavailable"}
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("stated", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"kind": "json", "value": None}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            {"kind": "json_schema", "value": {"type": "object"}},
+        ),
+        ({"response_format": {"type": "regex", "regex": "a+"}}, {"kind": "regex", "value": "a+"}),
+        ({"response_format": {"type": "grammar", "grammar": 'start: "a"'}}, {"kind": "lark", "value": 'start: "a"'}),
+        ({"guided_json": {"type": "array"}}, {"kind": "json_schema", "value": {"type": "array"}}),
+        ({"guided_regex": "a+"}, {"kind": "regex", "value": "a+"}),
+        ({"guided_grammar": 'start: "a"'}, {"kind": "lark", "value": 'start: "a"'}),
+        ({"guided_choice": ["a", "b"]}, {"kind": "choice", "value": ["a", "b"]}),
+    ],
+)
+def test_forms_of_the_answer(stated: dict[str, Any], grammar: dict[str, Any] | None) -> None:
+    backend = FakeBackend()
+    assert post(backend, CHAT, {"messages": HI, **stated}).status_code == 200
+    assert backend.params().get("grammar") == grammar
+
+
+CALLS = (
+    'I ask.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_calls_of_tools() -> None:
+    backend = FakeBackend(CALLS)
+    choice = post(backend, CHAT, {"messages": HI, "tools": [WEATHER, CLOCK]}).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I ask."
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        {"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "clock", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert '"name": "clock"' in prompt_of(backend)
+    assert prompt_of(backend).startswith("<|start|>tools\n")
+
+
+def test_calls_in_a_stream() -> None:
+    chunks = events(post(FakeBackend(CALLS), CHAT, {"messages": HI, "tools": [WEATHER, CLOCK], "stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    named = [call for call in calls if "id" in call]
+    assert [(call["index"], call["function"]) for call in named] == [
+        (0, {"name": "weather", "arguments": ""}), (1, {"name": "clock", "arguments": ""}),
+    ]
+    assert "".join(call["function"]["arguments"] for call in calls if call["index"] == 0) == '{"city": "Rome"}'
+    assert len([call for call in calls if call["index"] == 0]) > 10  # as they come
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I ask."
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_a_choice_of_tools_there_are_none() -> None:
+    backend = FakeBackend(CALLS)
+    choice = post(backend, CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": "none"}).json()["choices"][0]
+    assert choice["message"]["content"] == CALLS
+    assert "tools" not in prompt_of(backend)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be(choice: Any) -> None:
+    backend = FakeBackend(CALLS.removeprefix("I ask."))
+    body = {"messages": HI, "tools": [WEATHER, CLOCK], "tool_choice": choice}
+    answer = post(backend, CHAT, body).json()["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["content"] is None
+    grammar = backend.params()["grammar"]
+    assert grammar["kind"] == "lark"
+    assert ("clock" in grammar["value"]) == (choice == "required")
+    assert ")*" not in grammar["value"]
+    post(backend, CHAT, {**body, "parallel_tool_calls": True})
+    assert (")*" in backend.params()["grammar"]["value"]) == (choice == "required")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_no_more_are_wanted(stream: bool) -> None:
+    body = {"messages": HI, "tools": [WEATHER, CLOCK], "parallel_tool_calls": False, "stream": stream}
+    answer = post(FakeBackend(CALLS), CHAT, body)
+    assert "weather" in answer.text
+    assert "clock" not in answer.text
+
+
+def test_a_client_that_goes_cancels_its_request() -> None:
+    """Before the first token, and in the middle of a stream."""
+    for stream, num_before in ((False, 0), (True, 0), (True, 2)):
+        backend = FakeBackend("abcdef")
+        backend.gate.clear()
+        backend.num_before_gate = num_before
+
+        async def test(client: httpx.AsyncClient, stream: bool = stream, num_before: int = num_before,
+                       backend: FakeBackend = backend) -> None:
+            transport: Any = client._transport
+            app = transport.app
+            body = json.dumps({"messages": HI, "stream": stream, "stop": "zz"}).encode()
+            gone = asyncio.Event()
+            sent: list[dict[str, Any]] = []
+            inbox = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if inbox:
+                    return inbox.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: dict[str, Any]) -> None:
+                sent.append(message)
+
+            scope = {
+                "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": CHAT,
+                "raw_path": CHAT.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
+                "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
+            }
+            running = asyncio.create_task(app(scope, receive, send))
+            await until(lambda: bool(backend.requests))
+            await until(lambda: backend.num_sent == num_before and len(sent) >= min(num_before, 1))
+            gone.set()
+            await running
+            assert len(backend.left) == 1
+            assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
+
+        with_backend(backend, test)

@@ -1,0 +1,257 @@
+"""The real packages of OpenAI and Anthropic against a real socket."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import uvicorn
+from anthropic.types import TextBlock, ToolUseBlock
+
+from archerfish.serve.client import RemoteError
+from archerfish.serve.wire import Generate
+
+from .fake_backend import LIMIT_S, MODEL, FakeBackend, text_app
+
+WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
+TOOL: Any = {"type": "function", "strict": False, **WEATHER}
+CALL = 'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@contextmanager
+def running(backend: FakeBackend) -> Iterator[str]:
+    """The address of a server in a thread."""
+    # The socket listens before the server runs, so that nobody need wait for it.
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        server = uvicorn.Server(uvicorn.Config(text_app(backend), log_level="error", ws="none", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            host, port = listener.getsockname()
+            yield f"http://{host}:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+
+
+def reply(request: Generate) -> str:
+    text = bytes(i for i in request.token_ids or [] if i < 256).decode()
+    if "tools" in text:
+        return CALL
+    return '{"answer": 42}' if "grammar" in request.params else "Hello thére"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running(FakeBackend(reply)) as url:
+        yield url
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as made:
+        yield made
+
+
+@pytest.fixture
+def claude(address: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=LIMIT_S) as made:
+        yield made
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2, max_completion_tokens=50,
+        extra_body={"top_k": 3, "min_p": 0.1},
+    )
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Hello thére", "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    raw = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+    assert raw.decode() == "Hello thére"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_a_chat_in_a_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, stream_options={"include_usage": True}, n=2,
+        temperature=0.5,
+    )
+    texts, usage = ["", ""], None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["Hello thére", "Hello thére 1"]
+    assert usage is not None
+    assert usage.completion_tokens == 13 + 15
+
+
+def test_calls_of_tools(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}]
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.delta") > 5
+    [choice] = final.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+    assert choice.message.tool_calls is not None
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    whole = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    assert whole.choices[0].message.tool_calls is not None
+
+
+def test_a_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") == {"answer": 42}
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=["a", "b"], max_tokens=5, logprobs=1)
+    assert [choice.text for choice in answer.choices] == ["Hello", "Hello"]
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == list("Hello")
+    stream = client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "Hello"
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="Hi", instructions="Be kind", store=False)
+    assert (answer.output_text, answer.status) == ("Hello thére", "completed")
+    assert answer.usage is not None
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+    with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds.count("response.function_call_arguments.delta") > 5
+    assert final.output_text == "One moment."
+    assert final.output[1].type == "function_call"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="Hi", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
+def test_errors_are_those_of_the_package(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="a" * 5000)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.completions.create(model=MODEL, prompt="a", extra_body={"top_kk": 1})
+    assert (unknown.value.code, unknown.value.param) == ("unknown_parameter", "top_kk")
+
+
+def test_refusals_and_broken_streams() -> None:
+    backend = FakeBackend()
+    backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=3)
+    with running(backend) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=MODEL, prompt="a", stream=True)
+        assert caught.value.response.headers["retry-after"] == "3"
+        backend.fails = {2: RemoteError("It died.", code="unavailable", status=503)}
+        with pytest.raises(openai.APIError, match="It died"):
+            list(client.completions.create(model=MODEL, prompt="a", stream=True))
+        client.close()
+        claude = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.APIStatusError, match="It died"), claude.messages.stream(
+            model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
+        ) as stream:
+            list(stream)
+        claude.close()
+
+
+def test_many_streams_of_the_async_package_at_once(address: str) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+
+            async def one() -> str:
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            assert await asyncio.gather(*(one() for _ in range(20))) == ["Hello thére"] * 20
+
+    asyncio.run(main())
+
+
+def test_messages(claude: anthropic.Anthropic) -> None:
+    answer = claude.messages.create(model=MODEL, max_tokens=50, system="Be kind", messages=[{"role": "user", "content": "Hi"}])
+    assert answer.content == [TextBlock(type="text", text="Hello thére")]
+    assert (answer.stop_reason, answer.usage.cache_read_input_tokens, answer.usage.output_tokens) == ("end_turn", 3, 13)
+    counted = claude.messages.count_tokens(model=MODEL, system="Be kind", messages=[{"role": "user", "content": "Hi"}])
+    assert counted.input_tokens == answer.usage.input_tokens + 3
+    with claude.messages.stream(model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "Hi"}]) as stream:
+        assert "".join(stream.text_stream) == "Hello thére"
+        assert stream.get_final_message().usage.output_tokens == 13
+
+
+def test_tools_of_messages(claude: anthropic.Anthropic) -> None:
+    with claude.messages.stream(
+        model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}],
+        tools=[{"name": "weather", "input_schema": {"type": "object"}}],
+    ) as stream:
+        final = stream.get_final_message()
+    text, call = final.content
+    assert isinstance(text, TextBlock)
+    assert isinstance(call, ToolUseBlock)
+    assert (text.text, call.name, call.input, final.stop_reason) == ("One moment.", "weather", {"city": "Rome"}, "tool_use")
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
+
+
+def test_messages_with_the_async_package(address: str) -> None:
+    async def main() -> None:
+        async with anthropic.AsyncAnthropic(base_url=address, api_key="none", max_retries=0, timeout=LIMIT_S) as claude:
+            answer = await claude.messages.create(
+                model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "Hi"}], stream=True
+            )
+            deltas = [event.delta async for event in answer if event.type == "content_block_delta"]
+            assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == "Hello thére"
+
+    asyncio.run(main())
+
+
+def test_a_closed_socket_cancels_the_request() -> None:
+    backend = FakeBackend("abc")
+    left = threading.Event()
+
+    class Left(list[str]):
+        def append(self, request_id: str) -> None:
+            super().append(request_id)
+            left.set()
+
+    backend.left = Left()
+    backend.num_before_gate = 2
+    backend.gate.clear()
+    with running(backend) as address:
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), LIMIT_S) as connection:
+            connection.sendall(head.encode() + body)
+            received = b""
+            while b'"text":"b"' not in received:
+                received += connection.recv(4096)
+        assert left.wait(LIMIT_S)

@@ -1,0 +1,178 @@
+import re
+from typing import Any
+
+import pytest
+
+from archerfish.serve.client import RemoteError
+from archerfish.serve.wire import Generate
+
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
+
+COMPLETIONS = "/v1/completions"
+
+
+def echo_back(request: Generate) -> str:
+    return "<" + bytes(i for i in request.token_ids or [] if i < 256).decode(errors="replace") + ">"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [
+        ("ab", [ids("ab")]),
+        (["ab", "c"], [ids("ab"), ids("c")]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
+def test_prompts_of_every_form(prompt: Any, sent: list[list[int]]) -> None:
+    backend = FakeBackend(echo_back)
+    body = post(backend, COMPLETIONS, {"prompt": prompt, "n": 2}).json()
+    assert [request.token_ids for request in backend.requests] == sent
+    texts = [f"<{bytes(token_ids).decode()}>{suffix}" for token_ids in sent for suffix in ("", " 1")]
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate(texts))
+    assert body["usage"]["prompt_tokens"] == sum(map(len, sent))
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3 * len(sent)}
+    assert (body["object"], body["model"]) == ("text_completion", MODEL)
+
+
+def test_the_bytes_of_a_stream() -> None:
+    backend = FakeBackend("é")
+    body = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
+    text = post(backend, COMPLETIONS, body).text
+    text = re.sub(r'"created":\d+', '"created":0', re.sub(r"cmpl-[0-9a-f]{24}", "ID", text))
+    head = 'data: {"id":"ID","object":"text_completion","created":0,"model":"lab/writer","choices":['
+    expected: list[str] = []
+    for index in (0, 1):
+        expected.append(f'{head}{{"index":{index},"text":"é","logprobs":null,"finish_reason":null}}],"usage":null}}')
+        ended = '"logprobs":null,"finish_reason":"stop","stop_reason":256'
+        expected.append(f'{head}{{"index":{index},"text":"",{ended}}}],"usage":null}}')
+    usage = '{"prompt_tokens":2,"completion_tokens":6,"total_tokens":8,"prompt_tokens_details":{"cached_tokens":6}}'
+    assert sorted(text.strip().split("\n\n")) == sorted([*expected, f'{head}],"usage":{usage}}}', "data: [DONE]"])
+
+
+def test_the_usual_length_is_sixteen() -> None:
+    backend = FakeBackend("x" * 50)
+    choice = post(backend, COMPLETIONS, {"prompt": "a"}).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("x" * 16, "length")
+    choice = post(backend, COMPLETIONS, {"prompt": "a", "max_tokens": None}).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("x" * 50, "stop")
+
+
+def test_logprobs_and_echo() -> None:
+    backend = FakeBackend("yz")
+    body = {"prompt": "ab", "logprobs": 2, "echo": True}
+    choice = post(backend, COMPLETIONS, body).json()["choices"][0]
+    assert choice["text"] == "abyz"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "y", "z"], "token_logprobs": [None, -0.5, -0.5, -0.5], "text_offset": [0, 1, 2, 3],
+        "top_logprobs": [None, *({token: -0.5, "?": -1.5} for token in "byz")],
+    }
+    answer = post(backend, COMPLETIONS, {**body, "max_tokens": 0}).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("ab", ["a", "b"])
+    assert backend.params()["max_tokens"] == 1
+    choice = post(backend, COMPLETIONS, {"prompt": [97, 98], "echo": True}).json()["choices"][0]
+    assert (choice["text"], choice["logprobs"]) == ("abyz", None)
+    chunks = events(post(backend, COMPLETIONS, {"prompt": "ab", "echo": True, "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abyz"
+
+
+def test_logprobs_in_a_stream() -> None:
+    chunks = events(post(FakeBackend("yz"), COMPLETIONS, {"prompt": "ab", "logprobs": 1, "stream": True}))
+    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry["tokens"] for entry in found if entry] == [["y"], ["z"]]
+    assert [entry["text_offset"] for entry in found if entry] == [[0], [1]]
+
+
+def test_prompt_logprobs_and_token_ids() -> None:
+    body = {"prompt": "ab", "prompt_logprobs": 0, "return_token_ids": True}
+    choice = post(FakeBackend("y"), COMPLETIONS, body).json()["choices"][0]
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [121, END])
+    chunks = events(post(FakeBackend("y"), COMPLETIONS, {"prompt": "ab", "return_token_ids": True, "stream": True}))
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[121], [END]]
+
+
+def test_a_model_without_a_tokenizer_takes_ids() -> None:
+    body: dict[str, Any] = {"prompt": [1, 2], "return_token_ids": True, "model": "bare", "max_tokens": 3}
+    backend = FakeBackend("xyz")
+    choice = post(backend, COMPLETIONS, body).json()["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == ("", ids("xyz"))
+    refused = post(backend, COMPLETIONS, {**body, "prompt": "a"})
+    assert "token ids" in error_of(refused)["message"]
+    refused = post(backend, COMPLETIONS, {**body, "stop": "a"})
+    assert error_of(refused)["param"] == "stop"
+
+
+def test_a_stop_string_across_tokens_and_chunks() -> None:
+    for size in (1, 2, 5, 100):
+        backend = FakeBackend("one two three")
+        backend.tokens_per_chunk = size
+        body = {"prompt": "a", "stop": "wo t", "logprobs": 0, "return_token_ids": True}
+        choice = post(backend, COMPLETIONS, body).json()["choices"][0]
+        assert (choice["text"], choice["stop_reason"]) == ("one t", "wo t")
+        assert choice["token_ids"] == ids("one two t")
+        assert len(choice["logprobs"]["tokens"]) == len("one two t")
+        assert len(backend.left) == (size < 100)
+
+
+def test_if_one_of_several_prompts_fails_the_others_are_cancelled() -> None:
+    backend = FakeBackend("abc")
+    backend.fails[1] = RemoteError("Out of luck.", code="unlucky", status=500)
+    answer = post(backend, COMPLETIONS, {"prompt": ["a", "b"], "stop": "zz"})
+    assert (answer.status_code, error_of(answer)["code"]) == (500, "unlucky")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "The parameter 'prompt' is missing."),
+        ({"prompt": None}, "prompt", "not null"),
+        ({"prompt": []}, "prompt", "not an empty list"),
+        ({"prompt": ["a", 1]}, "prompt", "prompt[1] must be a string"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id"),
+        ({"prompt": [[1], []]}, "prompt", "prompt[1]"),
+        ({"prompt": ""}, "prompt", "The prompt is empty"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "only makes sense with echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
+        ({"prompt": "a", "messages": []}, "messages", "Unknown parameter 'messages'."),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "not streamed"),
+        ({"prompt": "a", "logprobs": 65}, "logprobs", "from 0 to 64"),
+        ({"prompt": "a" * 1000}, "prompt", "maximum context length is 1,000 tokens, answer included; the prompt has 1,000."),
+        ({"prompt": "a" * 9000}, "prompt", "answer included; the prompt has at least 1,000."),
+        ({"prompt": "a", "n": 2, "temperature": 7000}, "temperature", "temperature must be"),
+    ],
+)
+def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
+    answer = post(FakeBackend(), COMPLETIONS, body)
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_tokenize_and_detokenize() -> None:
+    body = post(FakeBackend(), "/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
+    assert body == {"count": 3, "max_model_len": 1000, "tokens": ids("hé"), "token_strs": ["h", "�", "�"]}
+    messages = [{"role": "user", "content": "a"}]
+    body = post(FakeBackend(), "/tokenize", {"messages": messages, "model": "vectors"}).json()
+    assert (body["count"], body["max_model_len"], body["token_strs"]) == (len("user\naassistant\n") + 3, 64, None)
+    assert post(FakeBackend(), "/detokenize", {"tokens": ids("hé")}).json() == {"prompt": "hé"}
+    assert post(FakeBackend(), "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    for wrong in ({}, {"prompt": "a", "messages": messages}):
+        assert error_of(post(FakeBackend(), "/tokenize", wrong))["param"] == "prompt"
+    assert error_of(post(FakeBackend(), "/detokenize", {"tokens": ["a"]}))["param"] == "tokens"
+    assert "no tokenizer" in error_of(post(FakeBackend(), "/detokenize", {"tokens": [1], "model": "bare"}))["message"]
+
+
+def test_a_long_text_is_tokenized_too() -> None:
+    assert post(FakeBackend(), "/tokenize", {"prompt": "a" * 20_000}).json()["count"] == 20_000
+
+
+def test_what_the_cache_says_is_of_the_caller() -> None:
+    for body in ({"prompt": "abc"}, {"prompt": [1, 2, 3]}):
+        answer = post(FakeBackend(), "/v1/cache/explain", body, **{"x-tenant": "acme"})
+        assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}
+    assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"] == "unknown_parameter"

@@ -1,0 +1,260 @@
+"""The page at `/`: what it shows, and what its script does, run by node where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from archerfish.serve.app import create_app
+from archerfish.serve.client import RemoteError
+from archerfish.serve.page import EXAMPLES, curl, examples, page, template
+from archerfish.serve.tenants import Tenants
+
+from .client import LIMIT_S, PASS, WORDS, app_of, running, with_app, with_client, words_host
+from .fake_backend import MODEL, FakeBackend
+
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
+WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100}
+VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8}
+PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
+
+
+class Parts(HTMLParser):
+    """Ids and the sections that are hidden; the script; whether every tag is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.hidden: set[str] = set()
+        self.script = ""
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if given.get("id"):
+            self.ids.append(str(given["id"]))
+            if "hidden" in given:
+                self.hidden.add(str(given["id"]))
+        if tag not in ("meta", "br", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"]:
+            self.script += data
+
+
+# What it shows
+
+
+def test_the_page_has_everything_in_itself() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.get("/", headers={"Host": "<b>evil</b>"})
+        assert answer.headers["content-type"].startswith("text/html")
+        for text in ("/v1/embeddings", "/v1/rerank", "/similarity", WORDS, "8 dimensions", "up to 512 tokens"):
+            assert text in answer.text
+        for outside in ("src=", "<link", "@import", "url(", "https://", "<b>evil"):
+            assert outside not in answer.text
+        assert "/v1/chat/completions" not in re.sub(r"<script>.*</script>", "", answer.text, flags=re.DOTALL)
+        assert "chat" in Parts(answer.text).hidden
+
+    with_client(test)
+
+
+def test_a_chat_box_where_there_is_somebody_to_talk_to() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        text = (await client.get("/")).text
+        assert "chat" not in Parts(text).hidden
+        assert MODEL in text
+        assert "curl http://test/v1/chat/completions" in text
+
+    with_app(test, create_app(FakeBackend()))
+
+
+@pytest.mark.parametrize(
+    ("models", "hidden"),
+    [
+        ([WRITER, VECTORS], set()), ([WRITER], {"compare"}), ([VECTORS], {"chat"}), ([PAIRS], {"chat", "compare"}),
+        ([WRITER, PAIRS], {"compare"}), ([], {"chat", "compare"}),
+    ],
+)  # fmt: skip
+def test_only_what_works_is_shown(models: list[dict[str, Any]], hidden: set[str]) -> None:
+    parts = Parts(page("http://here", models))
+    assert parts.hidden & {"chat", "compare"} == hidden
+    assert len(parts.ids) == len(set(parts.ids))
+    assert set(re.findall(r'by\("(\w+)"\)', parts.script)) <= set(parts.ids)
+
+
+def test_nothing_of_the_template_stays() -> None:
+    text = page("http://here", [WRITER, VECTORS, PAIRS])
+    assert "$$" not in text
+    assert not re.findall(r"\$(?!\{)", text)
+    places = set(re.findall(r"\$(\w+)", template().template.replace("$$", "")))
+    assert places == {"models", "routes", "hide_chat", "hide_compare"}
+
+
+def test_names_are_shown_as_they_are_written() -> None:
+    text = page("http://here/<i>", [{**WRITER, "id": "a<script>alert(1)</script>$routes & b"}])
+    assert "a&lt;script&gt;alert(1)&lt;/script&gt;$routes &amp; b" in text
+    assert "<i>" not in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "first", "absent"),
+    [
+        ({"generation", "embedding"}, "/v1/chat/completions", set()),
+        ({"generation"}, "/v1/chat/completions", {"/v1/embeddings", "/similarity", "/v1/rerank"}),
+        ({"embedding"}, "/v1/embeddings", {"/v1/chat/completions", "/v1/completions"}),
+        ({"cross-encoder"}, "/v1/rerank", {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/similarity"}),
+    ],
+)
+def test_examples_are_calls_that_are_answered(kinds: set[str], first: str, absent: set[str]) -> None:
+    shown = [path for _, path, _ in examples(kinds)]
+    assert shown[0] == first
+    assert {path for _, _, path, _ in EXAMPLES} - set(shown) == absent
+
+
+def test_a_shell_reads_an_example_as_it_is_meant() -> None:
+    body = {"prompt": "it's \"so\" $HOME `x`", "n": 1}
+    words = shlex.split(curl("http://here", "POST", "/v1/x", body).replace("\\\n", " "))
+    assert words[:2] == ["curl", "http://here/v1/x"]
+    assert json.loads(words[-1]) == body
+    assert shlex.split(curl("http://here", "GET", "/health", None)) == ["curl", "http://here/health"]
+
+
+# What its script does
+
+
+@needs_node
+def test_the_script_can_be_parsed(tmp_path: Path) -> None:
+    assert NODE is not None
+    path = tmp_path / "page.mjs"
+    path.write_text(Parts(page("http://here", [WRITER, VECTORS])).script)
+    done = subprocess.run([NODE, "--check", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+BROWSER = """
+const made = {};
+const element = () => ({
+  value: "", textContent: "", hidden: false, className: "", scrollTop: 0, scrollHeight: 0, children: [], heard: {},
+  append(child) { this.children.push(child); },
+  addEventListener(name, act) { this.heard[name] = act; },
+  fire(name, values = {}) { return this.heard[name]({preventDefault() {}, ...values}); },
+  requestSubmit() { this.fire("submit"); },
+});
+globalThis.document = {getElementById: (id) => (made[id] ??= element()), createElement: element};
+const outside = fetch;
+globalThis.fetch = (path, options) => outside("ADDRESS" + path, options);
+const until = async (isTrue) => { while (!isTrue()) await new Promise((go) => setTimeout(go, 2)); };
+"""
+TELL = """
+const seen = by("talk").children.map((one) => [one.className, one.textContent]);
+const found = {seen, messages, note: by("note").textContent, isAsked: asked !== null, canSend: !by("send").hidden,
+  answer: by("answer").textContent, meter: by("meter").value, hasKeyField: !by("key").hidden};
+console.log(JSON.stringify(found));
+process.exit(0);
+"""
+SAY = """
+by("words").value = " TEXT ";
+by("words").fire("keydown", {key: "Enter", shiftKey: false});
+"""
+
+
+def play(app: FastAPI, steps: str, tmp_path: Path) -> dict[str, Any]:
+    """What is to be seen after some steps of somebody at the page."""
+    assert NODE is not None
+    with running(app) as (host, port):
+        address = f"http://{host}:{port}"
+        script = Parts(httpx.get(address, timeout=LIMIT_S).text).script
+        path = tmp_path / "play.mjs"
+        path.write_text(BROWSER.replace("ADDRESS", address) + script + 'by("key").hidden = true;\n' + steps + TELL)
+        done = subprocess.run([NODE, str(path)], capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert not found["isAsked"]
+    assert found["canSend"]
+    return found
+
+
+def said(text: str) -> str:
+    """Say something and wait for the end of the answer."""
+    return SAY.replace("TEXT", text) + "await until(() => !asked);\n"
+
+
+@needs_node
+def test_a_conversation_streams_and_is_sent_whole(tmp_path: Path) -> None:
+    backend = FakeBackend("Hello thére")
+    found = play(create_app(backend), said("Hi") + said("And you?"), tmp_path)
+    talk = [["user", "Hi"], ["assistant", "Hello thére"], ["user", "And you?"], ["assistant", "Hello thére"]]
+    assert found["seen"] == talk
+    assert [[message["role"], message["content"]] for message in found["messages"]] == talk
+    assert re.fullmatch(r"first word after \d+ ms, 13 tokens, [\d.]+ tokens/s", found["note"])
+    sent = bytes(i for i in backend.requests[-1].token_ids or [] if i < 256).decode()
+    assert "Hi" in sent and "Hello thére" in sent and "And you?" in sent
+
+
+@needs_node
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_an_error_is_shown_and_the_conversation_goes_on_without_it(num_before: int, tmp_path: Path) -> None:
+    backend = FakeBackend()
+    backend.fails[num_before] = RemoteError("The engine process has gone.", status=503, retry_after_s=1.0)
+    found = play(create_app(backend), said("Hi"), tmp_path)
+    assert found["seen"][0] == ["user", "Hi"]
+    assert found["seen"][1][0] == "failed"
+    assert "The engine process has gone." in found["seen"][1][1]
+    assert found["messages"] == []
+
+
+@needs_node
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_an_answer_can_be_stopped(num_before: int, tmp_path: Path) -> None:
+    backend = FakeBackend()
+    backend.gate.clear()
+    backend.num_before_gate = num_before
+    seen = "Hello there"[:num_before]
+    arrived = f'await until(() => by("talk").children[1]?.textContent === "{seen}" && !by("stop").hidden);\n'
+    steps = SAY.replace("TEXT", "Hi") + arrived + 'by("stop").fire("click");\nawait until(() => !asked);\n'
+    found = play(create_app(backend), steps, tmp_path)
+    assert found["seen"] == [["user", "Hi"], ["assistant", seen]]
+    kept = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": seen}]
+    assert found["messages"] == (kept if seen else [])
+    assert len(backend.left) == len(backend.requests)
+
+
+@needs_node
+def test_with_api_keys_the_page_asks_for_one(tmp_path: Path) -> None:
+    key = "alice-" + "0123456789" * 3
+    app = create_app(FakeBackend(), credentials=PASS, tenants=Tenants.from_text(f"alice={key}"))
+    refused = play(app, said("Hi"), tmp_path)
+    assert refused["hasKeyField"]
+    assert "wants an API key" in refused["seen"][1][1]
+    found = play(app, f'by("key").value = " {key} ";\n' + said("Hi"), tmp_path)
+    assert found["seen"][1] == ["assistant", "Hello there"]
+    assert not found["hasKeyField"]
+
+
+@needs_node
+def test_two_sentences_are_compared(tmp_path: Path) -> None:
+    steps = 'by("a").value = "red fish"; by("b").value = "red fish";\nawait by("try").fire("submit");\n'
+    with words_host() as host, host:
+        found = play(app_of(host), steps, tmp_path)
+        assert re.fullmatch(r"1\.0000 in \d+ ms", found["answer"])
+        assert found["meter"] == pytest.approx(1, abs=1e-6)
+        steps = 'by("a").value = "unreadable"; by("b").value = "x";\nawait by("try").fire("submit");\n'
+        assert play(app_of(host), steps, tmp_path)["answer"] == "A text is unreadable."

@@ -1,0 +1,342 @@
+"""ResultCache: equal requests of one tenant get equal answers, nobody else's are ever seen, and headers are obeyed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.errors import InvalidOptionError
+from archerfish.params import SamplingParams
+from archerfish.serve.result_cache import (
+    NOT_PART_OF_THE_KEY,
+    OVERHEAD_BYTES,
+    CacheControl,
+    Recording,
+    ResultCache,
+    generate_cached,
+    key_of,
+    parse_cache_control,
+    replay,
+)
+from archerfish.serve.wire import Chunk, Generate, Generated, Output, decode_request, encode
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(**fields: Any) -> Generate:
+    params = {"temperature": 0.0, "max_tokens": 8} | fields.pop("params", {})
+    return Generate(request_id="r", **{"prompt": "hello", "params": params} | fields)
+
+
+def answer(text: str = "hi", reason: str | None = "stop", **fields: Any) -> Generated:
+    outputs = [Output(text=text, token_ids=[1, 2, 3], finish_reason=reason)]
+    return Generated(request_id="r", outputs=outputs, num_prompt_tokens=5, num_output_tokens=3, **fields)
+
+
+def must_have(key: bytes | None) -> bytes:
+    assert key is not None
+    return key
+
+
+KEY = must_have(key_of(request(), "m"))
+
+
+# Cache-Control
+
+
+@pytest.mark.parametrize(("header", "expected"), [
+    (None, CacheControl()), ("", CacheControl()), ("no-transform, private", CacheControl()),
+    ("no-cache", CacheControl(may_read=False)), ("No-Store", CacheControl(may_read=False, may_store=False)),
+    ("no-cache, no-store", CacheControl(may_read=False, may_store=False)),
+    ("no-store,no-cache", CacheControl(may_read=False, may_store=False)),
+    ("max-age=30", CacheControl(max_age_s=30.0)), ('MAX-AGE = "5" , no-cache', CacheControl(may_read=False, max_age_s=5.0)),
+    ("max-age=0", CacheControl(max_age_s=0.0)), ("max-age=soon", CacheControl(max_age_s=0.0)),
+    ("max-age", CacheControl(max_age_s=0.0)), ("max-age=-4", CacheControl(max_age_s=0.0)),
+    ("max-age=60, max-age=20", CacheControl(max_age_s=20.0)), ("max-age=²", CacheControl(max_age_s=0.0)),
+    ("max-stale=100, only-if-cached", CacheControl()),
+], ids=str)  # fmt: skip
+def test_cache_control_is_read(header: str | None, expected: CacheControl) -> None:
+    assert parse_cache_control(header) == expected
+
+
+@given(st.text(max_size=60))
+def test_any_header_can_be_read(header: str) -> None:
+    control = parse_cache_control(header)
+    assert control.may_store or not control.may_read
+    assert control.max_age_s is None or control.max_age_s >= 0
+
+
+# Keys
+
+
+def test_only_what_depends_on_nothing_but_itself_has_a_key() -> None:
+    assert key_of(request(), "m") is not None
+    assert key_of(request(params={"temperature": 0}), "m") is not None
+    assert key_of(request(params={"temperature": 0.7, "seed": 0}), "m") is not None
+    assert key_of(request(params={"temperature": 0.7}), "m") is None
+    assert key_of(Generate(request_id="r", prompt="x"), "m") is None, "the default temperature is 1"
+    assert key_of(request(params={"logit_bias": {"x": object()}}), "m") is None
+
+
+@pytest.mark.parametrize("change", [
+    {"prompt": "hello "}, {"prompt": None, "token_ids": [1]}, {"prompt": None, "messages": [{"content": "hello"}]},
+    {"template_options": {"tools": []}}, {"params": {"max_tokens": 9}}, {"params": {"seed": 1}}, {"params": {"stop": ["x"]}},
+    {"params": {"logit_bias": {5: 1.0}}}, {"params": {"grammar": {"kind": "json", "value": None}}}, {"wants_ids": True},
+], ids=str)  # fmt: skip
+def test_whatever_changes_the_answer_changes_the_key(change: dict[str, Any]) -> None:
+    assert key_of(request(**change), "m") != KEY
+    assert key_of(request(), "other") != KEY
+
+
+def test_every_field_of_a_request_is_in_the_key_or_left_out_on_purpose() -> None:
+    """A new field of Generate or of SamplingParams must not let answers be mixed up."""
+    values: dict[str, Any] = {"prompt": "p", "token_ids": [1], "messages": [{}], "template_options": {"a": 1}, "params": {}}
+    for field in msgspec.structs.fields(Generate):
+        if field.encode_name in NOT_PART_OF_THE_KEY:
+            continue
+        value = values.get(field.name, True)
+        changed = request(**{field.name: value}) if field.name != "params" else request(params={"seed": 3})
+        assert key_of(changed, "m") != KEY, field.name
+    seeded = key_of(request(params={"seed": 1}), "m")
+    for spec in dataclasses.fields(SamplingParams):
+        assert key_of(request(params={"seed": 1, spec.name: 7}), "m") != seeded, spec.name
+
+
+def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
+    other = request(stream=True, priority=3, deadline_s=2.0, credentials="c", tenant="t", takes_bundles=True)
+    other.request_id = "another"
+    assert key_of(other, "m") == key_of(request(model="m"), "m") == KEY
+    assert key_of(request(params={"top_k": 1, "seed": 2}), "m") == key_of(request(params={"seed": 2, "top_k": 1}), "m")
+    sent = decode_request(encode(request()))
+    assert isinstance(sent, Generate) and key_of(sent, "m") == KEY
+
+
+# Keeping
+
+
+def test_off_unless_it_is_given_room() -> None:
+    cache = ResultCache()
+    assert not cache.is_enabled and not cache.put("a", KEY, answer()) and cache.get("a", KEY) is None
+    assert cache.totals()["misses"] == 0 and cache.get_stats("a") is None
+
+
+def test_an_answer_comes_back_whole_with_its_age() -> None:
+    clock = Clock()
+    cache = ResultCache(100_000, 60.0, clock=clock)
+    assert cache.get("a", KEY) is None
+    assert cache.put("a", KEY, answer(metrics={"ttft_ms": 3.0}, num_cached_tokens=2))
+    clock.now = 30.0
+    found = cache.get("a", KEY)
+    assert found is not None and found[1] == 30.0
+    assert found[0].outputs == answer().outputs and (found[0].num_prompt_tokens, found[0].num_output_tokens) == (5, 3)
+    assert found[0].metrics == {} and found[0].num_cached_tokens == 5, "it took no time, and nothing was computed"
+    found[0].outputs[0].token_ids.append(9)
+    again = cache.get("a", KEY)
+    assert again is not None and again[0].outputs[0].token_ids == [1, 2, 3], "what one caller does to it others do not see"
+    assert cache.get("a", KEY, max_age_s=29.0) is None
+    clock.now = 60.0
+    assert cache.get("a", KEY) is None
+    stats = cache.get_stats("a")
+    assert stats is not None and (stats.hits, stats.misses) == (2, 3)
+
+
+@pytest.mark.parametrize("reason", ["abort", "deadline", "error", None])
+def test_answers_that_are_not_complete_are_not_kept(reason: str | None) -> None:
+    cache = ResultCache(100_000)
+    assert not cache.put("a", KEY, answer(reason=reason))
+    mixed = answer()
+    mixed.outputs.append(Output(index=1, finish_reason=reason))
+    assert not cache.put("a", KEY, mixed) and not cache.put("a", KEY, Generated(request_id="r"))
+
+
+def test_tenants_never_see_each_others_answers() -> None:
+    cache = ResultCache(100_000, max_tenants=2)
+    cache.put("a", KEY, answer("of a"))
+    assert cache.get("b", KEY) is None
+    cache.put("b", KEY, answer("of b"))
+    found = cache.get("a", KEY)
+    assert found is not None and found[0].outputs[0].text == "of a"
+    cache.clear("a")
+    assert cache.get("a", KEY) is None and cache.get("b", KEY) is not None
+    assert not cache.put("c", KEY, answer()) and cache.get("c", KEY) is None, "one more than there are parts"
+
+
+events = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 300), st.floats(0, 9)), max_size=60)
+
+
+@settings(deadline=None, max_examples=60)
+@given(events)
+def test_what_a_tenant_sees_does_not_depend_on_others(history: list[tuple[str, int, int, float]]) -> None:
+    def seen(names: str) -> list[object]:
+        clock = Clock()
+        cache = ResultCache(4 * (OVERHEAD_BYTES + 400), 20.0, max_tenants=2, window_size=4, min_hit_rate=0.3, clock=clock)
+        found: list[object] = []
+        for name, number, size, pause in history:
+            clock.now += pause
+            if name in names:
+                key = bytes([number])
+                hit = cache.get(name, key)
+                kept = None if hit is not None else cache.put(name, key, answer("x" * size))
+                if name == "a":
+                    found.append((hit, kept, cache.get_stats("a")))
+            assert cache.num_bytes <= cache.max_bytes
+        return found
+
+    assert seen("ab") == seen("a")
+
+
+def test_sizes_change_while_in_use() -> None:
+    cache = ResultCache(100_000, max_tenants=2)
+    for number in range(20):
+        cache.put("a", bytes([number]), answer("x" * 1000))
+        cache.put("b", bytes([number]), answer("x" * 1000))
+    cache.resize(max_bytes=20_000)
+    assert 0 < cache.num_bytes <= 20_000 and cache.get("a", bytes([19])) is not None
+    cache.resize(max_tenants=1)
+    assert cache.get("a", bytes([19])) is not None and cache.get("b", bytes([19])) is None
+    cache.resize(max_bytes=0)
+    assert cache.num_bytes == 0 and cache.get("a", bytes([19])) is None
+    cache.resize(max_bytes=50_000, ttl_seconds=5.0)
+    assert cache.put("a", KEY, answer()) and cache.totals()["entries"] == 1 and cache.evict_expired() == 0
+    mistakes: list[dict[str, Any]] = [{"max_bytes": -1}, {"ttl_seconds": 0.0}, {"max_tenants": 0}]
+    for wrong in mistakes:
+        with pytest.raises(InvalidOptionError):
+            cache.resize(**wrong)
+    with pytest.raises(InvalidOptionError):
+        ResultCache(1, window_size=0)
+
+
+# Streams
+
+
+def logprob(token: int) -> tuple[int, float, int, list[tuple[int, float]]]:
+    return token, -0.5, 1, []
+
+
+def streamed(given: Generate) -> list[Chunk | Generated]:
+    parts: list[Chunk | Generated] = [
+        Chunk(request_id=given.request_id, index=index, text=text, token_ids=[token], logprobs=[logprob(token)],
+              finish_reason=reason, stop_reason=2 if reason else None)
+        for index, text, token, reason in ((0, "a", 7, None), (1, "x", 8, None), (0, "b", 2, "stop"), (1, "y", 2, "length"))
+    ]  # fmt: skip
+    return [*parts, Generated(request_id=given.request_id, model="m", num_prompt_tokens=4, num_output_tokens=4)]
+
+
+def test_a_stream_is_recorded_and_played_again() -> None:
+    recording, whole = Recording(), None
+    for message in streamed(request(stream=True)):
+        assert whole is None
+        whole = recording.take(message)
+    assert whole is not None
+    assert [(o.index, o.text, o.token_ids, o.finish_reason) for o in whole.outputs] == [
+        (0, "ab", [7, 2], "stop"), (1, "xy", [8, 2], "length"),
+    ]  # fmt: skip
+    assert whole.outputs[0].logprobs == [logprob(7), logprob(2)] and whole.outputs[0].cumulative_logprob == -1.0
+    plain = list(replay(whole, Generate(request_id="other")))
+    assert plain == [msgspec.structs.replace(whole, request_id="other")]
+    again = list(replay(whole, Generate(request_id="other", stream=True)))
+    assert [type(message) for message in again] == [Chunk, Chunk, Generated]
+    assert {message.request_id for message in again} == {"other"}
+    second = Recording()
+    assert [second.take(message) for message in again][-1] == msgspec.structs.replace(whole, request_id="other")
+    assert Recording().take(whole) is whole
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.num_left = 0
+        self.fails = False
+
+    async def generate(self, given: Generate) -> AsyncIterator[Chunk | Generated]:
+        self.num_asked += 1
+        is_done = False
+        try:
+            if not given.stream:
+                is_done = True
+                yield answer("computed")
+                return
+            for message in streamed(given):
+                if self.fails:
+                    raise ValueError("no")
+                is_done = isinstance(message, Generated)
+                yield message
+        finally:
+            self.num_left += not is_done
+
+
+def ask(cache: ResultCache, backend: Backend, given: Generate, **options: Any) -> list[Chunk | Generated]:
+    async def main() -> list[Chunk | Generated]:
+        made = generate_cached(cache, backend.generate, given, **{"model": "m", "namespace": "a"} | options)
+        return [message async for message in made]
+
+    return asyncio.run(main())
+
+
+def test_equal_requests_are_computed_once() -> None:
+    cache, backend = ResultCache(100_000), Backend()
+    ages: list[float] = []
+    first = ask(cache, backend, request(), on_hit=ages.append)
+    again = ask(cache, backend, request(), on_hit=ages.append)
+    assert backend.num_asked == 1 and len(ages) == 1
+    assert isinstance(first[0], Generated) and isinstance(again[0], Generated) and again[0].outputs == first[0].outputs
+    ask(cache, backend, request(stream=True))
+    assert backend.num_asked == 1, "a stream may be played from an answer that was none"
+    ask(cache, backend, request(prompt="other", stream=True))
+    ask(cache, backend, request(prompt="other"))
+    assert backend.num_asked == 2, "and the other way round"
+    ask(cache, backend, request(params={"temperature": 1.0}))
+    ask(cache, backend, request(params={"temperature": 1.0}))
+    assert backend.num_asked == 4
+    ask(cache, backend, request(), namespace="b")
+    assert backend.num_asked == 5
+
+
+def test_headers_are_obeyed() -> None:
+    cache, backend = ResultCache(100_000), Backend()
+    no_store, no_cache = parse_cache_control("no-store"), parse_cache_control("no-cache")
+    ask(cache, backend, request(), control=no_store)
+    assert cache.totals()["entries"] == 0
+    ask(cache, backend, request(), control=no_cache)
+    assert cache.totals()["entries"] == 1 and backend.num_asked == 2
+    ask(cache, backend, request())
+    assert backend.num_asked == 2
+    ask(cache, backend, request(), control=no_cache)
+    ask(cache, backend, request(), control=no_store)
+    assert backend.num_asked == 4
+    ask(cache, backend, request(), control=CacheControl(max_age_s=-1.0))
+    assert backend.num_asked == 5
+    off = ResultCache()
+    ask(off, backend, request())
+    ask(off, backend, request())
+    assert backend.num_asked == 7
+
+
+def test_what_fails_or_is_left_is_not_kept_and_is_given_up() -> None:
+    cache, backend = ResultCache(100_000), Backend()
+
+    async def leave() -> None:
+        made = generate_cached(cache, backend.generate, request(stream=True), model="m", namespace="a")
+        async for _ in made:
+            break
+        await made.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+    assert backend.num_left == 1 and cache.totals()["entries"] == 0
+    backend.fails = True
+    with pytest.raises(ValueError, match="no"):
+        ask(cache, backend, request(stream=True))
+    assert cache.totals()["entries"] == 0
