@@ -89,25 +89,6 @@ class FakeEngine:
         return np.asarray(np.sum(vectors, axis=0), np.float32)
 
 
-class FakeCrossEncoder(FakeEngine):
-    """A cross-encoder whose score is the share of the query's words that the document has."""
-
-    is_cross_encoder = True
-
-    def __init__(self, model_name: str = "fake/cross-encoder", *, poison: str = "") -> None:
-        super().__init__(model_name, poison=poison)
-
-    def encode_batch(self, texts: Sequence[Text], normalize: bool | None = None) -> Array:
-        raise InvalidInputError(f"{self.model_name} is a cross-encoder: it scores pairs and has no embeddings.")
-
-    def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> Array:
-        self._enter(list(pairs))
-        if self.poison and any(self.poison in text for pair in pairs for text in pair):
-            raise RuntimeError("the fake engine was poisoned")
-        scores = [len(set(words(query)) & set(words(document))) / max(1, len(set(words(query)))) for query, document in pairs]
-        return np.asarray(scores, np.float32)
-
-
 def num_tokens(text: Text | tuple[str, str]) -> int:
     if isinstance(text, tuple):
         return len(words(text[0])) + len(words(text[1])) + 3

@@ -51,7 +51,7 @@ class AdminRoutes:
         tenant_of(request).require_operator()
         try:
             body = await request.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"The body is not valid JSON: {error}.") from None
         card = await self.catalog.find(model, "generation")
         engine = await self._configure(card, {})

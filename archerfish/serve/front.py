@@ -143,7 +143,7 @@ def quiet_signals(server: uvicorn.Server) -> Iterator[None]:
 
 def main() -> int:
     """A further front end, until it is told to stop or nobody is left who started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c reaches the whole group; who started this one stops it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until it serves: ctrl-c reaches the whole group, and all of it stops
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontConfig)
     listener = socket.socket(fileno=config.listener)
     server = make_server(build_app(config), listener, ServeConfig(**config.serve), lambda url: None)

@@ -218,7 +218,7 @@ class EngineHost:
         self._look_for_gone()
         self._flush()
         self.figures.settle()
-        if not has_moved and not num_received and not self._tickets and self._stops_at is None:
+        if not has_moved and not self._tickets and self._stops_at is None:
             has_moved = self._use_idle_time()
         return has_moved or num_received == MAX_RECEIVED
 

@@ -103,7 +103,7 @@ class Shelf:
             if not found:
                 known = [known for slot in self.slots for known in slot.names]
                 raise UnknownModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, known))
-            return found[0]
+            return min(found, key=lambda slot: slot.names.index(name))  # a model's own name comes before others' short ones
         for kind in kinds:
             found = [slot for slot in self.slots if slot.kind == kind]
             if len(found) > 1:

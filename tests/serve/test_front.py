@@ -132,7 +132,8 @@ def test_every_front_end_accepts_from_the_one_socket(tmp_path: Path, monkeypatch
     assert [process.returncode for process in started] == [0, 0]
 
 
-def test_a_front_end_ends_with_who_started_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
+def test_a_front_end_ends_with_who_started_it_or_by_a_signal(number: int | None, tmp_path: Path) -> None:
     config = ServeConfig(**QUIET)
     with host_with(tmp_path, WordEncoder(WORDS)) as host, front.bind(config) as listener:
         settings = FrontConfig(address=host.address, credentials=PASS, serve=QUIET, listener=listener.fileno())
@@ -144,13 +145,16 @@ def test_a_front_end_ends_with_who_started_it(tmp_path: Path) -> None:
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             process.stdin.flush()
             assert get(listener.getsockname(), "/health") == 200
-            os.kill(process.pid, signal.SIGINT)  # is for who started it
-            assert get(listener.getsockname(), "/health") == 200
-            process.stdin.close()
+            if number is None:
+                process.stdin.close()
+            else:
+                os.kill(process.pid, number)
             assert process.wait(LIMIT_S) == 0
         finally:
             process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def test_keys_are_read_from_the_file(tmp_path: Path) -> None:

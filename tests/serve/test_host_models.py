@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +14,12 @@ import zmq
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import read_metrics
 from archerfish.serve.host import STUCK_S
 from archerfish.serve.hosted_encoder import LEAST_BUDGET
 from archerfish.serve.metrics import family_of
-from archerfish.serve.models import Slot
+from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
 from archerfish.serve.wire import (
     Configure,
     Embed,
@@ -464,3 +465,13 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
         with pytest.raises(MachineError, match="Cannot listen"):
             second.open()
         second.stop(0)
+
+
+def test_a_models_own_name_comes_before_the_short_name_of_another() -> None:
+    def never(lane: Lane) -> Hosted:
+        raise AssertionError("not to be loaded")
+
+    shelf = Shelf(ComputeThread(), cast(Any, None))
+    shelf.slots += [Slot("lab/writer", "generation", never), Slot("writer", "generation", never)]
+    assert shelf.find("writer", GENERATION).name == "writer"
+    assert shelf.find("lab/writer", GENERATION).name == "lab/writer"

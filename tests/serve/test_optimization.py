@@ -197,7 +197,7 @@ def test_another_thread_changes_while_one_computes(tiny: Path) -> None:
         def change() -> None:
             nonlocal count
             try:
-                while not is_done.is_set():
+                while not is_done.wait(0.002):
                     changes = SETTINGS[count % len(SETTINGS)] | {"max_queue_size": 64}
                     OptimizationConfig.of(engine).updated(changes).apply(engine)
                     count += 1
