@@ -17,7 +17,6 @@ Tensor = torch.Tensor
 LINE_BYTES = 128  # of the card's cache
 NEXT_BYTES = 16 << 20  # of weights that are fetched while the product before them ends; of more, fetching costs what it saves
 NUM_FETCHERS = 1024  # programs that do, at most
-STREAMS_START_EARLY = False  # programs that stay must be spread evenly, which those of the kernel in front prevent
 
 
 def linear(
@@ -44,12 +43,9 @@ def linear(
         given |= {"norm": x if norm is None else norm, "eps": eps, "is_normed": norm is not None}
         given |= {"num_pieces": tile.num_stages, "num_stages": 1}
     if tile.num_programs:
-        given |= {} if STREAMS_START_EARLY else {"is_early": False, "launch_pdl": False}
         num_programs = min(num_tiles, tile.num_programs)
         stream_kernel[(num_programs,)](
-            num_turns=triton.cdiv(num_tiles, num_programs), columns=triton.next_power_of_2(width),
-            turns_ahead=tile.turns_ahead if given["is_early"] else 0,
-            lines=triton.next_power_of_2(max(1, tile.outputs * width * weight.element_size() // LINE_BYTES)), **given,
+            num_turns=triton.cdiv(num_tiles, num_programs), columns=triton.next_power_of_2(width), **given
         )
         return out
     num_lines, lines_each = share_lines(upcoming, num_tiles)

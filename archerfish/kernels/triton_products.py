@@ -167,24 +167,12 @@ def multiply_rows_kernel(
 @triton.jit(do_not_specialize=["num_turns"])
 def stream_kernel(
     x, norm, weight, bias, residual, out, eps, num_outputs, num_turns,
-    width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr, turns_ahead: tl.constexpr,
-    lines: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
-    is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
+    width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
+    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr, is_normed: tl.constexpr,
+    is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
-    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn.
-
-    While it waits for the kernel in front, a program asks for the weights of its first turns.
-    """
+    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn."""
     first = tl.program_id(0)
-    if turns_ahead > 0:
-        tl.extra.cuda.gdc_launch_dependents()
-        num_lines = outputs * width * (weight.dtype.element_ty.primitive_bitwidth // 8) // LINE_BYTES
-        for turn in tl.static_range(turns_ahead):
-            place = (turn * tl.num_programs(0) + first).to(tl.int64) * outputs * width
-            if (turn * tl.num_programs(0) + first + 1) * outputs <= num_outputs:
-                fetch(weight + place, num_lines, lines)
-                if is_gated:
-                    fetch(weight + place + num_outputs.to(tl.int64) * width, num_lines, lines)
     follow(is_early)
     place = tl.arange(0, columns)[None, :]
     values = load_piece(x, place, width, columns).to(tl.float32)

@@ -29,7 +29,6 @@ class LinearTile:
     num_stages: int  # pieces of so many columns in flight; 1 without tensor cores: as many as the registers hold
     is_dot: bool = False  # on tensor cores
     num_programs: int = 0  # that stay for all outputs of one row, a tile of whole rows in a turn; 0: one for each tile
-    turns_ahead: int = 0  # whose weights they ask for while they wait for the kernel in front
 
 
 TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights

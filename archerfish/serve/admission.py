@@ -47,7 +47,6 @@ class AdmissionLimits:
 
     max_queued_requests: int = 4096
     max_queued_tokens: int = 0  # of prompts and of the output expected
-    max_body_bytes: int = 32_000_000
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0  # of all n sequences
     max_wait_s: float = 0.0  # what a request without a deadline may be expected to wait
@@ -85,7 +84,7 @@ class Outlook:
         return self.wait_s + self.service_s
 
 
-class Ticket:
+class Entry:
     """A request that was let in. Tell it what happens: `tokenized`, `started` with its first token, `ended`."""
 
     __slots__ = (
@@ -145,11 +144,6 @@ class Admission:
 
     # Sizes
 
-    def check_body(self, num_bytes: int) -> None:
-        """Before anything is parsed."""
-        if self.limits.max_body_bytes and num_bytes > self.limits.max_body_bytes:
-            raise InputTooLargeError(f"The request has {num_bytes:,} bytes; the limit is {self.limits.max_body_bytes:,}.")
-
     def estimate_tokens(self, num_bytes: int) -> int:
         """Of a prompt that is not tokenised, as the prompts before it had."""
         return max(1, math.ceil(num_bytes / (self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN)))
@@ -175,7 +169,7 @@ class Admission:
     def admit(
         self, tenant: Tenant, max_tokens: int, *, num_sequences: int = 1, num_prompt_tokens: int | None = None,
         num_prompt_bytes: int = 0, deadline_s: float | None = None,
-    ) -> Ticket:
+    ) -> Entry:
         """Let a request in, or say at once why not and when to come back.
 
         max_tokens: of each sequence; 0 for one that only reads, such as an embedding. Without num_prompt_tokens they are
@@ -186,7 +180,7 @@ class Admission:
         self._check_sizes(num_prompt_tokens or 0, max_tokens * num_sequences)
         num_tokens = self.estimate_tokens(num_prompt_bytes) if num_prompt_tokens is None else num_prompt_tokens
         num_bytes = num_prompt_bytes if num_prompt_tokens is None else 0
-        ticket = Ticket(self, tenant, num_bytes, num_tokens, max_tokens, num_sequences)
+        ticket = Entry(self, tenant, num_bytes, num_tokens, max_tokens, num_sequences)
         try:
             self._check_queue(tenant, num_tokens + ticket.expected_output)
             self._check_time(tenant, num_tokens, max_tokens, deadline_s)
@@ -286,7 +280,7 @@ class Admission:
         self.rate.observe(num_prompt_tokens, num_output_tokens, seconds)
         self._running_output -= num_output_tokens
 
-    def _tokenized(self, ticket: Ticket, num_prompt_tokens: int) -> None:
+    def _tokenized(self, ticket: Entry, num_prompt_tokens: int) -> None:
         if ticket.is_open and ticket.is_queued:
             self._count(ticket, num_prompt_tokens - ticket.num_prompt_tokens, 0.0, 0)
         ticket.num_prompt_tokens = num_prompt_tokens
@@ -294,18 +288,18 @@ class Admission:
             self._bytes_per_token.add(ticket.num_bytes / num_prompt_tokens)
         self._check_sizes(num_prompt_tokens, 1)
 
-    def _started(self, ticket: Ticket) -> None:
+    def _started(self, ticket: Entry) -> None:
         if ticket.is_open and ticket.is_queued:
             self._leave_queue(ticket)
             self._num_running += 1
             self._running_sequences += ticket.num_sequences
             self._running_output += ticket.expected_output
 
-    def _leave_queue(self, ticket: Ticket) -> None:
+    def _leave_queue(self, ticket: Entry) -> None:
         ticket.is_queued = False
         self._count(ticket, -ticket.num_prompt_tokens, -ticket.expected_output, -1)
 
-    def _ended(self, ticket: Ticket, num_output_tokens: int, reason: FinishReason) -> None:
+    def _ended(self, ticket: Entry, num_output_tokens: int, reason: FinishReason) -> None:
         if not ticket.is_open:
             return
         ticket.is_open = False
@@ -326,7 +320,7 @@ class Admission:
             self.margin = max(1.0, self.margin * LESS_MARGIN)
         self._law.leave(ticket.arrived)
 
-    def _count(self, ticket: Ticket, num_prompt_tokens: float, num_output_tokens: float, num_requests: int) -> None:
+    def _count(self, ticket: Entry, num_prompt_tokens: float, num_output_tokens: float, num_requests: int) -> None:
         line = self._lines.setdefault(ticket.tenant.name, _Line())
         line.weight = ticket.tenant.weight
         line.num_requests += num_requests

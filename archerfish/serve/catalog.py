@@ -13,6 +13,7 @@ from starlette.requests import Request
 from archerfish.errors import did_you_mean
 from archerfish.serve.client import Backend
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
+from archerfish.serve.host_config import names_of
 from archerfish.serve.wire import Query, Report
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
@@ -37,9 +38,7 @@ class ModelCard:
 
     @property
     def names(self) -> list[str]:
-        """Under which a request may call for it: its own, aliases, and the last part of each."""
-        found = [self.id, *self.aliases]
-        return [*found, *(name.rstrip("/").rsplit("/", 1)[-1] for name in found)]
+        return names_of(self.id, self.aliases)
 
 
 class Catalog:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from archerfish.sequence import FinishReason
-from archerfish.serve.admission import Admission, AdmissionLimits, Ticket
+from archerfish.serve.admission import Admission, AdmissionLimits, Entry
 from archerfish.serve.limits import RateLimits, Reservation
 from archerfish.serve.tenants import Tenant
 
@@ -16,7 +17,7 @@ class Pass:
 
     __slots__ = ("_reservation", "_ticket", "num_output", "num_prompt", "reason")
 
-    def __init__(self, ticket: Ticket, reservation: Reservation) -> None:
+    def __init__(self, ticket: Entry, reservation: Reservation) -> None:
         self._ticket, self._reservation = ticket, reservation
         self.num_prompt = ticket.num_prompt_tokens
         self.num_output = 0  # tokens of the answer so far
@@ -74,6 +75,10 @@ class Gate:
             reservation.cancel()
             raise
         return Pass(ticket, reservation)
+
+    def set_queue(self, max_requests: int) -> None:
+        """Another limit of the queue, for those who come from now on."""
+        self.admission.limits = replace(self.admission.limits, max_queued_requests=max_requests)
 
     def watch(self, num_prompt: int, num_output: int) -> None:
         """Learn from the counters of the engine how fast it is: tokens of prompts computed and tokens brought, in all."""

@@ -66,6 +66,7 @@ MAX_RECEIVED = 256  # messages of one round: a flood does not keep the models wa
 IDLE_POLL_MS = 1000
 GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
 FRESH_S = 1.0  # a real step this young proves that a model works
+LEAST_WAIT_S = 1.0  # that a refused client is told
 LAST_S = 5.0  # what a process may take to end when its parent has
 STUCK_S = 60.0  # a job that runs longer proves that it does not
 
@@ -135,16 +136,17 @@ class EngineHost:
         for spec in self.config.models:
             self.shelf.add(make_slot(
                 spec, hub, self, self.figures, self.writer, latency_s=self.config.latency_budget_ms / 1000,
-                max_queue_texts=self.config.max_queue_texts, gate_of=self._gate,
+                max_queue_texts=self.config.max_queue_texts, gate_of=self.gate_of,
             ))  # fmt: skip
 
-    def _gate(self, engine: LLMEngine) -> Gate:
+    def gate_of(self, engine: LLMEngine) -> Gate:
         """In front of a model that writes; its scheduler learns the shares of tenants, where it asks for them."""
         policy = engine.scheduler.policy
         if isinstance(policy, FairShare):
             policy.set_weights({tenant.name: tenant.weight for tenant in self.tenants.all()})
+        limits = replace(self.limits, max_queued_requests=engine.config.max_queue_size)
         return Gate(
-            self.rates, self.limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self._clock
+            self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self._clock
         )
 
     # What models see; in any thread
@@ -156,9 +158,11 @@ class EngineHost:
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
         status = getattr(error, "status", 500)
-        wait_s = getattr(error, "retry_after_s", None)
-        if wait_s is None and status in (429, 503):
-            wait_s = 1.0 if ticket.retry_after_s is None else ticket.retry_after_s()
+        wait_s: float | None = getattr(error, "retry_after_s", None)
+        if wait_s is None and status in (429, 503) and ticket.retry_after_s is not None:
+            wait_s = ticket.retry_after_s()
+        if status in (429, 503):
+            wait_s = max(LEAST_WAIT_S, wait_s or 0.0)
         self.answer(ticket, Failed.of(ticket.message.request_id, error, wait_s))
 
     def post(self, work: Callable[[], None]) -> None:

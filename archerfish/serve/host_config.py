@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,12 @@ from archerfish.config import EmbedConfig, EngineConfig
 from archerfish.errors import InvalidOptionError
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
+
+
+def names_of(name: str, aliases: Iterable[str]) -> list[str]:
+    """Under which a request may call for a model: its own name, aliases, and the last part of each."""
+    found = [name, *aliases]
+    return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

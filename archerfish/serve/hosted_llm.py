@@ -34,7 +34,7 @@ class HostedLLM:
     kind = "generation"
 
     def __init__(
-        self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate | None = None,
+        self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
@@ -70,13 +70,9 @@ class HostedLLM:
         message: Generate = ticket.message
         if not isinstance(message, Generate):
             raise InvalidInputError(f"{self.name} writes text; it has no vectors.", hint="Name an embedding model.")
-        scheduler = self.engine.scheduler
-        if scheduler.num_queued >= scheduler.max_queue_size:  # before anything is spent on its text
-            self._figures.refused(self.name, OverloadedError.code)
-            raise OverloadedError(f"The queue is full: {scheduler.max_queue_size:,} requests wait.")
         answering = Answering(self, ticket, self._desk, self._figures, self._clock)
-        if self.gate is not None and ticket.on_end is None:
-            answering.entry = self._admit(self.gate, ticket, message)
+        if ticket.on_end is None:
+            answering.entry = self._admit(ticket, message)
             ticket.release = answering.entry.ended
         ids = message.token_ids
         if ids is not None and len(ids) <= MAX_QUICK_TOKENS and "grammar" not in message.params:
@@ -89,12 +85,12 @@ class HostedLLM:
 
         read_aside(self._desk, ticket, read)
 
-    def _admit(self, gate: Gate, ticket: Ticket, message: Generate) -> Pass:
+    def _admit(self, ticket: Ticket, message: Generate) -> Pass:
         """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
         params, ids = message.params, message.token_ids
         max_tokens, num_sequences = params.get("max_tokens", SamplingParams.max_tokens), params.get("n", 1)
         try:
-            return gate.admit(
+            return self.gate.admit(
                 ticket.caller, max_tokens=max_tokens if type(max_tokens) is int and max_tokens > 0 else None,
                 num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
                 num_prompt_tokens=None if ids is None else len(ids), num_prompt_bytes=size_of_prompt(message),
@@ -148,7 +144,7 @@ class HostedLLM:
     def advance(self) -> bool:
         """Launch and take in steps; whether there was anything to do."""
         has_moved = self.engine.advance()
-        if has_moved and self.gate is not None:
+        if has_moved:
             self.gate.watch(*self.engine.scheduler.tokens_done)
         return has_moved
 
@@ -187,7 +183,9 @@ class HostedLLM:
         read_aside(self._desk, ticket, read)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
-        return self.engine.configure(**options)
+        changed = self.engine.configure(**options)
+        self.gate.set_queue(self.engine.config.max_queue_size)
+        return changed
 
     def stats(self) -> dict[str, Any]:
         counted, cached = self.engine.scheduler.stats(), self.engine.cache_stats()

@@ -20,7 +20,7 @@ from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemory
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate
-from archerfish.serve.host_config import Kind, ModelSpec
+from archerfish.serve.host_config import Kind, ModelSpec, names_of
 from archerfish.serve.hosted_encoder import Encoder, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.ticket import Desk, Ticket
@@ -59,9 +59,7 @@ class Slot:
 
     @property
     def names(self) -> list[str]:
-        """Under which a request may call for it: its own, aliases, and the last part of each."""
-        found = [self.name, *self.aliases]
-        return [*found, *(name.rstrip("/").rsplit("/", 1)[-1] for name in found)]
+        return names_of(self.name, self.aliases)
 
     @property
     def is_idle(self) -> bool:

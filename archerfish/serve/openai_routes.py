@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,6 +27,7 @@ from archerfish.serve.generation import (
     checked_params,
     openai_reason,
 )
+from archerfish.serve.limits import retry_after
 from archerfish.serve.openai_schemas import ChatBody, CompletionBody, ToolBody, UnsupportedParameterError
 from archerfish.serve.served_texts import ServedText
 from archerfish.serve.sse import dumped, quoted
@@ -59,7 +59,7 @@ class TextRoute(APIRoute):
 
 def retry_headers(error: ArcherfishError) -> dict[str, str] | None:
     seconds = getattr(error, "retry_after_s", None)
-    return None if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return None if seconds is None else {"Retry-After": retry_after(seconds)}
 
 
 def failure_response(error: ArcherfishError) -> Response:

@@ -89,9 +89,8 @@ def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str
     """Limits of the gate in front of a model that writes."""
     writers = [spec.options for spec in models if spec.kind == "generation"]
     return {
-        "max_wait_s": config.max_wait_s, "max_body_bytes": config.max_body_bytes,
-        "max_prompt_tokens": config.max_prompt_tokens, "max_output_tokens": config.max_output_tokens,
-        "max_queued_requests": writers[0]["max_queue_size"] if writers else EngineConfig.max_queue_size,
+        "max_wait_s": config.max_wait_s, "max_prompt_tokens": config.max_prompt_tokens,
+        "max_output_tokens": config.max_output_tokens,
         "is_fair": all(options["scheduling_policy"] == "fair-share" for options in writers),
     }
 

@@ -25,8 +25,7 @@ TILES = [
     LinearTile(16, 128, 8, 3, is_dot=True),
 ]
 STREAMS = [
-    LinearTile(4, 0, 1, 2, num_programs=3), LinearTile(1, 0, 2, 3, num_programs=5, turns_ahead=4),
-    LinearTile(2, 0, 1, 1, num_programs=100, turns_ahead=1),
+    LinearTile(4, 0, 1, 2, num_programs=3), LinearTile(1, 0, 2, 3, num_programs=5), LinearTile(2, 0, 1, 1, num_programs=100),
 ]
 
 

@@ -106,7 +106,7 @@ def add_llm(
 
     def load(lane: Lane) -> Hosted:
         made.append(LLMEngine(tiny_config(model, **options), executor=lane, text_thread=host.writer))
-        return HostedLLM(made[0], lane, host, host.figures)
+        return HostedLLM(made[0], lane, host, host.figures, host.gate_of(made[0]))
 
     host.shelf.add(Slot(name, "generation", load))
     return made[0]

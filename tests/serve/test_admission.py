@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError
 from archerfish.sequence import FinishReason
-from archerfish.serve.admission import Admission, AdmissionLimits, BusyError, ShareUsedError, Ticket, TooLateError
+from archerfish.serve.admission import Admission, AdmissionLimits, BusyError, Entry, ShareUsedError, TooLateError
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.service_rate import Average, LittlesLaw, ServiceRate
 from archerfish.serve.tenants import ANONYMOUS, Tenant
@@ -88,10 +88,7 @@ def test_sizes_that_were_never_seen_are_as_the_nearest_smaller_one() -> None:
 
 
 def test_sizes_over_the_limits_are_refused() -> None:
-    admission, _ = gate(max_body_bytes=100, max_prompt_tokens=10, max_output_tokens=20)
-    admission.check_body(100)
-    with pytest.raises(InputTooLargeError, match="101 bytes; the limit is 100"):
-        admission.check_body(101)
+    admission, _ = gate(max_prompt_tokens=10, max_output_tokens=20)
     with pytest.raises(InputTooLargeError, match="11 tokens; the limit is 10"):
         admission.admit(ANONYMOUS, 5, num_prompt_tokens=11)
     with pytest.raises(InputTooLargeError, match="30; the limit is 20"):
@@ -289,8 +286,8 @@ actions = st.lists(st.tuples(kinds, st.integers(0, 30), st.sampled_from("abc")),
 @given(actions)
 def test_the_books_balance_whatever_happens(history: list[tuple[str, int, str]]) -> None:
     admission, clock = gate(max_queued_requests=10)
-    waiting: list[Ticket] = []
-    running: dict[Ticket, int] = {}
+    waiting: list[Entry] = []
+    running: dict[Entry, int] = {}
     for action, number, name in history:
         clock.now += 0.1
         if action == "admit":
@@ -357,7 +354,7 @@ def test_littles_law_holds_between_the_figures(history: list[tuple[str, float, i
 
 @dataclass(eq=False)
 class Job:
-    ticket: Ticket
+    ticket: Entry
     deadline: float
     num_tokens: int
     num_done: int = 0

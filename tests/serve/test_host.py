@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import (
     Cancel,
     Configure,
@@ -377,12 +380,16 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
         texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
         while not (await stats(client))["models"]["tiny"]["num_running"]:
             pass
-        texts += [asyncio.create_task(whole(client, token_ids=[5], params=LONG)) for _ in range(2)]
-        while (await stats(client))["models"]["tiny"]["queue_size"] < 2:
+        texts.append(asyncio.create_task(whole(client, token_ids=[5], params=LONG)))
+        while not (await stats(client))["models"]["tiny"]["queue_size"]:
             pass
-        for message in (Embed(request_id="", texts=["b"]), Generate(request_id="", token_ids=[7], params=LONG)):
+        # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
+        wanted: list[tuple[Any, int]] = [
+            (Embed(request_id="", texts=["b"]), 429), (Generate(request_id="", token_ids=[7], params=LONG), 503)
+        ]
+        for message, status in wanted:
             error = await failure(client, message)
-            assert (error.status, error.code) == (429, "overloaded")
+            assert (error.status, error.code) == (status, "overloaded")
             assert error.retry_after_s is not None
             assert error.retry_after_s >= 1
         encoder.gate.set()
@@ -572,3 +579,32 @@ def test_keys_may_be_read_by_a_function_of_the_callers(tmp_path: Path) -> None:
 
     talk(host, test)
     assert engine.scheduler.cache.stats("alice").total_cached > 0
+
+
+# The gate
+
+
+def test_limits_of_a_tenant_hold_in_the_engine_process(tmp_path: Path) -> None:
+    """Whatever front end sends: tokens are settled when a request ends, and a client that leaves gives its place back."""
+    file = tmp_path / "keys.toml"
+    key = add_key(file, "alice", tokens_per_minute=100)
+    host = make_host(tmp_path, api_keys_file=str(file))
+    add_llm(host, tmp_path)
+
+    async def test(client: AsyncClient) -> None:
+        big = Generate(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
+        assert (await failure(client, replace(big, credentials="another"))).status == 401
+        stream = client.generate(replace(big, stream=True))
+        await anext(stream)
+        error = await failure(client, big)
+        assert (error.status, error.code) == (429, "rate_limit_exceeded")
+        await stream.aclose()
+        small = replace(big, token_ids=[6], params=GREEDY)
+        async for part in client.generate(small):
+            assert isinstance(part, Generated)
+        await until_free(client)
+
+    talk(host, test)
+    hosted = host.shelf.slots[0].hosted
+    assert isinstance(hosted, HostedLLM)
+    assert (hosted.gate.admission.num_queued, hosted.gate.admission.num_running) == (0, 0)

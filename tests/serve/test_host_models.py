@@ -410,7 +410,8 @@ def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
         while not all(slot.hosted is not None for slot in host.shelf.slots):
             await client.ask(Ping(request_id=""))
 
-    talk(host, test)
+    assert all(slot.hosted is None for slot in host.shelf.slots)
+    talk(host, test)  # which ends when all are loaded, or by its limit
 
 
 # Addresses and keys
