@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from archerfish.background import Lazy
+from archerfish.background import Lazy, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
 from archerfish.engine.packing import TokenizedText, pack, plan_batches
@@ -360,11 +361,15 @@ class ArrowEngine:
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[Any], Vectors]]:
-        """Finished batches as (inputs, rows); at most two windows are in flight."""
+        """Finished batches as (inputs, rows); at most two windows are in flight, and the next is being tokenised."""
         running: deque[Future[Batch]] = deque()
+        pending = windows(inputs)
+        window = next(pending, [])
+        tokenized = self._tokenize(window)
         try:
-            for window in windows(inputs):
-                tokenized = self._tokenize(window)
+            while window:
+                following = next(pending, [])
+                coming = in_background(partial(self._tokenize, following), "tokenizer", daemon=True) if following else None
                 batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
@@ -375,6 +380,7 @@ class ArrowEngine:
                     running.append(self._pool.submit(self._run, items, texts, normalize))
                 for _ in range(num_earlier):
                     yield finish(running.popleft().result())
+                window, tokenized = following, coming.result() if coming else []
             while running:
                 yield finish(running.popleft().result())
         finally:

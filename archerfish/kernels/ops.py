@@ -101,6 +101,7 @@ class KVLayer(Generic[T]):
 
     keys: T
     values: T
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,6 @@ class PagedBatch(Generic[T]):
 class LinearWeight(Lazy[tuple[T, T | None]]):
     """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest, made when first used."""
 
-    following: LinearWeight[T] | None = None  # what is probably used next: a model makes its weights in their order
-
 
 class Ops(ABC, Generic[T]):
     """Operations of one backend on one device, computing in one type."""
@@ -154,8 +153,6 @@ class Ops(ABC, Generic[T]):
     def linear_weight(self, weights: Sequence[T], biases: Sequence[T | None]) -> LinearWeight[T]:
         """One or more (out_i, in) weights, stacked along the outputs, for `linear`."""
         weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases))
-        if self._linear_weights:
-            self._linear_weights[-1].following = weight
         self._linear_weights.append(weight)
         return weight
 

@@ -20,6 +20,7 @@ from archerfish.kernels.reference import visible
 
 Tensor = torch.Tensor
 STEP = 32  # the fused kernel is quickest over a multiple of so many keys
+LONG_PROMPT = 512  # tokens from which a causal prompt gains nothing by being filled up, which takes a mask
 SPLIT_SAVES = 1024  # keys that a further group must spare to be worth its call
 
 
@@ -38,7 +39,7 @@ class Prefill:
 
     start: int  # row of its first new token
     num_new: int
-    slots: Tensor  # of the keys that any of them sees
+    slots: Tensor  # of the keys that any of them sees, the last one again where that is filled up
     mask: Tensor | None  # (new, keys): 0 or -inf; None: causal
 
 
@@ -58,7 +59,7 @@ def attend_blocks(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], hea
     if key not in batch.derived:
         batch.derived[key] = lay_out(batch, heads.window, q.dtype)
     layout: Layout = batch.derived[key]
-    keys, values = kv.keys.flatten(0, 1).flatten(1), kv.values.flatten(0, 1).flatten(1)
+    keys, values = rows_of(kv)
     parts = [attend_decodes(rows, keys, values, group, heads) for rows, group in decode_rows(q, batch, layout)]
     if len(parts) > 1:
         joined = torch.cat(parts)
@@ -73,6 +74,14 @@ def attend_blocks(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], hea
         out[prefill.start : prefill.start + prefill.num_new] = attend_prefill(rows, keys, values, prefill, heads)
     out[batch.num_tokens :] = 0
     return out
+
+
+def rows_of(kv: KVLayer[Tensor]) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer as views with one row per slot, made once."""
+    rows: tuple[Tensor, Tensor] | None = kv.derived.get("rows")
+    if rows is None:
+        rows = kv.derived["rows"] = kv.keys.flatten(0, 1).flatten(1), kv.values.flatten(0, 1).flatten(1)
+    return rows
 
 
 def decode_rows(q: Tensor, batch: PagedBatch[Tensor], layout: Layout) -> list[tuple[Tensor, Decodes]]:
@@ -170,10 +179,13 @@ def lay_prefill(
     table: Ids, start: int, num_new: int, context_len: int, block_size: int, window: int, dtype: torch.dtype
 ) -> Prefill:
     first = max(context_len - num_new - window + 1, 0) if window else 0
-    position = np.arange(first, context_len)
+    num_keys = context_len - first
+    is_causal = num_new == context_len and not 0 < window < context_len
+    width = num_keys if is_causal and num_keys >= LONG_PROMPT else -(-num_keys // STEP) * STEP
+    position = np.minimum(np.arange(first, first + width), context_len - 1)
     slots = torch.from_numpy(table[position // block_size] * block_size + position % block_size)
-    if num_new == context_len and not 0 < window < context_len:
+    if is_causal and width == num_keys:
         return Prefill(start, num_new, slots, None)
-    seen = visible(num_new, len(position), window, torch.device("cpu"))
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    mask = torch.full((num_new, width), float("-inf"), dtype=dtype)
+    mask[:, :num_keys].masked_fill_(visible(num_new, num_keys, window, torch.device("cpu")), 0.0)
     return Prefill(start, num_new, slots, mask)

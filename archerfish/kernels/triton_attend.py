@@ -26,33 +26,38 @@ def start_softmax(rows: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
-def take_keys(
-    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
-    token_stride, mask, num_mask_rows, num_mask_columns,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
-    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
-    has_window: tl.constexpr, has_cap: tl.constexpr,
+def load_keys(
+    keys, values, table, start, end, block_stride, token_stride, block_size: tl.constexpr, head_dim: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr,
 ):
-    """One step of keys, all of them before end unless is_masked."""
+    """One step of keys and values out of their blocks; those from end on as zeros with is_masked."""
     dims = tl.arange(0, width)
     positions = start + tl.arange(0, step)
     is_key = positions < end
-    if is_gathered:
-        key = keys.load([row + start, column])
+    if is_masked:
+        blocks = tl.load(table + positions // block_size, mask=is_key, other=0).to(tl.int64)
+        is_loaded = is_key[:, None] & (dims < head_dim)[None, :]
     else:
-        if is_masked:
-            blocks = tl.load(table + positions // block_size, mask=is_key, other=0).to(tl.int64)
-            is_loaded = is_key[:, None] & (dims < head_dim)[None, :]
-        else:
-            blocks = tl.load(table + positions // block_size).to(tl.int64)
-            is_loaded = (dims < head_dim)[None, :]
-        places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + dims[None, :]
-        if is_masked or width > head_dim:
-            key = tl.load(keys + places, mask=is_loaded, other=0.0)
-            value = tl.load(values + places, mask=is_loaded, other=0.0)
-        else:
-            key = tl.load(keys + places)
-            value = tl.load(values + places)
+        blocks = tl.load(table + positions // block_size).to(tl.int64)
+        is_loaded = (dims < head_dim)[None, :]
+    places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + dims[None, :]
+    if is_masked or width > head_dim:
+        key = tl.load(keys + places, mask=is_loaded, other=0.0)
+        value = tl.load(values + places, mask=is_loaded, other=0.0)
+    else:
+        key = tl.load(keys + places)
+        value = tl.load(values + places)
+    return key, value
+
+
+@triton.jit
+def weigh_keys(
+    query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns,
+    step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, is_masked: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr, may_see_none: tl.constexpr,
+):
+    """Weights of a step of keys, how much those before it shrink, and the highest score. may_see_none: a row, until here."""
+    positions = start + tl.arange(0, step)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if has_cap:  # cap * tanh(x), scale having brought 2 x log2(e)
         scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
@@ -60,7 +65,7 @@ def take_keys(
     else:
         factor = scale
     if is_masked:
-        is_seen = is_key[None, :] & (positions[None, :] <= query_positions[:, None])
+        is_seen = (positions < end)[None, :] & (positions[None, :] <= query_positions[:, None])
         if has_window:
             is_near = positions[None, :] > query_positions[:, None] - window
             if sinks > 0:
@@ -75,15 +80,49 @@ def take_keys(
         scores = tl.where((is_listed | (query_blocks == key_block))[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     level = new_top
-    if has_window or mask_span > 0:  # a row may see none of the first keys
+    if may_see_none:
         level = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * factor - level[:, None])
-    shrink = tl.exp2(top - level)
+    return tl.exp2(scores * factor - level[:, None]), tl.exp2(top - level), new_top
+
+
+@triton.jit
+def take_loaded(
+    query, acc, top, total, key, value, query_positions, start, end, window, scale, cap,
+    step: tl.constexpr, sinks: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """One step of keys that `load_keys` has loaded up to end, perhaps none."""
+    weights, shrink, top = weigh_keys(
+        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, sinks, 0, 0, True, has_window,
+        has_cap, True,
+    )
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def take_keys(
+    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
+    token_stride, mask, num_mask_rows, num_mask_columns,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
+    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """One step of keys, all of them before end unless is_masked."""
+    if is_gathered:
+        key = keys.load([row + start, column])
+    else:
+        key, value = load_keys(
+            keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked
+        )
+    weights, shrink, top = weigh_keys(
+        query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step, sinks,
+        mask_size, mask_span, is_masked, has_window, has_cap, has_window or mask_span > 0,
+    )
     total = total * shrink + tl.sum(weights, 1)
     if is_gathered:
         value = values.load([row + start, column])
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, total
+    return acc, top, total
 
 
 @triton.jit

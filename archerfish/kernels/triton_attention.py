@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Rotary
-from archerfish.kernels.triton_attend import MASK_NUMBERS, attend, count_sinks, score_scale, start_softmax
+from archerfish.kernels.triton_attend import (
+    MASK_NUMBERS,
+    attend,
+    count_sinks,
+    load_keys,
+    score_scale,
+    start_softmax,
+    take_loaded,
+)
 from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.triton_places import (
     Places,
@@ -33,7 +41,7 @@ from archerfish.kernels.triton_places import (
     lay_mask,
     shared_tile,
 )
-from archerfish.kernels.triton_rope import turn_heads
+from archerfish.kernels.triton_rope import load_heads, turn_heads, turning_factors
 
 Tensor = torch.Tensor
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -53,9 +61,30 @@ def first_key(context_len, shared_len, window, step: tl.constexpr, has_window: t
 
 
 @triton.jit
+def cut_keys(
+    context_lens, sequence, shared_len, num_parts, window, step: tl.constexpr, has_window: tl.constexpr,
+    is_shared: tl.constexpr,
+):
+    """A decode's context, the first key that its parts take in, and how many keys a part takes."""
+    context_len = tl.load(context_lens + sequence)
+    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
+    return context_len, first, part_len(context_len - first, num_parts, step)
+
+
+@triton.jit
 def part_len(num_keys, num_parts, step: tl.constexpr):
     """How many keys a part takes."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, step), num_parts), 1) * step
+
+
+@triton.jit
+def store_part(
+    partials, levels, place, result, level, is_row, head_dim: tl.constexpr, width: tl.constexpr
+):
+    """What a part of the keys gave each row, and how much it weighs."""
+    dims = tl.arange(0, width)[None, :]
+    tl.store(partials + place[:, None] * head_dim + dims, result, mask=is_row[:, None] & (dims < head_dim))
+    tl.store(levels + place, level, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_parts"])
@@ -97,8 +126,7 @@ def shared_kernel(
         token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, 0, False, True, False, has_cap,
     )
     place = (sequence * tl.num_programs(1) * group + heads) * num_parts + part
-    tl.store(partials + place[:, None] * head_dim + dims[None, :], acc / total[:, None], mask=is_inside)
-    tl.store(levels + place, top + tl.log2(total), mask=is_row)
+    store_part(partials, levels, place, acc / total[:, None], top + tl.log2(total), is_row, head_dim, width)
 
 
 @triton.jit
@@ -126,24 +154,33 @@ def take_parts(
 
 
 @triton.jit
-def take_new_key(
-    query, acc, top, total, source, value_offset, key_place, value_place, cos_sin, norm, eps, scale, cap,
-    head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr, has_cap: tl.constexpr,
+def make_new(
+    q, key_offset, value_offset, keys, values, place, is_own, members, eps, factors,
+    group: tl.constexpr, head_dim: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
 ):
-    """A sequence's new key and value, fresh from the product, written into its block and taken into the running softmax."""
-    one = tl.zeros((1, 1), tl.int32)
+    """A new token's queries for a KV head, its key and its value, out of what the product gave; these two are stored."""
     dims = tl.arange(0, head_dim)[None, :]
-    kind = key_place.dtype.element_ty
-    key = turn_heads(source + one, cos_sin, norm, eps, one == 0, head_dim, is_turned, is_normed).to(kind)
-    value = tl.load(source + value_offset + dims).to(kind)
-    tl.store(key_place + dims, key)
-    tl.store(value_place + dims, value)
+    queries = load_heads(q + members[:, None] * head_dim, (members < group)[:, None], head_dim)
+    loaded = load_heads(q + key_offset, is_own, head_dim)
+    value = tl.load(q + key_offset + value_offset + dims, mask=is_own, other=0.0).to(values.dtype.element_ty)
+    query = turn_heads(queries, factors[0], eps, head_dim, has_q_norm).to(q.dtype.element_ty)
+    key = turn_heads(loaded, factors[1], eps, head_dim, has_k_norm).to(keys.dtype.element_ty)
+    tl.store(keys + place + dims, key, mask=is_own)
+    tl.store(values + place + dims, value, mask=is_own)
+    return query, key, value
+
+
+@triton.jit
+def take_key(query, acc, top, total, key, value, is_taken, scale, cap, has_cap: tl.constexpr):
+    """One key and its value, as rows, taken into the running softmax where is_taken."""
     level = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
     if has_cap:
         level = cap * (1.0 - 2.0 / (tl.exp2(level) + 1.0))
+    level = tl.where(is_taken, level, float("-inf"))
     new_top = tl.maximum(top, level)
-    shrink = tl.exp2(top - new_top)
-    weight = tl.exp2(level - new_top)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    weight = tl.exp2(level - base)
     return acc * shrink[:, None] + value.to(tl.float32) * weight[:, None], new_top, total * shrink + weight
 
 
@@ -158,43 +195,60 @@ def decode_kernel(
     is_shared: tl.constexpr, is_new: tl.constexpr, is_turned: tl.constexpr, has_q_norm: tl.constexpr,
     has_k_norm: tl.constexpr, is_early: tl.constexpr,
 ):
-    """is_new: q has queries, keys and values as the product gave them, and the new key is not in its block yet."""
-    follow(is_early)
+    """is_new: q has queries, keys and values as the product gave them, and the new key is not in its block yet.
+
+    All that the product in front does not give is loaded before it ends: where a decode is split, its first keys too.
+    """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
-    num_keys = part_len(context_len - first, num_splits, step)
+    context_len, first, num_keys = cut_keys(
+        context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared
+    )
     begin = first + split * num_keys
     end = tl.minimum(begin + num_keys, context_len)
+    if is_split:  # noqa: SIM102 (the compiler decides this one)
+        if (begin >= end) & (split > 0):
+            return
 
     members = tl.arange(0, rows)
     dims = tl.arange(0, width)
     is_inside = (members < group)[:, None] & (dims < head_dim)[None, :]
-    heads = kv_head * group + members
-    q += sequence * q_stride
+    head_row = (sequence * tl.num_programs(0) + kv_head) * group + members
     position = context_len - 1
-    if is_new:
-        cos_sin += tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
-        query = turn_heads(
-            q + heads[:, None] * head_dim, cos_sin, q_norm, eps, is_inside, head_dim, is_turned, has_q_norm
-        ).to(q.dtype.element_ty)
-        last = tl.minimum(end, position)
-    else:
-        query = tl.load(q + heads[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
-        last = end
-    acc, top, total = start_softmax(rows, width)
     query_positions = tl.zeros((rows,), tl.int32) + position
-    head_row = sequence * tl.num_programs(0) * group + heads
+    table = tables + sequence * table_stride
+    q += sequence * q_stride + kv_head * group * head_dim
     keys += kv_head * head_stride
     values += kv_head * head_stride
-    table = tables + sequence * table_stride
+    acc, top, total = start_softmax(rows, width)
+    last = tl.minimum(end, position) if is_new else end
+    if is_new:
+        turn = cos_sin + tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
+        factors = (
+            turning_factors(turn, q_norm, head_dim, is_turned, has_q_norm),
+            turning_factors(turn, k_norm, head_dim, is_turned, has_k_norm),
+        )
+        is_own = (begin <= position) & (position < end)
+        block = tl.load(table + position // block_size, mask=is_own, other=0).to(tl.int64)
+    if is_new and is_split:
+        first_keys, first_values = load_keys(
+            keys, values, table, begin, last, block_stride, token_stride, block_size, head_dim, width, step, True
+        )
+    follow(is_early)
+
+    if is_new:
+        query, key, value = make_new(
+            q, (tl.num_programs(0) * group + kv_head - kv_head * group) * head_dim, tl.num_programs(0) * head_dim, keys, values,
+            block * block_stride + position % block_size * token_stride, is_own, members, eps, factors, group, head_dim,
+            has_q_norm, has_k_norm,
+        )
+    else:
+        query = tl.load(q + members[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
     if is_shared:  # a decode's first part begins with what the shared keys gave
-        num_used = tl.cdiv(first, part_len(first, num_shared_parts, shared_step))
-        num_used = tl.where((split == 0) & (begin < end), num_used, 0)
         acc, top, total = take_parts(
-            acc, top, total, shared_partials, shared_levels, head_row * num_shared_parts, members < group, num_used,
+            acc, top, total, shared_partials, shared_levels, head_row * num_shared_parts, members < group,
+            tl.where((split == 0) & (begin < end), tl.cdiv(first, part_len(first, num_shared_parts, shared_step)), 0),
             head_dim, width, parts_at_once,
         )
     if sinks > 0:
@@ -204,24 +258,23 @@ def decode_kernel(
             block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
             head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
         )
+    if is_new and is_split:
+        acc, top, total = take_loaded(
+            query, acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale, cap, step, sinks,
+            has_window, has_cap,
+        )
+        begin += step
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, last, window, scale, cap,
         block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
         head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
     )
-    if is_new:  # noqa: SIM102 (the compiler decides this one)
-        if (begin <= position) & (position < end):
-            place = tl.load(table + position // block_size).to(tl.int64) * block_stride + position % block_size * token_stride
-            acc, top, total = take_new_key(
-                query, acc, top, total, q + (tl.num_programs(0) * group + kv_head) * head_dim, tl.num_programs(0) * head_dim,
-                keys + place, values + place, cos_sin, k_norm, eps, scale, cap, head_dim, is_turned, has_k_norm, has_cap,
-            )
+    if is_new:
+        acc, top, total = take_key(query, acc, top, total, key, value, is_own, scale, cap, has_cap)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if is_split:
         place = head_row * num_splits + split
-        is_used = begin < end
-        tl.store(partials + place[:, None] * head_dim + dims[None, :], result, mask=is_inside & is_used)
-        tl.store(levels + place, top + tl.log2(total), mask=(members < group) & is_used)
+        store_part(partials, levels, place, result, top + tl.log2(total), members < group, head_dim, width)
     else:
         tl.store(out + head_row[:, None] * head_dim + dims[None, :], result.to(out.dtype.element_ty), mask=is_inside)
 
@@ -233,12 +286,12 @@ def join_kernel(
     is_shared: tl.constexpr, is_early: tl.constexpr,
 ):
     """The parts of one decode and one head, each weighed by its share of the softmax."""
-    follow(is_early)
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    context_len = tl.load(context_lens + sequence)
-    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
-    num_keys = part_len(context_len - first, num_splits, step)
+    context_len, first, num_keys = cut_keys(
+        context_lens, sequence, shared_len, num_splits, window, step, has_window, is_shared
+    )
+    follow(is_early)
     splits = tl.arange(0, most_splits)
     is_used = first + splits * num_keys < context_len
     row = sequence * tl.num_programs(0) + head

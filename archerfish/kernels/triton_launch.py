@@ -1,7 +1,10 @@
 """How kernels that follow one another in a decode step keep the card busy between them.
 
-A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on), and
-wait there until it has ended. No `from __future__ import annotations` here: see `triton_norm`.
+A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on). They
+may read what that kernel does not write, and wait until it has ended before all else. Only then may programs of the next kernel
+come: whatever is read before waiting is thus safe if a kernel before the one in front, or none at all, has written it.
+
+No `from __future__ import annotations` here: see `triton_norm`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -16,14 +19,14 @@ EARLY_CAPABILITY = (9, 0)
 
 @triton.jit
 def follow(is_early: tl.constexpr):
-    """First of all in a kernel: the next one's programs may come, and this one's wait for the kernel in front."""
+    """Wait for the kernel in front; the next one's programs may come."""
     if is_early:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch of a kernel that begins with `follow`."""
+    """Arguments of a launch of a kernel that calls `follow`."""
     is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
     return {"is_early": is_early, "launch_pdl": is_early}

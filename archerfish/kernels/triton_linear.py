@@ -14,20 +14,17 @@ from archerfish.kernels.triton_products import multiply_rows_kernel, multiply_ti
 from archerfish.kernels.triton_tiles import LinearTile
 
 Tensor = torch.Tensor
-LINE_BYTES = 128  # of the card's cache
-NEXT_BYTES = 16 << 20  # of weights that are fetched while the product before them ends; of more, fetching costs what it saves
-NUM_FETCHERS = 1024  # programs that do, at most
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, *, activation: Activation = "none",
     residual: Tensor | None = None, is_gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
-    dtype: torch.dtype | None = None, upcoming: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`Ops.linear` for 1 to MAX_ROWS rows of the weights' type, in another type on request.
 
     is_gated: `Ops.gated` with the activation follows. norm: of x, at first, by these factors; not with is_dot tiles.
-    upcoming: weights that are probably used next.
+    residual: not what the kernel right in front writes, which x may be; it is read before that has ended.
     """
     num_rows, width = x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
@@ -48,8 +45,6 @@ def linear(
             num_turns=triton.cdiv(num_tiles, num_programs), columns=triton.next_power_of_2(width), **given
         )
         return out
-    num_lines, lines_each = share_lines(upcoming, num_tiles)
-    given |= {"upcoming": x if upcoming is None else upcoming, "num_lines": num_lines, "lines_each": lines_each}
     given |= {"x_stride": x.stride(0), "residual_stride": x.stride(0) if residual is None else residual.stride(0)}
     if tile.is_dot:
         multiply_tiles_kernel[(num_tiles,)](
@@ -59,12 +54,3 @@ def linear(
     else:
         multiply_rows_kernel[(num_tiles,)](rows=num_rows, columns=tile.columns, **given)
     return out
-
-
-def share_lines(upcoming: Tensor | None, num_programs: int) -> tuple[int, int]:
-    """Lines of memory to fetch for the next product, and how many each of the last programs sees to."""
-    num_bytes = 0 if upcoming is None else upcoming.numel() * upcoming.element_size()
-    if not LINE_BYTES <= num_bytes <= NEXT_BYTES:
-        return 0, 0
-    num_lines = num_bytes // LINE_BYTES
-    return num_lines, max(32, triton.next_power_of_2(triton.cdiv(num_lines, min(num_programs, NUM_FETCHERS))))

@@ -273,17 +273,10 @@ class TritonOps(TorchOps):
         is_plain = residual is None or (residual.dtype == x.dtype == matrix.dtype and residual.stride(-1) == 1)
         if is_plain and self.takes_few_rows(x, matrix):
             tile = self.linear_tile or choose_tile(x, matrix)
-            return triton_linear.linear(
-                x, matrix, bias, tile, activation=activation, residual=residual, upcoming=self._upcoming(weight)
-            )
+            return triton_linear.linear(x, matrix, bias, tile, activation=activation, residual=residual)
         if residual is not None and is_plain and bias is None and activation == "none":
             return residual.addmm_(x, matrix.t())  # added before it is rounded, and on the way out of the product
         return super().linear(x, weight, activation=activation, residual=residual)
-
-    def _upcoming(self, weight: LinearWeight[Tensor]) -> Tensor | None:
-        """Weights that are probably used next, for the card to fetch meanwhile."""
-        following = weight.following
-        return following.get()[0] if following is not None and following.is_made and self.device != "cpu" else None
 
     def normed_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
@@ -292,14 +285,13 @@ class TritonOps(TorchOps):
         matrix, bias = weight.get()
         if not self.takes_few_rows(x, matrix):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
-        is_gated, upcoming = gate is not None, self._upcoming(weight)
+        is_gated = gate is not None
         tile, total = self.linear_tile or choose_tile(x, matrix, is_gated=is_gated), x
         is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
         if not is_fused:
             x, total = self.rms_norm(x, norm, eps, residual=residual)
         y = triton_linear.linear(
-            x, matrix, bias, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps,
-            upcoming=upcoming,
+            x, matrix, bias, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps
         )
         return y, total
 

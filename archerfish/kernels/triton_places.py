@@ -129,7 +129,7 @@ def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_spl
         return Tile(rows, 32, 4, 2)
     num_programs = num_sequences * heads.num_kv_heads
     if is_split:
-        return Tile(rows, 64, 4, 3)
+        return Tile(rows, 16, 1, 3)
     if num_programs < MANY_DECODES // 2:
         return Tile(rows, 128, 4, 2)
     return Tile(rows, 64, 2, 3) if num_programs < MANY_DECODES or rows > MIN_ROWS else Tile(rows, 32, 1, 3)

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from archerfish.kernels.triton_launch import follow
 
-LINE_BYTES = tl.constexpr(128)  # of the card's cache
 
 @triton.jit
 def activate(x, activation: tl.constexpr):
@@ -65,23 +64,6 @@ def load_piece(pointer, place, width: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
-def fetch(start, num_lines, lines: tl.constexpr):
-    """Ask for memory from an address on, up to so many lines of 128 bytes, into the card's cache. Nothing waits for it."""
-    addresses = start.to(tl.int64) + tl.minimum(tl.arange(0, lines), num_lines - 1).to(tl.int64) * LINE_BYTES
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def fetch_next(upcoming, num_lines, lines: tl.constexpr):
-    """Weights of the product that follows, by the last programs of this one."""
-    place = tl.program_id(0) - (tl.num_programs(0) - tl.cdiv(num_lines, lines))
-    if place >= 0:
-        fetch(upcoming.to(tl.int64) + place.to(tl.int64) * lines * LINE_BYTES, num_lines - place * lines, lines)
-
-
-@triton.jit
 def append(items, item):
     return items + (item,)  # noqa: RUF005 (Triton knows no other way)
 
@@ -95,17 +77,26 @@ def zeros(num: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
 
 
 @triton.jit
+def load_weights(
+    weight, up_weight, norm, start, width: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr
+):
+    """Of the columns from start on: weights, those of the upper half, and factors of the norm; weights where there are none."""
+    place = start + tl.arange(0, columns)[None, :]
+    tile = load_piece(weight, place, width, columns)
+    up_tile = load_piece(up_weight, place, width, columns) if is_gated else tile
+    factors = load_piece(norm, place, width, columns) if is_normed else tile
+    return tile, up_tile, factors
+
+
+@triton.jit
 def add_piece(
-    sums, up_sums, squares, x, norm, weight, up_weight, start, x_stride,
+    sums, up_sums, squares, x, weights, start, x_stride,
     width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr,
 ):
-    """The columns from start on taken into the sums of every row."""
+    """The columns from start on, of which `load_weights` has loaded the weights, taken into the sums of every row."""
     place = start + tl.arange(0, columns)[None, :]
-    tile = load_piece(weight, place, width, columns).to(tl.float32)
-    if is_gated:
-        up_tile = load_piece(up_weight, place, width, columns).to(tl.float32)
-    if is_normed:
-        factors = load_piece(norm, place, width, columns)
+    tile = weights[0].to(tl.float32)
+    up_tile = weights[1].to(tl.float32)
     new_sums = ()
     new_up_sums = ()
     new_squares = ()
@@ -113,24 +104,30 @@ def add_piece(
         values = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
         if is_normed:
             new_squares = append(new_squares, squares[row] + values * values)
-            values = values * factors
+            values = values * weights[2]
         new_sums = append(new_sums, sums[row] + tile * values)
         if is_gated:
             new_up_sums = append(new_up_sums, up_sums[row] + up_tile * values)
     return new_sums, new_up_sums, new_squares
 
 
-@triton.jit(do_not_specialize=["num_lines"])
+@triton.jit
 def multiply_rows_kernel(
-    x, norm, weight, bias, residual, out, upcoming, num_lines, eps, num_outputs, x_stride, residual_stride,
+    x, norm, weight, bias, residual, out, eps, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
-    lines_each: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
     is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
-    """num_pieces in flight; 1: the loop is unrolled."""
+    """num_pieces in flight; 1: all are, from before the kernel in front has ended."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
     up_lines = lines + num_outputs
+    tile = weight + lines[:, None] * width
+    up_tile = weight + up_lines[:, None] * width
+    pieces = ()
+    if num_pieces == 1:
+        for start in tl.static_range(0, width, columns):
+            pieces = append(pieces, load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated))
     follow(is_early)
     addends = ()
     for row in tl.static_range(rows):
@@ -139,17 +136,16 @@ def multiply_rows_kernel(
     sums = zeros(rows, outputs, columns)
     up_sums = zeros(rows * is_gated, outputs, columns)
     squares = zeros(rows * is_normed, 1, columns)
-    tile = weight + lines[:, None] * width
-    up_tile = weight + up_lines[:, None] * width
     if num_pieces == 1:
-        for start in tl.static_range(0, width, columns):
+        for piece in tl.static_range(0, (width + columns - 1) // columns):
             sums, up_sums, squares = add_piece(
-                sums, up_sums, squares, x, norm, tile, up_tile, start, x_stride, width, rows, columns, is_normed, is_gated
+                sums, up_sums, squares, x, pieces[piece], piece * columns, x_stride, width, rows, columns, is_normed, is_gated
             )
     else:
         for start in tl.range(0, width, columns, num_stages=num_pieces):
+            weights = load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated)
             sums, up_sums, squares = add_piece(
-                sums, up_sums, squares, x, norm, tile, up_tile, start, x_stride, width, rows, columns, is_normed, is_gated
+                sums, up_sums, squares, x, weights, start, x_stride, width, rows, columns, is_normed, is_gated
             )
     for row in tl.static_range(rows):
         y = tl.sum(sums[row], 1)
@@ -160,8 +156,6 @@ def multiply_rows_kernel(
             up *= scale
         y = finish(y, up, addends[row][0], addends[row][1], activation, is_gated)
         tl.store(out + row * num_outputs + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
-    if lines_each > 0:
-        fetch_next(upcoming, num_lines, lines_each)
 
 
 @triton.jit(do_not_specialize=["num_turns"])
@@ -171,32 +165,37 @@ def stream_kernel(
     activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr, is_normed: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
-    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn."""
+    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn.
+
+    The weights of the first turns are on their way before the kernel in front has ended.
+    """
     first = tl.program_id(0)
-    follow(is_early)
     place = tl.arange(0, columns)[None, :]
-    values = load_piece(x, place, width, columns).to(tl.float32)
-    if is_normed:
-        values = values * tl.rsqrt(tl.sum(values * values) / width + eps) * load_piece(norm, place, width, columns)
+    values = tl.zeros((1, columns), tl.float32)
     for turn in tl.range(0, num_turns, num_stages=num_pieces):
         own = (turn * tl.num_programs(0) + first) * outputs + tl.arange(0, outputs)
         own_lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
         up_lines = own_lines + num_outputs
-        added, up_added = load_addends(bias, residual, own_lines, up_lines, has_bias, has_residual, is_gated)
-        y = tl.sum(load_piece(weight + own_lines[:, None] * width, place, width, columns).to(tl.float32) * values, 1)
+        tile = load_piece(weight + own_lines[:, None] * width, place, width, columns)
         if is_gated:
-            up = tl.sum(load_piece(weight + up_lines[:, None] * width, place, width, columns).to(tl.float32) * values, 1)
-        else:
-            up = y
+            up_tile = load_piece(weight + up_lines[:, None] * width, place, width, columns)
+        if turn == 0:
+            follow(is_early)
+            values = load_piece(x, place, width, columns).to(tl.float32)
+            if is_normed:
+                values = values * tl.rsqrt(tl.sum(values * values) / width + eps) * load_piece(norm, place, width, columns)
+        added, up_added = load_addends(bias, residual, own_lines, up_lines, has_bias, has_residual, is_gated)
+        y = tl.sum(tile.to(tl.float32) * values, 1)
+        up = tl.sum(up_tile.to(tl.float32) * values, 1) if is_gated else y
         y = finish(y, up, added, up_added, activation, is_gated)
         tl.store(out + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_lines"])
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply_tiles_kernel(
-    x, weight, bias, residual, out, upcoming, num_lines, num_rows, num_outputs, x_stride, residual_stride,
+    x, weight, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
-    lines_each: tl.constexpr, activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
+    activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
     """Rows past the last are the last again, and are not written."""
@@ -223,5 +222,3 @@ def multiply_tiles_kernel(
     place = tl.arange(0, rows)[None, :]
     is_inside = (place < num_rows) & (own < num_outputs)[:, None]
     tl.store(out + place * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
-    if lines_each > 0:
-        fetch_next(upcoming, num_lines, lines_each)

@@ -54,26 +54,38 @@ def move_heads(
 
 
 @triton.jit
-def turn_heads(
-    source, cos_sin, norm, eps, is_inside, head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr
-):
-    """Heads of whole width at source, in float32: normalised, and all of each rotated. head_dim is a power of 2."""
+def turning_factors(cos_sin, norm, head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr):
+    """What `turn_heads` multiplies a head's values by, and those half a head away. head_dim is a power of 2."""
     half: tl.constexpr = head_dim // 2
     dims = tl.arange(0, head_dim)[None, :]
-    values = tl.load(source + dims, mask=is_inside, other=0.0).to(tl.float32)
-    if is_turned:
-        opposite = (dims + half) % head_dim
-        others = tl.load(source + opposite, mask=is_inside, other=0.0).to(tl.float32)
+    own = tl.full((1, head_dim), 1.0, tl.float32)
+    other = tl.zeros((1, head_dim), tl.float32)
     if is_normed:
-        scale = tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
-        values = values * scale * tl.load(norm + dims)
-        if is_turned:
-            others = others * scale * tl.load(norm + opposite)
+        own = tl.load(norm + dims).to(tl.float32)
     if is_turned:
-        cos = tl.load(cos_sin + dims % half)
-        sin = tl.load(cos_sin + half + dims % half)
-        values = values * cos + tl.where(dims < half, -others, others) * sin
-    return values
+        own *= tl.load(cos_sin + dims % half)
+        other = tl.where(dims < half, -1.0, 1.0) * tl.load(cos_sin + half + dims % half)
+        if is_normed:
+            other *= tl.load(norm + (dims + half) % head_dim)
+    return own, other
+
+
+@triton.jit
+def load_heads(source, is_inside, head_dim: tl.constexpr):
+    """Rows of heads of whole width, and their values half a head away."""
+    dims = tl.arange(0, head_dim)[None, :]
+    values = tl.load(source + dims, mask=is_inside, other=0.0)
+    return values, tl.load(source + (dims + head_dim // 2) % head_dim, mask=is_inside, other=0.0)
+
+
+@triton.jit
+def turn_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.constexpr):
+    """What `load_heads` gave, in float32: normalised, and all of each rotated."""
+    values = loaded[0].to(tl.float32)
+    turned = values * factors[0] + loaded[1].to(tl.float32) * factors[1]
+    if is_normed:
+        turned = turned * tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
+    return turned
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

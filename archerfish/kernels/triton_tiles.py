@@ -15,8 +15,9 @@ COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over thr
 HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
-TURN_BYTES = 32 << 10  # of weights, that a program which stays reads in a turn
-NUM_STREAMS = 132  # programs that stay: the processors of a Hopper
+TURN_BYTES = 16 << 10  # of weights, that a program which stays reads in a turn
+MAX_TURNS = 6  # on their way at once
+NUM_STREAMS = 264  # programs that stay: two for each processor of a Hopper
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class LinearTile:
 
 
 TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
-    (1, 4096, 1024): LinearTile(4, 1024, 4, 1),
+    (1, 4096, 1024): LinearTile(8, 1024, 4, 1),
     (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
     (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
     (1, 1024, 2048): LinearTile(2, 1024, 4, 1),
     (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
     (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
-    (1, 6144, 1024): LinearTile(2, 512, 1, 1),
+    (1, 6144, 1024): LinearTile(4, 512, 2, 1),
     (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
     (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
     (1, 1024, 3072): LinearTile(2, 1024, 4, 1),
@@ -46,14 +47,12 @@ TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a powe
     (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
     (1, 151936, 1024): LinearTile(2, 1024, 4, 1),
     (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
-    (1, 6144, 4096): LinearTile(4, 0, 8, 3, num_programs=132),
+    (1, 6144, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
     (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 4096, 4096): LinearTile(4, 0, 8, 3, num_programs=132),
+    (1, 4096, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
     (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
     (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (1, 28672, 4096): LinearTile(1, 0, 4, 4, num_programs=264),
     (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 4096, 14336): LinearTile(2, 0, 8, 3, num_programs=132),
     (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
     (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
     (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
@@ -93,8 +92,8 @@ def tile_of(
     widest = next_power_of_2(width)
     if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH:
         outputs = max(1, TURN_BYTES // (widest * element_bytes * copies))
-        num_stages = max(1, min(4, 1 + most_bytes // (outputs * widest * element_bytes * copies)))
-        return LinearTile(outputs, 0, 8, num_stages, num_programs=NUM_STREAMS)
+        num_stages = max(1, min(MAX_TURNS, 1 + most_bytes // (2 * outputs * widest * element_bytes * copies)))
+        return LinearTile(outputs, 0, 4 if widest <= 8192 else 8, num_stages, num_programs=NUM_STREAMS)
     if num_rows <= DIRECT_ROWS:
         outputs = 2 if num_weights <= 2048 or is_gated else 4
         columns = min(widest, 1024 if most_bytes == SHARED_BYTES else 512)

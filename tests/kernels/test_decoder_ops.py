@@ -84,6 +84,22 @@ def test_cpu_attention_equals_the_reference(
     torch.testing.assert_close(out[: batch.num_tokens], expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_new, context", [(33, 33), (70, 94), (500, 500), (512, 512), (513, 513), (513, 600)])
+@pytest.mark.parametrize("window", [0, 40])
+def test_prompts_see_a_whole_number_of_steps_unless_they_are_long(num_new: int, context: int, window: int) -> None:
+    heads = HeadShape(4, 2, 16, scale=0.25, window=window)
+    fast = TorchCpuOps()
+    batch, kv = batch_over(fast, [(num_new, context)], 16, heads)
+    q = random(fast.padded_rows(num_new), 64)
+    expected = TorchOps().paged_attention(q, kv, batch, heads)[:num_new]
+    torch.testing.assert_close(fast.paged_attention(q, kv, batch, heads)[:num_new], expected, atol=1e-5, rtol=1e-4)
+    [layout] = [value for key, value in batch.derived.items() if key[0] == "attention"]
+    [prefill] = layout.prefills
+    is_whole = num_new == context and not window
+    assert (len(prefill.slots) % STEP == 0) != (is_whole and num_new == 513)
+    assert (prefill.mask is None) == (is_whole and num_new >= 512)
+
+
 def test_decodes_of_very_different_lengths_are_grouped_and_put_back_in_order() -> None:
     heads = HeadShape(4, 4, 16, scale=0.25)
     fast = TorchCpuOps()
@@ -192,6 +208,19 @@ def test_rms_norm(dtype: str, backend: type[TorchOps], has_residual: bool) -> No
     expected = expected_total.float() / (expected_total.float().square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight
     assert normed.dtype == total.dtype == x.dtype
     assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rms_norm_of_zeros_and_of_large_numbers(backend: type[TorchOps], dtype: str) -> None:
+    ops, x = backend(dtype=dtype), torch.zeros(3, 48, dtype=getattr(torch, dtype))
+    x[1], x[2, 5] = 3e4, -3e4
+    kept = x.clone()
+    normed, total = ops.rms_norm(x, torch.ones(48), 1e-5)
+    assert torch.equal(x, kept) and torch.equal(total, kept)
+    expected = torch.zeros(3, 48)
+    expected[1], expected[2, 5] = 1.0, -(48**0.5)
     torch.testing.assert_close(normed.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -149,3 +153,30 @@ def test_reference_attention_sees_each_sequence_alone() -> None:
             expected = torch.softmax(q @ k.T / 2.0, dim=-1) @ v
             actual = out[start : start + length, head * 4 : head * 4 + 4]
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+ROUNDS = """
+import resource, sys
+import torch
+from archerfish.kernels.torch_cpu import TorchCpuOps
+
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+TorchCpuOps().start_thread(1) if sys.argv[1] == "kept" else torch.set_num_threads(1)
+for _ in range(4):
+    before = num_faults()
+    parts = [torch.ones(5 << 20) for _ in range(3)]  # 60 MiB
+    del parts
+print(num_faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_a_thread_that_computes_keeps_the_memory_of_activations() -> None:
+    steady = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # else what the usual does depends on what was freed before
+    usual, kept = (
+        int(subprocess.run([sys.executable, "-c", ROUNDS, kind], capture_output=True, check=True, env=steady).stdout)
+        for kind in ("usual", "kept")
+    )
+    assert kept + 10 < usual  # a fault may bring 4 KiB or 2 MiB
