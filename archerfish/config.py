@@ -202,9 +202,22 @@ class ServeConfig(Options):
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
     max_output_tokens: int = option(0, "Refuse requests for more tokens, of all n together; 0: as the model takes.", minimum=0)
     result_cache_mib: int = option(
-        0, "Memory of a front end for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
+        0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )
     result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
+    loads: str = option(
+        "start", "When models are loaded: at the start, when there is nothing else to do, or when one is asked for.",
+        choices=("start", "idle", "demand"),
+    )
+    memory_gib: float = option(
+        0.0, "What loaded models may take together; above it those used least recently are unloaded; 0: no limit.", minimum=0
+    )
+    hang_s: float = option(
+        120.0, "The engine process is started again if a step takes longer; new and slow models get more.", minimum=1
+    )
+    keep_alive_s: float = option(
+        15.0, "A stream that has nothing to say for so long sends a comment, so that proxies do not cut it; 0: none.", minimum=0
+    )
     max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 429.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)

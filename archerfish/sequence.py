@@ -79,9 +79,9 @@ class Sequence:
     """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
 
     __slots__ = (
-        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "matcher", "node", "num_cached", "num_computed",
-        "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "request", "row", "status", "times",
-        "tokens",
+        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "mask", "matcher", "node", "num_cached",
+        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "request", "row",
+        "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -101,6 +101,7 @@ class Sequence:
         self.hit: Any = None  # the HitRecord of its first admission
         self.cached_logits: Any = None  # logits of its last token, out of the LogitsCache
         self.matcher: TokenMatcher | None = None  # of its request's grammar, from the first token on
+        self.mask: Any = None  # of its next token, which the runtime finds; `done()` says whether it is there
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -35,6 +35,7 @@ class Load:
     max_in_flight: int = 0  # 0: as many as come
     timeout_s: float = 120.0
     seed: str = "0"
+    deadline_s: float = 0.0  # sent with every request; 0: none
     hang_up_within_s: float = 0.0  # leave every request at a random moment up to this long after it was sent
 
     def __post_init__(self) -> None:
@@ -60,6 +61,8 @@ class Run:
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # the counter, at every change
     lags_s: list[float] = field(default_factory=list)  # how late the client's own loop was
     samples: list[tuple[float, float]] = field(default_factory=list)  # (seconds since the start, bytes of the server)
+    cached: list[float] = field(default_factory=list)  # bytes of these that hold KV, where the server tells
+    processes: dict[str, list[float]] = field(default_factory=dict)  # bytes of each of its processes, 0 before and after it
 
     @property
     def window_s(self) -> float:
@@ -79,13 +82,24 @@ def arrivals(rate: float, seed: str, *, count: int = 0, duration_s: float = 0.0)
         yield at
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What a server holds at one moment, in bytes."""
+
+    processes: dict[str, float]
+    cached: float = 0.0  # KV, which fills its pool and stays
+
+
+Sample = Callable[[], Awaitable[Memory]]
+
+
 class Driver:
     """Puts one load on one server and accounts for every request."""
 
-    def __init__(self, pool: Pool, manner: Manner, load: Load, sample: Callable[[], float] | None = None) -> None:
+    def __init__(self, pool: Pool, manner: Manner, load: Load, sample: Sample | None = None) -> None:
         self._pool, self._manner, self._load, self._sample = pool, manner, load, sample
         self._clock = pool.clock
-        self._maker = RequestMaker(load.shapes, manner, load.seed)
+        self._maker = RequestMaker(load.shapes, manner, load.seed, load.deadline_s)
         self._hang_ups = random.Random(f"hang-up:{load.seed}")
         self._num_in_flight = 0
         self._run = Run(load)
@@ -195,5 +209,11 @@ class Driver:
     async def _look(self) -> None:
         assert self._sample is not None
         while True:
-            self._run.samples.append((self._clock() - self._run.start_s, self._sample()))
+            memory, run = await self._sample(), self._run
+            for name in memory.processes:
+                run.processes.setdefault(name, [0.0] * len(run.samples))
+            for name, values in run.processes.items():
+                values.append(memory.processes.get(name, 0.0))
+            run.samples.append((self._clock() - run.start_s, sum(memory.processes.values())))
+            run.cached.append(max([memory.cached, *run.cached[-1:]]))
             await asyncio.sleep(SAMPLE_S)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -88,17 +89,35 @@ def family_of(address: Address) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address.host else socket.AF_INET
 
 
-def tree_bytes(pid: int) -> float:
-    """Resident bytes of a process and all its descendants; what they share counts for each. 0 where it cannot be known."""
-    total, to_visit = 0, [pid]
+@dataclass(frozen=True)
+class ProcessUse:
+    """What a process holds."""
+
+    num_bytes: float  # resident; what it shares counts too
+    num_files: int  # sockets among them
+    num_threads: int
+
+
+def tree_use(pid: int) -> dict[int, ProcessUse]:
+    """Of a process and all its descendants, parents first; without those of which it cannot be known."""
+    found: dict[int, ProcessUse] = {}
+    to_visit = [pid]
     while to_visit:
-        folder = Path("/proc") / str(to_visit.pop())
+        one = to_visit.pop(0)
+        folder = Path("/proc") / str(one)
         with suppress(OSError, ValueError, IndexError):
-            total += int((folder / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
-            for task in (folder / "task").iterdir():
+            num_bytes = int((folder / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+            tasks = list((folder / "task").iterdir())
+            found[one] = ProcessUse(float(num_bytes), len(list((folder / "fd").iterdir())), len(tasks))
+            for task in tasks:
                 with suppress(OSError):
                     to_visit += [int(child) for child in (task / "children").read_text(encoding="ascii").split()]
-    return float(total)
+    return found
+
+
+def tree_bytes(pid: int) -> float:
+    """Resident bytes of a process and all its descendants. 0 where it cannot be known."""
+    return sum((use.num_bytes for use in tree_use(pid).values()), 0.0)
 
 
 def allow_connections(number: int) -> None:

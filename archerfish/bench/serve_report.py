@@ -18,6 +18,7 @@ PERCENTS = (50, 90, 95, 99)
 MOST_BUCKETS = 120  # of a timeline
 STEADY = 0.1  # how far Little's law may be off in a window that began empty and ended with requests in flight
 ENDINGS = {"finished_s": ("ok",), "refused_s": ("refused",), "failed_s": ("error", "timeout", "disconnected")}
+SLOPE = ", MB/min"
 Figures = dict[str, float]
 
 
@@ -29,7 +30,7 @@ class Limits:
     latency_s: float = 0.0
 
     def holds(self, record: Record) -> bool:
-        if record.outcome != "ok" or (self.latency_s and record.latency_s > self.latency_s):
+        if record.outcome != "ok" or record.is_cut or (self.latency_s and record.latency_s > self.latency_s):
             return False
         return not (self.ttft_s and record.first_s - record.intended_s > self.ttft_s)  # nan, of embeddings, is no excess
 
@@ -194,13 +195,27 @@ def is_steady(figures: Figures) -> bool:
 
 
 def memory(run: Run) -> Figures:
-    """Bytes of the server: the first and the last quarter of the samples, and how one grew to the other."""
+    """Bytes of the server in the first and the last quarter of the samples, how they grew beside the KV, and slopes."""
     values = [value for _, value in run.samples if value > 0]
     if len(values) < 4:
         return {}
     quarter = len(values) // 4
+    own = [value - cached for (_, value), cached in zip(run.samples, run.cached, strict=True) if value > 0]
     early, late = (percentiles(part, (50,))[0] for part in (values[:quarter], values[-quarter:]))
-    return {"memory_early_bytes": early, "memory_late_bytes": late, "memory_growth": late / early - 1}
+    own_early, own_late = (percentiles(part, (50,))[0] for part in (own[:quarter], own[-quarter:]))
+    times = [at_s for at_s, _ in run.samples]
+    slopes = {f"{name}{SLOPE}": 60e-6 * slope(times, used) for name, used in run.processes.items()}
+    return {
+        "memory_early_bytes": early, "memory_late_bytes": late, "kv_late_bytes": run.cached[-1],
+        "memory_growth": (own_late - own_early) / early, **slopes,
+    }  # fmt: skip
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
+    """Of the line nearest to some points by least squares, a unit of time."""
+    middle, level = sum(times) / len(times), sum(values) / len(values)
+    spread = sum((at - middle) ** 2 for at in times)
+    return sum((at - middle) * (value - level) for at, value in zip(times, values, strict=True)) / spread if spread else 0.0
 
 
 def timeline(run: Run) -> dict[str, list[float]]:
@@ -243,16 +258,28 @@ ROWS: tuple[Row, ...] = (
     ("prompt tokens/s", "prompt_tokens_s", 1, 0),
     ("goodput, requests/s", "goodput_s", 1, 1),
     *((f"{title} p{percent}, ms", f"{key}_p{percent}_ms", 1.0, 1) for title, key in LATENCIES for percent in PERCENTS),
+    ("a token, ms", "per_token_ms", 1, 3),
+    ("engine steps/s", "steps_s", 1, 2),
+    ("tokens/s at the reader", "read_tokens_s", 1, 0),
+    *((f"late at the reader p{percent}, ms", f"late_p{percent}_ms", 1.0, 1) for percent in (50, 90, 99)),
+    ("engine loop, CPU us a token", "loop_us_token", 1, 1),
+    ("engine process, CPU us a token", "engine_us_token", 1, 1),
+    ("front ends, CPU us a token", "front_us_token", 1, 1),
+    ("reader, CPU us a token", "reader_us_token", 1, 1),
+    ("cores in use", "all_cores", 1, 2),
+    ("step thread without a core, %", "core_wait_share", 100, 1),
+    ("tokens in a read", "tokens_read", 1, 2),
     ("in flight, mean", "mean_in_flight", 1, 1),
     ("Little's law / that", "little_ratio", 1, 2),
     ("tokens of a prompt", "prompt_tokens", 1, 0),
     ("ended well", "num_ok", 1, 0),
     *((title, key, 1.0, 0) for title, key in ENDS),
     ("memory, MB", "memory_late_bytes", 1e-6, 0),
-    ("… growth, %", "memory_growth", 100, 1),
+    ("… of it KV, MB", "kv_late_bytes", 1e-6, 0),
+    ("… growth beside KV, %", "memory_growth", 100, 1),
     ("client late p99, ms", "client_lag_p99_ms", 1, 1),
 )  # fmt: skip
-HIDDEN_WHEN_ZERO = {"tokens_s", *(key for _, key in ENDS)}
+HIDDEN_WHEN_ZERO = {"tokens_s", "kv_late_bytes", *(key for _, key in ENDS)}
 
 
 def cell(summary: Summary | None, scale: float, digits: int) -> str:
@@ -271,6 +298,8 @@ def table(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
         if all(one is None or (key in HIDDEN_WHEN_ZERO and one.high == 0) for one in found):
             continue
         rows.append([title, *(cell(one, scale, digits) for one in found)])
+    slopes = sorted({key for point in points for figures in point.rounds for key in figures if key.endswith(SLOPE)})
+    rows += [[key, *(cell(point.summary(key), 1, 1) for point in points)] for key in slopes]
     codes = sorted({code for point in points for code in point.errors})
     rows += [[code, *(f"{point.errors[code]:,}" for point in points)] for code in codes]
     return ["median (range)", *(point.server for point in points)], rows

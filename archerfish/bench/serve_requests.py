@@ -19,7 +19,7 @@ PATHS = {
     "chat": "/v1/chat/completions", "completions": "/v1/completions", "ids": "/v1/completions", "embeddings": "/v1/embeddings",
 }  # fmt: skip
 OUTCOMES = ("ok", "refused", "error", "timeout", "disconnected", "left")  # left: we hung up on purpose
-REFUSALS = (429, 503)
+REFUSALS = (429, 503, 504)  # 504: let in, but its turn did not come before its deadline
 DONE = b"[DONE]"
 LEAST_ID, MOST_ID = 100, 8000  # ids that every vocabulary has, past the special ones
 # Words that most vocabularies have as one token, also after a space.
@@ -118,6 +118,7 @@ class Record:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_wanted_tokens: int = 0
+    is_cut: bool = False  # by its deadline, with a part of its tokens
     chunk_times: array[float] = field(default_factory=lambda: array("d"))
 
     @property
@@ -143,8 +144,9 @@ class Prepared:
 class RequestMaker:
     """Makes the requests of a load; the same seed and index give the same request, whatever came before."""
 
-    def __init__(self, shapes: Sequence[Shape], manner: Manner, seed: str) -> None:
+    def __init__(self, shapes: Sequence[Shape], manner: Manner, seed: str, deadline_s: float = 0.0) -> None:
         self._shapes, self._manner, self._seed = list(shapes), manner, seed
+        self._deadline = {"deadline_s": deadline_s} if deadline_s else {}
         self._weights = [shape.weight for shape in shapes]
 
     def make(self, index: int) -> Prepared:
@@ -152,7 +154,7 @@ class RequestMaker:
         shape = chance.choices(self._shapes, self._weights)[0]
         length, wanted = chance.randint(*shape.input_tokens), chance.randint(*shape.output_tokens)
         body = self._body(shape, length, wanted, chance)
-        encoded = json.dumps(body, separators=(",", ":")).encode()
+        encoded = json.dumps(body | self._deadline, separators=(",", ":")).encode()
         return Prepared(shape.kind, PATHS[shape.kind], encoded, shape.num_texts, wanted)
 
     def _body(self, shape: Shape, length: int, wanted: int, chance: random.Random) -> dict[str, Any]:
@@ -178,6 +180,7 @@ class Choice(msgspec.Struct):
     delta: Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
 
     @property
     def has_token(self) -> bool:
@@ -250,6 +253,7 @@ class Account:
                 record.chunk_times.append(now)
             if choice.finish_reason is not None:
                 self._has_end = True
+                record.is_cut = record.is_cut or choice.stop_reason == "deadline"
 
     def close(self) -> None:
         """The answer is here, whole: say what it was."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from archerfish.bench.serve_http import Address, BrokenAnswerError, Pool, WholeAnswer, ask
-from archerfish.bench.serve_load import Driver, Load, Run
-from archerfish.bench.serve_processes import ServerProcess, tree_bytes
+from archerfish.bench.serve_load import Driver, Load, Memory, Run
+from archerfish.bench.serve_processes import ServerProcess, tree_use
 from archerfish.bench.serve_requests import Manner, Record, Shape
 from archerfish.errors import ServiceError
 
@@ -51,6 +51,7 @@ class Server:
         self.pool = pool or Pool(Address.parse(options.url), api_key=options.api_key)
         self.manner = Manner(options.model, options.embedding_model, options.body)
         self.notes: list[str] = []
+        self._names: dict[int, str] = {}  # of its processes
 
     @property
     def pid(self) -> int:
@@ -68,8 +69,15 @@ class Server:
 
     async def drive(self, load: Load) -> Run:
         """Put a load on it; the memory of its processes is noted where their id is known."""
-        pid = self.pid
-        return await Driver(self.pool, self.manner, load, (lambda: tree_bytes(pid)) if pid else None).run()
+        return await Driver(self.pool, self.manner, load, self.memory if self.pid else None).run()
+
+    async def memory(self) -> Memory:
+        """Of its processes, in the order in which they were started, and what of it is KV by its own account."""
+        uses = tree_use(self.pid)
+        for pid in uses:
+            self._names.setdefault(pid, f"process {len(self._names) + 1}")
+        cached = in_use(await self.get("/stats"), ("kv_bytes_held",))
+        return Memory({self._names[pid]: use.num_bytes for pid, use in uses.items()}, cached or 0.0)
 
     async def get(self, path: str) -> Any:
         """A JSON answer, None where there is none."""

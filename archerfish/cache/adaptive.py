@@ -19,6 +19,10 @@ def everything(key: Any) -> bool:
     return True
 
 
+def nothing(key: Any, value: Any) -> None:
+    """For caches of which nobody wants to know what they drop."""
+
+
 @dataclass(slots=True, frozen=True)
 class AdaptiveCacheStats:
     """Counters of an AdaptiveCache."""
@@ -76,14 +80,16 @@ class AdaptiveCache(Generic[K, V]):
     def __init__(
         self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
         is_cacheable: Callable[[K], bool] = everything, clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[K, V], None] = nothing,
     ) -> None:
+        """on_drop: told of every entry that goes, for whatever reason."""
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
             raise InvalidOptionError(
                 f"window_size must be at least 1 and min_hit_rate from 0 to 1: {window_size}, {min_hit_rate}."
             )
         self.min_hit_rate = min_hit_rate
         self._set_limits(max_bytes, ttl_seconds)
-        self._is_cacheable = is_cacheable
+        self._is_cacheable, self._on_drop = is_cacheable, on_drop
         self._clock = clock
         self._window = HitWindow(window_size)
         self._num_missed_kept = 4 * window_size
@@ -207,9 +213,8 @@ class AdaptiveCache(Generic[K, V]):
     def clear(self) -> None:
         """Drop all entries; counters and window stay."""
         self._evictions += len(self._entries)
-        for order in (self._entries, self._fresh, self._proven):
-            order.clear()
-        self._num_bytes = 0
+        for key in list(self._entries):
+            self._forget(key)
 
     def resize(self, max_bytes: int, ttl_seconds: float) -> None:
         """Other limits from now on, for what is there too."""
@@ -239,3 +244,4 @@ class AdaptiveCache(Generic[K, V]):
         entry = self._entries.pop(key)
         self._num_bytes -= entry.num_bytes
         del (self._proven if entry.is_proven else self._fresh)[key]
+        self._on_drop(key, entry.value)

@@ -8,14 +8,13 @@ context ends.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.cache.key import RadixKey
 from archerfish.cache.node import Node
-from archerfish.errors import InvalidOptionError
 from archerfish.sequence import pack_tokens
 
 
@@ -62,104 +61,85 @@ class LogitsCacheStats:
     bytes: int
     evictions: int  # gone for room, or with their node
     expirations: int
+    refusals: int  # not kept, for want of use or of room
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Kept:
     value: Any
-    num_bytes: int
     node: Node
-    stored: float
 
 
 class LogitsCache:
-    """Opaque values by CacheKey, at most `max_bytes` of them, each for at most `ttl_seconds`; the oldest go first."""
+    """Opaque values by CacheKey, at most `max_bytes` of them, each for at most `ttl_seconds`.
+
+    What is kept and what goes first is up to an AdaptiveCache: contexts that are never repeated take no room from others.
+    """
 
     def __init__(self, max_bytes: int, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        if max_bytes < 0 or not ttl_seconds > 0:
-            raise InvalidOptionError(f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}.")
-        self.max_bytes = max_bytes
-        self.ttl_seconds = ttl_seconds
-        self._clock = clock
-        self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()  # by age: also the order in which they expire
+        self._kept: AdaptiveCache[CacheKey, _Kept] = AdaptiveCache(
+            max_bytes, ttl_seconds, clock=clock, on_drop=lambda key, kept: self._leave(key, kept.node)
+        )
         self._of_node: dict[Node, set[CacheKey]] = {}
-        self._num_bytes = self._hits = self._misses = self._evictions = self._expirations = 0
+        self._num_dropped = 0  # with their node
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._kept)
 
     def __contains__(self, key: CacheKey) -> bool:
         """Whether `get` would find it; counts nothing."""
-        entry = self._entries.get(key)
-        return entry is not None and not self._is_expired(entry)
+        return key in self._kept
+
+    @property
+    def max_bytes(self) -> int:
+        return self._kept.max_bytes
+
+    @property
+    def ttl_seconds(self) -> float:
+        return self._kept.ttl_seconds
 
     def get(self, key: CacheKey) -> Any | None:
         """The value, or None where there is none or it is too old."""
-        entry = self._entries.get(key)
-        if entry is not None and self._is_expired(entry):
-            self._forget(key)
-            self._expirations += 1
-            entry = None
-        if entry is None:
-            self._misses += 1
-            return None
-        self._hits += 1
-        return entry.value
+        found = self._kept.get(key)
+        return None if found is None else found.value
+
+    def should_cache(self, key: CacheKey) -> bool:
+        """Whether logits of this context, which `get` has just not found, are worth keeping."""
+        return self._kept.should_cache(key)
 
     def insert(self, key: CacheKey, value: Any, num_bytes: int, node: Node) -> bool:
-        """Keep a value as long as `node` lives. False where it is not kept: too large, or the node is gone or a root."""
-        if key in self._entries:
-            self._forget(key)
-        if num_bytes > self.max_bytes or node.is_stale or node.parent is None:
+        """Keep a value while `node` lives. False: it is too large or not worth it, or the node is gone or a root."""
+        if node.is_stale or node.parent is None:
+            self._kept.discard(key)
             return False
-        while self._num_bytes + num_bytes > self.max_bytes:
-            self._forget(next(iter(self._entries)))
-            self._evictions += 1
-        self._entries[key] = _Entry(value, num_bytes, node, self._clock())
-        self._of_node.setdefault(node, set()).add(key)
-        self._num_bytes += num_bytes
-        return True
+        is_kept = self._kept.insert(key, _Kept(value, node), num_bytes)
+        if is_kept:
+            self._of_node.setdefault(node, set()).add(key)
+        return is_kept
 
     def resize(self, max_bytes: int, ttl_seconds: float) -> None:
-        """Other limits from now on, for what is there too: entries that are too old now go, and the oldest that do not fit."""
-        if max_bytes < 0 or not ttl_seconds > 0:
-            raise InvalidOptionError(f"max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}.")
-        self.max_bytes, self.ttl_seconds = max_bytes, ttl_seconds
-        self.evict_expired()
-        while self._num_bytes > max_bytes:
-            self._forget(next(iter(self._entries)))
-            self._evictions += 1
+        """Other limits from now on, for what is there too: entries that are too old now go, and those that do not fit."""
+        self._kept.resize(max_bytes, ttl_seconds)
 
     def evict_expired(self) -> int:
         """Drop what is too old; returns how many."""
-        count = 0
-        while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if not self._is_expired(entry):
-                break
-            self._forget(key)
-            count += 1
-        self._expirations += count
-        return count
+        return self._kept.evict_expired()
 
     def drop(self, node: Node) -> None:
         """Drop what belongs to a node that has gone."""
         for key in list(self._of_node.get(node, ())):
-            self._forget(key)
-            self._evictions += 1
+            self._kept.discard(key)
+            self._num_dropped += 1
 
     def get_stats(self) -> LogitsCacheStats:
+        found = self._kept.get_stats()
         return LogitsCacheStats(
-            self._hits, self._misses, len(self._entries), self._num_bytes, self._evictions, self._expirations
+            found.hits, found.misses, found.entries, found.bytes, found.evictions + self._num_dropped, found.expirations,
+            found.refusals,
         )  # fmt: skip
 
-    def _is_expired(self, entry: _Entry) -> bool:
-        return self._clock() - entry.stored >= self.ttl_seconds
-
-    def _forget(self, key: CacheKey) -> None:
-        entry = self._entries.pop(key)
-        self._num_bytes -= entry.num_bytes
-        keys = self._of_node[entry.node]
+    def _leave(self, key: CacheKey, node: Node) -> None:
+        keys = self._of_node[node]
         keys.discard(key)
         if not keys:
-            del self._of_node[entry.node]
+            del self._of_node[node]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from archerfish.bench.serve_load import Load
     from archerfish.bench.serve_server import ServerOptions
 
-NAMES = ("chat8", "embed", "table", "overload", "disconnect")
+NAMES = ("chat8", "embed", "table", "overload", "overload-embed", "disconnect", "overhead", "frontends")
 OURS, OUR_URL = "archerfish", "http://127.0.0.1:8000"
 DEFAULT_WORKLOAD, DEFAULT_CONCURRENCY, DEFAULT_COUNT = "chat:64/16", "8", 200
 
@@ -155,6 +155,7 @@ def read_options(arguments: Namespace) -> BenchOptions:
     return BenchOptions(
         rounds=arguments.rounds, count=arguments.requests, duration_s=arguments.duration, num_warmup=arguments.warmup,
         timeout_s=arguments.timeout, max_in_flight=arguments.max_in_flight, seed=arguments.seed,
+        model=next((name for name in arguments.model if "=" not in name), ""),
         limits=Limits(arguments.ttft_target / 1000, arguments.e2e_target / 1000),
     )  # fmt: skip
 

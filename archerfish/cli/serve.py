@@ -6,10 +6,10 @@ import sys
 from argparse import Namespace
 from contextlib import ExitStack
 
-from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.options import Parser, add_options, dest, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.errors import MachineError
+from archerfish.errors import InvalidOptionError, MachineError
 
 
 def add_arguments(parser: Parser) -> None:
@@ -19,6 +19,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace, out: Output) -> int:
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
+    check_used(service, arguments)
     try:
         from archerfish.serve.run import serve
     except ModuleNotFoundError as error:
@@ -37,3 +38,14 @@ def run(arguments: Namespace, out: Output) -> int:
 
         serve(service, engine, embed, hub, progress, announce=announce)
     return 0
+
+
+def check_used(service: ServeConfig, arguments: Namespace) -> None:
+    """A model that a flag names is not left out without a word."""
+    flags = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
+    for kind, (flag, owner) in flags.items():
+        if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:
+            raise InvalidOptionError(
+                f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds).",
+                hint=f"Name the model with {flags[service.kinds][0]}, or leave out --kinds.",
+            )

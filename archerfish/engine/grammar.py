@@ -98,18 +98,20 @@ class CompiledGrammar:
         if self._first.is_error():
             raise InvalidInputError(f"The grammar of kind {kind} is not valid: {reason_of(self._first.get_error())}.")
         self._lock = threading.Lock()
-        self.start().find_bits()  # a grammar without a first token is refused at once
+        first = GrammarMatcher(self._first.deep_copy(), self._num_words)
+        self._first_bits = first.find_bits()  # a grammar without a first token is refused at once
 
     def start(self) -> GrammarMatcher:
         with self._lock:
-            return GrammarMatcher(self._first.deep_copy(), self._num_words)
+            return GrammarMatcher(self._first.deep_copy(), self._num_words, self._first_bits)
 
 
 class GrammarMatcher:
     """The TokenMatcher of one sequence."""
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, num_words: int, first_bits: npt.NDArray[np.int32] | None = None) -> None:
+        """first_bits: what `find_bits` gives at the beginning, if it is known."""
+        self._matcher, self._first_bits = matcher, first_bits
         self._num_words = num_words  # of the tokenizer's vocabulary
         self._num_taken = 0
 
@@ -118,7 +120,8 @@ class GrammarMatcher:
         self._num_taken = len(output)
         if new and not self._matcher.consume_tokens(new):
             raise self._dead_end()
-        found = self.find_bits()[: len(bits)]
+        first = None if self._num_taken else self._first_bits
+        found = (self.find_bits() if first is None else first)[: len(bits)]
         bits[: len(found)] = found
         bits[len(found) :] = 0
         if not found.any():

@@ -232,6 +232,8 @@ class LLMEngine:
             plan = self.scheduler.plan()
         if plan is not None:
             self._launch(plan)
+        elif not self._in_flight:
+            self.runner.masks.wait()
         ended += self._collect_down_to(self.config.pipeline_depth if plan is not None else 0)
         return ended + self._deliver()
 
@@ -502,10 +504,10 @@ class LLMEngine:
                 raise NotFoundError(f"There is no request {request_id!r}.", hint="It never was, or its result is gone.")
             return None
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now; its memory goes back. False if it is not there any more."""
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request now, or one of its sequences; memory goes back. False if it is not there any more."""
         with self._turn:
-            found = self.scheduler.abort(request_id)
+            found = self.scheduler.abort(request_id) if index is None else self.scheduler.finish_one(request_id, index)
             is_idle = not self._is_stepping
             self._turn.notify_all()
         if found and is_idle:

@@ -17,12 +17,16 @@ class OutputText:
         params = request.params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens if params.stop else 0
         self._hidden_ends = frozenset() if params.include_stop_str_in_output else request.stop_token_ids
         self.num_tokens = 0  # taken in; after a stop string, up to and with the token that completed it
 
     def feed(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> tuple[str, str | None]:
         """Text that the tokens add, and the stop string that has been found. The token that ended a sequence is not shown."""
+        if finish_reason is None and not self._has_stops:
+            self.num_tokens += len(token_ids)
+            return self._detokenizer.feed(token_ids), None
         shown: list[str] = []
         num_last = len(token_ids) - 1
         for place, token_id in enumerate(token_ids):

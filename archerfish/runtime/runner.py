@@ -24,6 +24,7 @@ from archerfish.runtime.graphs import DecodeGraphs
 from archerfish.runtime.kv_pool import KVCachePool
 from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
 from archerfish.runtime.shared import find_shared
+from archerfish.runtime.token_masks import MaskFinder
 from archerfish.sequence import Plan, Sequence, StepResult
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
@@ -80,6 +81,7 @@ class ModelRunner(Generic[T]):
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
+        self.masks = MaskFinder(vocab_size, getattr(executor, "wake", None))
         self.num_forward_passes = 0
         self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
         self._graphs: DecodeGraphs[T] | None = None
@@ -105,6 +107,9 @@ class ModelRunner(Generic[T]):
             if self._known[sequence.row] != seat:
                 self._known[sequence.row] = seat
                 entering.append(sequence)
+        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
+            if samples and sequence.request.grammar is not None:
+                self.masks.begin(sequence)
         if self._thread is not None:
             passes = [self._prepare(plan, members) for members in self._split(plan)]
             return self._thread.submit(lambda: self._start(plan, passes, entering)())
@@ -272,6 +277,8 @@ class ModelRunner(Generic[T]):
             result.errors = {order[i]: error for i, error in sampled.errors.items()}
             for index, token in zip(order, sampled.to_host(), strict=True):
                 result.tokens[index] = token
+                if plan.sequences[index].request.grammar is not None and index not in result.errors:
+                    self.masks.begin(plan.sequences[index], token)
 
         return finish
 

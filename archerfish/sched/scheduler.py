@@ -139,6 +139,10 @@ class Scheduler:
         self._end(seq, reason)
         return True
 
+    def finish_one(self, request_id: str, index: int) -> bool:
+        """The same by the index of a sequence in its request."""
+        return any(self.finish(seq) for seq in list(self._board.live.get(request_id, ())) if seq.index == index)
+
     def take_deltas(self) -> list[Delta]:
         """What has happened since the last call."""
         deltas, self._board.deltas = self._board.deltas, []
@@ -151,7 +155,7 @@ class Scheduler:
     # Planning
 
     def plan(self) -> Plan | None:
-        """What to compute next; None: nothing can be, before a step in flight is committed or a request arrives."""
+        """What to compute next; None: nothing can be, before a step is committed, a request arrives or a mask is found."""
         if len(self._open) >= MAX_OPEN_STEPS:
             raise InvariantError("plan() was called with two steps open.", hint="Commit the older one first.")
         board = self._board
@@ -181,6 +185,8 @@ class Scheduler:
                 request = seq.request
                 if request.needs_host_token or computed + 1 - seq.num_prompt >= request.max_tokens:
                     continue
+            elif seq.mask is not None and not seq.mask.done():
+                continue
             if computed >= len(seq.blocks) * block_size and not grow(seq, 1):
                 draft.stalled.append(seq)
                 continue

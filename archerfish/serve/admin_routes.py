@@ -12,10 +12,14 @@ from archerfish.errors import InvalidInputError
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.errors import json_response
 from archerfish.serve.identity import tenant_of
-from archerfish.serve.openai_routes import TextRoute
 from archerfish.serve.optimization import OptimizationConfig
 from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.schemas import BodyRoute
+from archerfish.serve.sharing import FrontShare
 from archerfish.serve.wire import Configure, Report
+
+OPTIONS = {"type": "object", "description": "Options by our names or the seed's, with their new values."}
+CHANGES = {"requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}}}
 
 
 class FarEngine:
@@ -32,13 +36,13 @@ class FarEngine:
 
 
 class AdminRoutes:
-    """`OptimizationConfig` read and changed while everything runs on. The result cache is that of this front end."""
+    """`OptimizationConfig` read and changed while everything runs on. All front ends follow with their result caches."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache) -> None:
-        self.catalog, self.results = catalog, results
-        self.router = APIRouter(route_class=TextRoute, include_in_schema=False)
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontShare) -> None:
+        self.catalog, self.results, self.share = catalog, results, share
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.get("/admin/optimization", response_model=None)(self.show)
-        self.router.patch("/admin/optimization", response_model=None)(self.change)
+        self.router.patch("/admin/optimization", response_model=None, openapi_extra=CHANGES)(self.change)
 
     async def show(self, request: Request, model: str | None = None) -> Response:
         """The options in force."""
@@ -57,6 +61,7 @@ class AdminRoutes:
         engine = await self._configure(card, {})
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
         engine = await self._configure(card, engine.wanted)
+        await self.share.tell_change()
         shown = OptimizationConfig.of(engine, self.results).as_dict()
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
 

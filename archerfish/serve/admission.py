@@ -18,8 +18,11 @@ from archerfish.serve.service_rate import Average, LittlesLaw, LittlesLawFigures
 from archerfish.serve.tenants import Tenant
 
 USUAL_BYTES_PER_TOKEN = 4.0  # until some prompts have been tokenised
-# Every answer that comes too late widens the margin and every other one narrows it: about one in forty is late under overload.
-MORE_MARGIN, LESS_MARGIN, MAX_MARGIN = 1.02, 0.9995, 3.0
+# Every answer that comes too late widens the margin, and every other one narrows it, the more the sooner it came: about one in
+# forty is late under overload, and the margin is soon forgotten after it.
+MORE_MARGIN, LESS_MARGIN, MAX_MARGIN = 1.05, 0.999, 3.0
+MAX_HASTE = 50.0
+BESIDE_OTHERS = 1.25  # the margin of who is not alone: what others will do is less certain
 CROWDED = 0.5  # share of the queue above which no tenant may have more than its part
 
 
@@ -84,11 +87,19 @@ class Outlook:
         return self.wait_s + self.service_s
 
 
+def next_margin(margin: float, deadline_s: float, seconds: float, is_late: bool) -> float:
+    """After one more answer with a deadline, which took so many seconds."""
+    if is_late:
+        return min(MAX_MARGIN, margin * MORE_MARGIN)
+    haste = min(MAX_HASTE, deadline_s / seconds) if seconds > 0 else MAX_HASTE
+    return max(1.0, margin * math.pow(LESS_MARGIN, haste))
+
+
 class Entry:
     """A request that was let in. Tell it what happens: `tokenized`, `started` with its first token, `ended`."""
 
     __slots__ = (
-        "_admission", "arrived", "expected_output", "has_deadline", "is_open", "is_queued", "max_output_tokens", "num_bytes",
+        "_admission", "arrived", "deadline_s", "expected_output", "is_open", "is_queued", "max_output_tokens", "num_bytes",
         "num_prompt_tokens", "num_sequences", "tenant",
     )  # fmt: skip
 
@@ -103,7 +114,7 @@ class Entry:
         self.max_output_tokens = max_tokens * num_sequences
         self.expected_output = admission.expected_output(self.max_output_tokens)
         self.arrived = 0.0
-        self.has_deadline = False
+        self.deadline_s: float | None = None
         self.is_queued = self.is_open = True
 
     def tokenized(self, num_prompt_tokens: int) -> None:
@@ -136,6 +147,7 @@ class Admission:
         self._queued_sequences = self._running_sequences = 0
         self._queued_prompt = self._queued_output = 0.0
         self._running_output = 0.0  # expected of those that run, without what they have had
+        self._running_prompt = self._running_whole = 0.0  # of those that run: prompts, and all output expected of them
         self._bytes_per_token = Average()
         # Of max_tokens, for each answer that was complete. With those cut short counted above the line and not below it, this
         # is what complete ones would have; counting complete ones alone would favour the short, which are in time.
@@ -187,7 +199,7 @@ class Admission:
         except RefusedError as error:
             self.num_refused[error.code] = self.num_refused.get(error.code, 0) + 1
             raise
-        ticket.has_deadline = deadline_s is not None
+        ticket.deadline_s = deadline_s
         ticket.arrived = self._law.enter()
         self._count(ticket, num_tokens, ticket.expected_output, 1)
         return ticket
@@ -216,8 +228,9 @@ class Admission:
         outlook = self.outlook(tenant, num_prompt_tokens, max_tokens)
         if outlook is None:
             return
-        if deadline_s is not None and self.margin * outlook.total_s > deadline_s:
-            late_s = min(outlook.total_s - deadline_s / self.margin, outlook.wait_s)
+        margin = self.margin * (BESIDE_OTHERS if self._num_queued or self._num_running else 1.0)
+        if deadline_s is not None and margin * outlook.total_s > deadline_s:
+            late_s = min(outlook.total_s - deadline_s / margin, outlook.wait_s)
             hint = None
             if outlook.service_s > deadline_s:
                 hint = f"Give it more than the {outlook.service_s:.1f} s that it takes without a wait, or lower max_tokens."
@@ -243,8 +256,16 @@ class Admission:
         if num_leaving > 0 and step_s is not None:  # as many must end first, at the rate at which a full batch ends
             ends = min(1.0, num_leaving / num_live)
             wait_s += ends * (self.remaining_output + output_ahead) * step_s / self.max_running
-        service_s = self.rate.prefill_s(num_prompt_tokens) + self.expected_output(max_tokens) * (step_s or 0.0)
-        return Outlook(wait_s, service_s)
+        output = self.expected_output(max_tokens)
+        prompts = num_prompt_tokens + self._replaced_prompt(output)
+        return Outlook(wait_s, self.rate.prefill_s(prompts) + output * (step_s or 0.0))
+
+    def _replaced_prompt(self, num_output_tokens: float) -> float:
+        """Tokens of prompts that are computed while a request writes so many: who runs leaves, and others take their places."""
+        if not self._running_whole:
+            return self._running_prompt
+        mean_output = self._running_whole / max(1, self._running_sequences)
+        return self._running_prompt * min(1.0, num_output_tokens / mean_output)
 
     def _ahead(self, tenant: Tenant) -> tuple[float, float, float]:
         """Sequences, prompt tokens and output tokens that wait and come before the next request of a tenant.
@@ -294,6 +315,8 @@ class Admission:
             self._num_running += 1
             self._running_sequences += ticket.num_sequences
             self._running_output += ticket.expected_output
+            self._running_prompt += ticket.num_prompt_tokens
+            self._running_whole += ticket.expected_output
 
     def _leave_queue(self, ticket: Entry) -> None:
         ticket.is_queued = False
@@ -310,14 +333,14 @@ class Admission:
             self._num_running -= 1
             self._running_sequences -= ticket.num_sequences
             self._running_output += num_output_tokens - ticket.expected_output
+            self._running_prompt -= ticket.num_prompt_tokens
+            self._running_whole -= ticket.expected_output
         if not self._num_running and not self._num_queued:
-            self._running_output = 0.0  # rounding errors end here
+            self._running_output = self._running_prompt = self._running_whole = 0.0  # rounding errors end here
         if num_output_tokens and ticket.max_output_tokens:
             self._used_share.add(num_output_tokens / ticket.max_output_tokens, float(reason in ("stop", "length")))
-        if reason == "deadline":
-            self.margin = min(MAX_MARGIN, self.margin * MORE_MARGIN)
-        elif ticket.has_deadline:
-            self.margin = max(1.0, self.margin * LESS_MARGIN)
+        if ticket.deadline_s is not None:
+            self.margin = next_margin(self.margin, ticket.deadline_s, self._clock() - ticket.arrived, reason == "deadline")
         self._law.leave(ticket.arrived)
 
     def _count(self, ticket: Entry, num_prompt_tokens: float, num_output_tokens: float, num_requests: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,23 +15,25 @@ from archerfish.config import ServeConfig
 from archerfish.errors import ArcherfishError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.admin_routes import AdminRoutes
+from archerfish.serve.answers import state_answers
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Backend
-from archerfish.serve.errors import install_handlers, json_response
-from archerfish.serve.figures import read_metrics
+from archerfish.serve.errors import install_handlers, json_response, retry_headers
 from archerfish.serve.generation import TextService
-from archerfish.serve.identity import Identify, caller_of
+from archerfish.serve.identity import Identify, caller_of, note_blocked
+from archerfish.serve.limits import Blocked
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
-from archerfish.serve.middleware import BodyLimit, RequestMetrics
-from archerfish.serve.openai_routes import OpenAIRoutes, TextRoute, retry_headers
+from archerfish.serve.middleware import BodyLimit, RequestMetrics, Shed
+from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.sharing import FrontShare
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.text_routes import TextRoutes
 from archerfish.serve.vector_routes import VectorRoutes
-from archerfish.serve.wire import Ping, Pong, Query, Report
+from archerfish.serve.wire import Ping, Pong
 
 HEALTH_TIMEOUT_S = 10.0
 RETRY_AFTER_S = 1
@@ -40,9 +42,9 @@ RETRY_AFTER_S = 1
 class StateRoutes:
     """What the service says of itself."""
 
-    def __init__(self, catalog: Catalog, registry: MetricRegistry) -> None:
-        self.catalog, self.registry = catalog, registry
-        self.router = APIRouter(route_class=TextRoute)
+    def __init__(self, catalog: Catalog, share: FrontShare) -> None:
+        self.catalog, self.share = catalog, share
+        self.router = APIRouter()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Response]]] = {
             "/v1/models": self.models, "/v1/models/{model_id:path}": self.model, "/health": self.health, "/ready": self.ready,
             "/stats": self.stats, "/metrics": self.metrics,
@@ -85,23 +87,21 @@ class StateRoutes:
 
     async def stats(self) -> Response:
         """Figures of the engines and their caches."""
-        return json_response(await self._report("stats"))
+        return json_response(await self.share.ask("stats"))
 
     async def metrics(self) -> Response:
-        """Figures for Prometheus: of this front end, and of the engine process."""
-        theirs = read_metrics(await self._report("metrics"))
-        return Response(exposition(self.registry, theirs), media_type=CONTENT_TYPE)
+        """Figures for Prometheus: of the engine process and all front ends; while it is away, of this front end."""
+        return Response(exposition(await self.share.all_metrics()), media_type=CONTENT_TYPE)
 
     async def index(self, request: Request) -> Response:
         """A page for people."""
         models = [self.catalog.describe(card) for card in await self.catalog.cards()]
         return HTMLResponse(page(str(request.base_url).rstrip("/"), models))
 
-    async def _report(self, about: str) -> dict[str, Any]:
-        message = Query(request_id=self.catalog.new_id(), about=about, credentials=self.catalog.credentials)
-        answer = await self.catalog.backend.ask(message)
-        assert isinstance(answer, Report)
-        return answer.values
+
+async def cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def create_app(
@@ -115,25 +115,34 @@ def create_app(
     config, registry = config or ServeConfig(), registry or MetricRegistry()
     catalog = Catalog(backend, credentials, caller_of=caller_of)
     tenants = tenants or Tenants()
-    results = ResultCache(config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())))
-    texts = TextService(catalog, results=results)
+    results = ResultCache(
+        config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
+        num_front_ends=config.num_front_ends,
+    )
+    texts = TextService(catalog, results=results, keep_alive_s=config.keep_alive_s)
+    share = FrontShare(catalog, registry, results)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if isinstance(backend, AbstractAsyncContextManager):
-            async with backend:
-                yield
-        else:
+        async with AsyncExitStack() as stack:
+            if isinstance(backend, AbstractAsyncContextManager):
+                await stack.enter_async_context(backend)
+            if config.num_front_ends > 1:
+                stack.push_async_callback(cancelled, asyncio.create_task(share.run()))
             yield
 
-    app = FastAPI(title="archerfish", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="archerfish", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (
         OpenAIRoutes(texts, config), ResponsesRoutes(texts), MessagesRoutes(texts), VectorRoutes(catalog, config, registry),
-        TextRoutes(texts), StateRoutes(catalog, registry), AdminRoutes(catalog, results),
+        TextRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
         app.include_router(routes.router)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(Identify, tenants=tenants)
+    blocked = Blocked()
+    app.add_middleware(Identify, tenants=tenants, blocked=blocked)
+    app.add_middleware(Shed)
     app.add_middleware(RequestMetrics, registry=registry)
     install_handlers(app, lambda: RETRY_AFTER_S)
+    note_blocked(app, blocked)
+    state_answers(app)
     return app

@@ -32,6 +32,7 @@ from archerfish.serve import wire
 from archerfish.serve.wire import (
     Bundle,
     Cancel,
+    Charge,
     Chunk,
     Configure,
     Embed,
@@ -48,7 +49,7 @@ from archerfish.serve.wire import (
     Vectors,
 )
 
-Question = Embed | Score | Explain | Configure | Query | Ping
+Question = Embed | Score | Explain | Configure | Charge | Query | Ping
 Answer = Vectors | Report | Pong
 Part = Chunk | Generated
 T = TypeVar("T")
@@ -65,18 +66,18 @@ class RemoteError(ArcherfishError):
 
     def __init__(
         self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
-        retry_after_s: float | None = None,
+        retry_after_s: float | None = None, blocked_s: float | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         # Of this error, not of the class: the engine process says which.
         self.code, self.status = code, status  # type: ignore[misc]
-        self.param, self.retry_after_s = param, retry_after_s
+        self.param, self.retry_after_s, self.blocked_s = param, retry_after_s, blocked_s
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
         return cls(
             failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s,
+            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s,
         )
 
 
@@ -88,6 +89,9 @@ class Backend(Protocol):
 
     async def ask(self, message: Question) -> Answer:
         """The one answer to any other message; raises RemoteError."""
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """End one of the n sequences of a request: it is complete, by a stop string that only the client knows."""
 
 
 class Waiting:
@@ -108,8 +112,9 @@ class Waiting:
         while not self._answers:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+            self._waiter = None
         answer = self._answers.popleft()
-        if isinstance(answer, Failed):
+        if type(answer) is Failed:
             raise RemoteError.of(answer)
         return answer
 
@@ -149,9 +154,9 @@ class AsyncClient:
         try:
             while is_open:
                 part = await waiting.get()
-                assert isinstance(part, Chunk | Generated)
-                is_open = isinstance(part, Chunk)
-                yield part
+                is_open = type(part) is Chunk
+                assert is_open or type(part) is Generated
+                yield part  # type: ignore[misc]
         except RemoteError:
             is_open = False
             raise
@@ -203,11 +208,19 @@ class AsyncClient:
             raise self._gone("The engine process takes no requests now.") from None
         self._read()  # sending may have used up the signal that answers are there
 
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """End one of the n sequences of a request; nothing more of it is wanted."""
+        self._cancel(Cancel(request_id=request_id, index=index))
+
     def _leave(self, request_id: str, is_open: bool) -> None:
         self._waiting.pop(request_id, None)
-        if is_open and self.is_connected:
+        if is_open:
+            self._cancel(Cancel(request_id=request_id))
+
+    def _cancel(self, message: Cancel) -> None:
+        if self.is_connected:
             with contextlib.suppress(RemoteError):
-                self._put(wire.encode(Cancel(request_id=request_id)))
+                self._put(wire.encode(message))
 
     def _gone(self, message: str) -> RemoteError:
         return RemoteError.of(self._told_gone(message))

@@ -55,7 +55,12 @@ class Lane(Executor):
     waiting: deque[Work] = field(default_factory=deque)
     num_done: int = 0
     busy_s: float = 0.0
+    longest_s: float = 0.0  # of a job that succeeded
     last_done: float = float("-inf")  # when a job of it last succeeded
+
+    def wake(self) -> None:
+        """Let the loop look whether there is something to do, without a job."""
+        self.compute.on_done()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -73,7 +78,9 @@ class ComputeThread:
     def __init__(self, on_done: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic) -> None:
         self.lanes: list[Lane] = []
         self.running_since: float | None = None
-        self._on_done, self._clock = on_done, clock
+        self.running_lane: Lane | None = None
+        self.num_done = 0
+        self.on_done, self._clock = on_done, clock
         self._turn = 0  # the lane that is looked at first
         self._has_work = threading.Condition()
         self._is_closed = False
@@ -98,6 +105,11 @@ class ComputeThread:
                 raise RuntimeError("The compute thread has been closed.")
             lane.waiting.append(work)
             self._has_work.notify()
+
+    @property
+    def has_work(self) -> bool:
+        with self._has_work:
+            return self.running_lane is not None or any(lane.waiting for lane in self.lanes)
 
     def running_s(self) -> float:
         """How long the job that runs now has been running; 0 without one."""
@@ -125,15 +137,17 @@ class ComputeThread:
                 future.set_result(result)
                 del result
             del found, future, work
-            self._on_done()
+            self.on_done()
 
     def _note(self, lane: Lane, started: float, *, has_failed: bool) -> None:
         now = self._clock()
-        self.running_since = None
+        self.running_since = self.running_lane = None
+        self.num_done += 1
         lane.num_done += 1
         lane.busy_s += now - started
         if not has_failed:
             lane.last_done = now
+            lane.longest_s = max(lane.longest_s, now - started)
 
     def _next(self) -> tuple[Lane, Work] | None:
         """The next lane's oldest job; waits for one. None: there will be none."""
@@ -143,6 +157,7 @@ class ComputeThread:
                     lane = self.lanes[(self._turn + place) % len(self.lanes)]
                     if lane.waiting:
                         self._turn = (self._turn + place + 1) % len(self.lanes)
+                        self.running_lane = lane
                         return lane, lane.waiting.popleft()
                 if self._is_closed:
                     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from archerfish.engine.outputs import RequestOutput
@@ -61,8 +61,13 @@ class Figures:
         if is_first:
             self._ttft.observe(seconds, model_name=model)
         else:
+            self.gaps(model, (seconds,))
+
+    def gaps(self, model: str, seconds: Sequence[float]) -> None:
+        """Tokens have come, each so long after the one before it."""
+        if seconds:
             with self._lock:
-                self._waiting.setdefault(model, []).append(seconds)
+                self._waiting.setdefault(model, []).extend(seconds)
 
     def settle(self) -> None:
         """Take in the gaps of a step under one lock."""

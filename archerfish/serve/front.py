@@ -25,6 +25,7 @@ from archerfish.config import ServeConfig
 from archerfish.errors import MachineError
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
+from archerfish.serve.connection import PATIENCE, Patience, connections_with
 from archerfish.serve.tenants import Tenants
 
 GRACE_S = 30  # what running requests get after SIGTERM
@@ -99,13 +100,14 @@ class Server(uvicorn.Server):
 
 def make_server(
     app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None],
-    on_stop: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None, *, patience: Patience = PATIENCE,
 ) -> Server:
-    """A server for an app, with uvloop and httptools where they are installed."""
+    """A server for an app, with uvloop where it is installed."""
     settings: dict[str, Any] = {
         "log_level": config.log_level,
         "access_log": config.log_level == "debug",
         "lifespan": "on",
+        "http": connections_with(patience),
         "ws": "none",
         "server_header": False,
         "timeout_graceful_shutdown": GRACE_S,

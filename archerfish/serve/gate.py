@@ -1,4 +1,4 @@
-"""The gate in front of a model that writes: limits of tenants, room in the queue, and what can be answered in time."""
+"""Gates in front of models: limits of tenants, room in the queue, and what can be answered in time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from archerfish.sequence import FinishReason
-from archerfish.serve.admission import Admission, AdmissionLimits, Entry
+from archerfish.serve.admission import (
+    BESIDE_OTHERS,
+    USUAL_BYTES_PER_TOKEN,
+    Admission,
+    AdmissionLimits,
+    BusyError,
+    Entry,
+    TooLateError,
+    next_margin,
+)
 from archerfish.serve.limits import RateLimits, Reservation
+from archerfish.serve.service_rate import Average, Ratio
 from archerfish.serve.tenants import Tenant
 
 
@@ -88,3 +98,101 @@ class Gate:
         before, self._seen = self._seen, (num_prompt, num_output)
         self.admission.observe(num_prompt - before[0], num_output - before[1], now - self._since)
         self._since = now
+
+
+class ReadingPass:
+    """Texts that were let in to be read, until their request is over. For the thread of its gate."""
+
+    __slots__ = ("_gate", "_num_bytes", "_reservation", "arrived", "deadline_s", "is_late", "num_texts", "num_tokens")
+
+    def __init__(
+        self, gate: ReadingGate, reservation: Reservation, num_texts: int, num_tokens: int, num_bytes: int,
+        deadline_s: float | None,
+    ) -> None:
+        self._gate, self._reservation = gate, reservation
+        self.num_texts, self.num_tokens = num_texts, num_tokens
+        self._num_bytes = num_bytes  # of which the tokens are estimated; 0 where they were counted
+        self.deadline_s, self.is_late, self.arrived = deadline_s, False, gate.clock()
+
+    def tokenized(self, num_tokens: int) -> None:
+        """How many tokens there really are."""
+        if self._reservation.is_open:
+            self._gate.num_tokens += num_tokens - self.num_tokens
+            self._reservation.change(num_tokens)
+            self._gate.learn_size(self._num_bytes, num_tokens)
+            self.num_tokens = num_tokens
+
+    def ended(self) -> None:
+        """It is over; once is enough."""
+        if self._reservation.is_open:
+            self._reservation.settle(self.num_tokens)
+            self._gate.leave(self)
+
+
+class ReadingGate:
+    """Lets texts in to a model that reads and writes nothing, one text of each request in turn."""
+
+    def __init__(self, rates: RateLimits, *, max_wait_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """max_wait_s: what a request without a deadline may be expected to wait; 0: no limit."""
+        self.rates, self.max_wait_s = rates, max_wait_s
+        self.num_requests = self.num_texts = self.num_tokens = 0  # inside
+        self.margin = 1.0  # as that of Admission
+        self.clock = clock
+        self._speed = Ratio()  # seconds, tokens
+        self._bytes_per_token = Average()
+        self._since = clock()
+
+    def admit(
+        self, tenant: Tenant, num_texts: int, *, num_tokens: int = 0, num_bytes: int = 0, deadline_s: float | None = None
+    ) -> ReadingPass:
+        """num_tokens of texts that came as ids, num_bytes of the others, whose tokens are estimated."""
+        known, bytes_per_token = num_tokens, self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN
+        num_tokens = known + round(num_bytes / bytes_per_token)
+        reservation = self.rates.admit(tenant, num_tokens)
+        if not self.num_requests:
+            self._since = self.clock()
+        try:
+            self._check_time(num_texts, num_tokens, deadline_s)
+        except BaseException:
+            reservation.cancel()
+            raise
+        self.num_requests += 1
+        self.num_texts += num_texts
+        self.num_tokens += num_tokens
+        return ReadingPass(self, reservation, num_texts, num_tokens, 0 if known else num_bytes, deadline_s)
+
+    def wait_s(self, num_texts: int) -> float:
+        """What a request that comes now waits, in all, for others: each of them has as many texts read as itself."""
+        if not self.num_texts:
+            return 0.0
+        num_ahead = min(self.num_texts, self.num_requests * num_texts)
+        return num_ahead / self.num_texts * self.num_tokens * (self._speed.value or 0.0)
+
+    def _check_time(self, num_texts: int, num_tokens: int, deadline_s: float | None) -> None:
+        wait_s = self.wait_s(num_texts)
+        total_s = wait_s + num_tokens * (self._speed.value or 0.0)
+        margin = self.margin * (BESIDE_OTHERS if self.num_requests else 1.0)
+        if deadline_s is not None and margin * total_s > deadline_s:
+            message = f"The answer is expected in {total_s:.1f} s; the deadline of {deadline_s:g} s is too near."
+            raise TooLateError(message, min(total_s - deadline_s / margin, wait_s))
+        if deadline_s is None and self.max_wait_s and wait_s > self.max_wait_s:
+            message = f"The wait would be {wait_s:.1f} s; the limit is {self.max_wait_s:g} s."
+            raise BusyError(message, wait_s - self.max_wait_s)
+
+    def observe(self, num_tokens: int) -> None:
+        """So many tokens have been read since the last time, or since work began."""
+        now = self.clock()
+        if now > self._since:
+            self._speed.add(now - self._since, num_tokens)
+        self._since = now
+
+    def learn_size(self, num_bytes: int, num_tokens: int) -> None:
+        if num_bytes and num_tokens:
+            self._bytes_per_token.add(num_bytes / num_tokens)
+
+    def leave(self, entry: ReadingPass) -> None:
+        self.num_requests -= 1
+        self.num_texts -= entry.num_texts
+        self.num_tokens -= entry.num_tokens
+        if entry.deadline_s is not None:
+            self.margin = next_margin(self.margin, entry.deadline_s, self.clock() - entry.arrived, entry.is_late)

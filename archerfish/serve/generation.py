@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -30,6 +31,7 @@ from archerfish.serve.wire import Chunk, Generate, Generated
 
 T = TypeVar("T")
 Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest
+USUAL = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
 
 
 class DeadlineError(ServiceError):
@@ -37,6 +39,10 @@ class DeadlineError(ServiceError):
 
     status, code = 504, "deadline_exceeded"
     default_hint = "Give it more time (deadline_s), or try when less is waiting."
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(slots=True)
@@ -57,9 +63,7 @@ class Order:
 
     def message(self, address: dict[str, Any]) -> Generate:
         """As it is sent. Stop strings are found here, so they make chunks necessary."""
-        stated = {name: getattr(self.params, name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
-        usual = SamplingParams()
-        params = {name: value for name, value in stated.items() if value != getattr(usual, name)}
+        params = {name: value for name, usual in USUAL.items() if (value := getattr(self.params, name)) != usual}
         if self.params.max_tokens is None:
             params["max_tokens"] = None
         return Generate(
@@ -129,6 +133,7 @@ class Answer:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.writings = [Writing(order) for _ in range(order.params.n)]
+        self.end_sequence: Callable[[int], None] | None = None  # tells the engine which of several has come to its end
         self.num_cached = 0
         self.prompt_logprobs: list[Logprob] | None = None
 
@@ -136,27 +141,30 @@ class Answer:
         if isinstance(message, Chunk):
             if message.num_cached_tokens:
                 self.num_cached = message.num_cached_tokens
-            return self._pieces([message])
+            return self._pieces((message,), message.retry_after_s)
         self.num_cached = message.num_cached_tokens
         self.prompt_logprobs = message.prompt_logprobs
-        return self._pieces(message.outputs)
+        return self._pieces(message.outputs, message.retry_after_s)
 
-    def _pieces(self, gains: Sequence[Any]) -> list[Piece]:
+    def _pieces(self, gains: Sequence[Any], retry_after_s: float | None) -> list[Piece]:
         pieces: list[Piece] = []
         for gained in gains:
             writing = self.writings[gained.index]
             if writing.is_open:
-                self._check(gained.finish_reason, writing.num_tokens + len(gained.token_ids))
+                if gained.finish_reason is not None:
+                    self._check(gained.finish_reason, writing.num_tokens + len(gained.token_ids), retry_after_s)
                 pieces.append(writing.take(gained.index, gained))
+                if writing.was_cut and self.end_sequence is not None and not self.is_cut:
+                    self.end_sequence(gained.index)
         return pieces
 
-    def _check(self, finish_reason: str | None, num_tokens: int) -> None:
+    def _check(self, finish_reason: str, num_tokens: int, retry_after_s: float | None) -> None:
         if finish_reason == "error":
             raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
         if finish_reason == "abort":
             raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
         if finish_reason == "deadline" and num_tokens == 0:
-            raise DeadlineError("The deadline of this request passed before its first token.")
+            raise DeadlineError("The deadline of this request passed before its first token.", retry_after_s)
 
     @property
     def is_cut(self) -> bool:
@@ -238,8 +246,11 @@ class EventWriter(Protocol):
 class TextService:
     """What the routes for text share: the models, their tokenizers, and how orders are carried out."""
 
-    def __init__(self, catalog: Catalog, texts: ServedTexts | None = None, results: ResultCache | None = None) -> None:
-        self.catalog = catalog
+    def __init__(
+        self, catalog: Catalog, texts: ServedTexts | None = None, results: ResultCache | None = None, *,
+        keep_alive_s: float = 0.0,
+    ) -> None:
+        self.catalog, self.keep_alive_s = catalog, keep_alive_s
         self.texts = texts or ServedTexts()
         self.results = results or ResultCache()  # which is off
 
@@ -254,7 +265,7 @@ class TextService:
     async def _complete(self, request: Request, order: Order) -> tuple[Answer, list[Choice]]:
         answer = Answer(order)
         pieces: list[list[Piece]] = [[] for _ in answer.writings]
-        async with self._messages(request, order) as messages:
+        async with self._messages(request, answer) as messages:
             async for message in messages:
                 for piece in await aside(lambda message=message: answer.take(message), size_of(message)):  # type: ignore[misc]
                     pieces[piece.index].append(piece)
@@ -272,8 +283,9 @@ class TextService:
             async def pump(number: int) -> None:
                 nonlocal is_begun
                 answer = answers[number]
-                async with self._messages(request, orders[number]) as messages:
+                async with self._messages(request, answer) as messages:
                     async for message in messages:
+                        has_ended = False
                         for piece in answer.take(message):
                             if not is_begun:
                                 is_begun = True
@@ -281,7 +293,8 @@ class TextService:
                             data = writer.piece(number, piece)
                             if data:
                                 outbox.put(data)
-                        if answer.is_cut:
+                            has_ended = has_ended or piece.finish_reason is not None
+                        if has_ended and answer.is_cut:
                             break
                         if outbox.is_full:
                             await outbox.room()
@@ -289,17 +302,23 @@ class TextService:
             await all_of([pump(number) for number in range(len(orders))])
             outbox.put(writer.end(answers))
 
-        return await EventStream(produce, writer.error).start(request)
+        return await EventStream(produce, writer.error, keep_alive_s=self.keep_alive_s).start(request)
 
     @asynccontextmanager
-    async def _messages(self, request: Request, order: Order) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
+    async def _messages(self, request: Request, answer: Answer) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
         """The backend's messages; leaving them cancels what is still to come."""
+        order = answer.order
         message = order.message(self.catalog.address(request, order.text.card))
-        control = parse_cache_control(request.headers.get("cache-control"))
-        messages = generate_cached(
-            self.results, self.catalog.backend.generate, message, model=order.model_id, namespace=message.tenant,
-            control=control,
-        )
+        if self.results.is_enabled:
+            control = parse_cache_control(request.headers.get("cache-control"))
+            messages = generate_cached(
+                self.results, self.catalog.backend.generate, message, model=order.model_id, namespace=message.tenant,
+                control=control,
+            )
+        else:
+            messages = self.catalog.backend.generate(message)
+            if order.params.n > 1:  # a cache would want whole sequences
+                answer.end_sequence = partial(self.catalog.backend.end_sequence, message.request_id)
         try:
             yield messages
         finally:

@@ -2,28 +2,22 @@
 
 One loop drains the socket, hands requests to the models, lets them launch and take in work, and sends what they brought; it
 waits for nothing but the next event. Everything is computed in one other thread (`compute`), texts are read and written in
-threads beside it. `python -m archerfish.serve.host` is the process: its configuration is one line of JSON on standard input,
-whose end is also the end of the process, so that it never outlives who started it.
+threads beside it. `engine_process` is the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
-import os
-import signal
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, BinaryIO, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -35,16 +29,20 @@ from archerfish.serve import wire
 from archerfish.serve.admission import AdmissionLimits
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import ComputeThread, Waker
-from archerfish.serve.figures import Figures
-from archerfish.serve.gate import Gate
+from archerfish.serve.figures import Figures, as_values
+from archerfish.serve.front_figures import FrontFigures
+from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import HostConfig, admit_only, check_address
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, Shelf, Slot, make_slot
+from archerfish.serve.probing import Prober
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants
 from archerfish.serve.ticket import Ticket
+from archerfish.serve.vitals import BEAT_S, ComputeWatch
 from archerfish.serve.wire import (
     Bundle,
     Cancel,
+    Charge,
     Chunk,
     Configure,
     Embed,
@@ -62,13 +60,12 @@ from archerfish.serve.wire import (
 logger = logging.getLogger("archerfish.serve")
 P = ParamSpec("P")
 T = TypeVar("T")
+MESSAGE = int(zmq.POLLIN)
 MAX_RECEIVED = 256  # messages of one round: a flood does not keep the models waiting
 IDLE_POLL_MS = 1000
 GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
-FRESH_S = 1.0  # a real step this young proves that a model works
+SWITCH_S = 0.0005  # how long the computing thread waits for the interpreter's lock while the loop has it; usual are 5 ms
 LEAST_WAIT_S = 1.0  # that a refused client is told
-LAST_S = 5.0  # what a process may take to end when its parent has
-STUCK_S = 60.0  # a job that runs longer proves that it does not
 
 
 class NotAllowedError(CallerError):
@@ -108,12 +105,17 @@ class EngineHost:
         check_address(config)
         self.config = config
         self.address = config.address
-        self.figures = Figures()
+        self.figures, self.front_figures = Figures(), FrontFigures(clock)
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
         self.reader: Executor = Beside("read", 2, self.waker)
         self.writer: Executor = Beside("write", 1, self.waker)
-        self.shelf = Shelf(self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock)
+        self.shelf = Shelf(
+            self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock, live=self.live_tickets
+        )
+        self.watch = ComputeWatch(self.compute, config.hang_s)
+        self.prober = Prober(self.shelf, self.compute, self.watch, self, clock)
+        self.on_beat: Callable[[str], None] | None = None  # told about every BEAT_S what there is to complain of
         self.tenants = Tenants.from_file(config.api_keys_file) if config.api_keys_file else Tenants()
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
         self._tenant_of, self._clock = tenant_of, clock
@@ -124,6 +126,7 @@ class EngineHost:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._guard: ThreadAuthenticator | None = None
+        self._next_beat = float("-inf")
         self._stops_at: float | None = None  # while draining: when what still runs is given up
         self._thread: threading.Thread | None = None
         self.num_lost_clients = 0
@@ -136,7 +139,7 @@ class EngineHost:
         for spec in self.config.models:
             self.shelf.add(make_slot(
                 spec, hub, self, self.figures, self.writer, latency_s=self.config.latency_budget_ms / 1000,
-                max_queue_texts=self.config.max_queue_texts, gate_of=self.gate_of,
+                max_queue_texts=self.config.max_queue_texts, gate_of=self.gate_of, reading_gate=self.reading_gate,
             ))  # fmt: skip
 
     def gate_of(self, engine: LLMEngine) -> Gate:
@@ -148,6 +151,13 @@ class EngineHost:
         return Gate(
             self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self._clock
         )
+
+    def reading_gate(self) -> ReadingGate:
+        """In front of a model that writes nothing."""
+        return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self._clock)
+
+    def live_tickets(self) -> Iterator[Ticket]:
+        return (ticket for tickets in self._tickets.values() for ticket in tickets.values())
 
     # What models see; in any thread
 
@@ -222,9 +232,23 @@ class EngineHost:
         self._look_for_gone()
         self._flush()
         self.figures.settle()
+        self._beat()
         if not has_moved and not self._tickets and self._stops_at is None:
             has_moved = self._use_idle_time()
         return has_moved or num_received == MAX_RECEIVED
+
+    def _beat(self) -> None:
+        """Say that the loop moves, and what is known of the compute thread."""
+        now = self._clock()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + BEAT_S
+        has_work = any(hosted.has_work for hosted in self.shelf)
+        complaint = self.watch.look(now, has_work=has_work, is_loading=self.shelf.is_loading)
+        if complaint:
+            logger.error("%s", complaint)
+        if self.on_beat is not None:
+            self.on_beat(complaint)
 
     def _pause_ms(self) -> int:
         """Until the next thing that no event announces."""
@@ -234,6 +258,7 @@ class EngineHost:
 
     def _use_idle_time(self) -> bool:
         """Do a piece of what can be done before it is wanted; whether there is more of it."""
+        self.shelf.keep_within_memory()
         self.shelf.load_next()
         return any(hosted.use_idle_time() for hosted in self.shelf)
 
@@ -285,20 +310,20 @@ class EngineHost:
 
     def _flush(self) -> None:
         """Send all that has been answered; what several requests of one client got goes together."""
-        bundles: dict[bytes, list[Any]] = {}
+        bundles: defaultdict[bytes, list[Any]] = defaultdict(list)
         while self._outbox:
             ticket, message = self._outbox.popleft()
             if ticket.is_over:
                 continue
-            if not isinstance(message, Chunk):
+            is_last = type(message) is not Chunk
+            if is_last:
                 self._forget(ticket)
-            if ticket.on_end is not None:
-                if not isinstance(message, Chunk):
-                    ticket.on_end(message)
-            elif isinstance(ticket.message, Generate) and ticket.message.takes_bundles:
-                bundles.setdefault(ticket.client, []).append(message)
-            else:
+            if ticket.takes_bundles:
+                bundles[ticket.client].append(message)
+            elif ticket.on_end is None:
                 self._send(ticket.client, message)
+            elif is_last:
+                ticket.on_end(message)
         for client, answers in bundles.items():
             self._send(client, answers[0] if len(answers) == 1 else Bundle(request_id="", answers=answers))
 
@@ -339,9 +364,9 @@ class EngineHost:
         """After a connection has broken: whoever cannot be sent to any more is gone."""
         assert self._monitor is not None
         now = self._clock()
-        with contextlib.suppress(zmq.Again):
-            while self._monitor.recv_multipart(zmq.NOBLOCK):
-                self._gone_checks = [now + wait for wait in GONE_CHECKS_S]
+        while has_message(self._monitor):
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+            self._gone_checks = [now + wait for wait in GONE_CHECKS_S]
         if self._gone_checks and self._gone_checks[0] <= now:
             self._gone_checks = [moment for moment in self._gone_checks if moment > now]
             for client in list(self._tickets):
@@ -352,6 +377,8 @@ class EngineHost:
 
     def _receive(self) -> int:
         assert self._socket is not None
+        if not has_message(self._socket):
+            return 0
         for number in range(MAX_RECEIVED):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -371,14 +398,17 @@ class EngineHost:
             return
         if isinstance(message, Cancel):
             ticket = self._tickets.get(client, {}).get(message.request_id)
-            if ticket is not None:
+            if ticket is not None and message.index is None:
                 self._forget(ticket)
+            elif ticket is not None and message.index is not None and ticket.end_sequence is not None:
+                ticket.end_sequence(message.index)
             return
         if message.request_id in self._tickets.get(client, {}):
             twice = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
             self._send(client, Failed.of(message.request_id, twice))
             return
-        ticket = Ticket(client, message, arrived=self._clock())
+        takes_bundles = isinstance(message, Generate) and message.takes_bundles
+        ticket = Ticket(client, message, arrived=self._clock(), takes_bundles=takes_bundles)
         self._tickets.setdefault(client, {})[message.request_id] = ticket
         try:
             self._handle(ticket, message)
@@ -387,9 +417,14 @@ class EngineHost:
 
     def _handle(self, ticket: Ticket, message: Any) -> None:
         if isinstance(message, Ping):
-            self._ping(ticket, message)
+            self.prober.answer(ticket, message)
         elif isinstance(message, Query):
             self._query(ticket, message)
+        elif isinstance(message, Charge):
+            self._check_operator(message.credentials)
+            _, caller = self._tenant(message.credentials, message.tenant)
+            self.rates.charge(caller, message.num_tokens, is_spent=message.is_spent)
+            self.answer(ticket, Report(request_id=message.request_id))
         elif isinstance(message, Configure):
             self._check_operator(message.credentials)
             kinds = (*GENERATION, *SCORES)
@@ -443,14 +478,25 @@ class EngineHost:
         values: dict[str, Any]
         if message.about == "models":
             values = {"models": [slot.card() for slot in self.shelf.slots]}
-        elif message.about in ("stats", "metrics"):
+        elif message.about in ("stats", "metrics", "options"):
             self._check_operator(message.credentials)
-            models = {slot.name: slot.hosted.stats() for slot in self.shelf.slots if slot.hosted is not None}
-            host = self._host_stats()
-            values = {"models": models, "host": host} if message.about == "stats" else self.figures.report(models, host)
+            if message.source:
+                self.front_figures.take(message.source, message.values)
+            values = self._report(message.about)
         else:
-            raise InvalidInputError(f"There is no report about {message.about!r}.", hint="Ask for models, stats or metrics.")
+            hint = "Ask for models, stats, metrics or options."
+            raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
         self.answer(ticket, Report(request_id=message.request_id, values=values))
+
+    def _report(self, about: str) -> dict[str, Any]:
+        if about == "options":
+            return {"version": self.front_figures.version, "options": self.front_figures.options}
+        models = {slot.name: slot.hosted.stats() for slot in self.shelf.slots if slot.hosted is not None}
+        host = self._host_stats()
+        if about == "stats":
+            return {"models": models, "host": host}
+        of_front_ends = {metric.name: as_values(metric) for metric in self.front_figures.metrics()}
+        return {**of_front_ends, **self.figures.report(models, host)}
 
     def _host_stats(self) -> dict[str, float]:
         return {
@@ -459,79 +505,7 @@ class EngineHost:
             "unloaded_models": self.shelf.num_unloaded, "job_seconds": self.compute.running_s(),
         }  # fmt: skip
 
-    def _ping(self, ticket: Ticket, message: Ping) -> None:
-        """With a probe: after a real step of every model that is loaded, unless one is fresh or one is running."""
-        if message.probe is None:
-            self.answer(ticket, Pong(request_id=message.request_id))
-            return
-        slots = self.shelf.slots if not message.probe else [self.shelf.find(message.probe, GENERATION)]
-        running_s = self.compute.running_s()
-        if running_s > STUCK_S:
-            raise StoppedError(f"A step has been running for {running_s:.0f} s.", hint="The engine process may be stuck.")
-        now = self._clock()
-        silent = [
-            slot.hosted for slot in slots
-            if slot.hosted is not None and slot.lane is not None and now - slot.lane.last_done > FRESH_S
-        ]  # fmt: skip
-        if not silent or running_s > 0:
-            self.answer(ticket, Pong(request_id=message.request_id))
-            return
-        left = set(silent)
 
-        def end(hosted: Hosted, answer: Message) -> None:
-            left.discard(hosted)
-            if isinstance(answer, Failed):
-                answer.request_id = message.request_id
-                self.answer(ticket, answer)
-            elif not left:
-                self.answer(ticket, Pong(request_id=message.request_id, seconds=self._clock() - ticket.arrived))
-
-        for hosted in silent:
-            own = Ticket(b"", Ping(request_id=""), arrived=now, on_end=lambda answer, hosted=hosted: end(hosted, answer))  # type: ignore[misc]
-            try:
-                hosted.probe(own)
-            except Exception as error:
-                self.fail(own, error)
-
-
-# The process
-
-
-def main() -> int:
-    """Read the configuration, load, say that it serves, serve."""
-    told = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed goes to the log
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c reaches the whole group; who started this one stops it
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostConfig)
-    try:
-        host = EngineHost(config)
-        threading.Thread(target=watch_parent, args=(host,), name="archerfish-parent", daemon=True).start()
-        host.load_models()
-        address = host.open()
-    except ArcherfishError as error:
-        say(told, {"error": error.message, "hint": error.hint})
-        return error.exit_code
-    signal.signal(signal.SIGTERM, lambda *_: host.stop())
-    say(told, {"address": address})
-    host.run()
-    return 0
-
-
-def watch_parent(host: EngineHost) -> None:
-    """The end of standard input is the end of who started this process: nobody is left to answer to."""
-    while os.read(0, 4096):
-        pass
-    host.stop(0)
-    time.sleep(LAST_S)
-    os._exit(1)
-
-
-def say(told: BinaryIO, values: dict[str, str]) -> None:
-    told.write(msgspec.json.encode(values) + b"\n")
-    told.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Without the exception that a receive in vain costs at every turn of the loop."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & MESSAGE)

@@ -57,6 +57,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_bytes: int = 64 << 20
     memory_gib: float = 0.0  # what loaded models may take together; 0: no limit
     grace_s: float = 30.0  # what running requests get after SIGTERM
+    hang_s: float = 120.0  # a job that takes longer hangs, unless its model is new or has needed a quarter of it before
+    silence_s: float = 60.0  # and so does a process whose loop has not moved for so long
 
 
 def check_address(config: HostConfig) -> None:

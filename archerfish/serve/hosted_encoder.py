@@ -22,8 +22,11 @@ from archerfish.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
+from archerfish.serve.admission import TooLateError
 from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
+from archerfish.serve.gate import ReadingGate, ReadingPass
+from archerfish.serve.limits import RefusedError
 from archerfish.serve.ticket import MAX_RETRY_AFTER_S, Desk, Ticket, read_aside
 from archerfish.serve.wire import Embed, Score, Vectors
 
@@ -58,6 +61,8 @@ class Encoding:
     num_taken: int = 0
     num_done: int = 0
     is_alone: bool = False  # after a job with others has failed
+    entry: ReadingPass | None = None
+    deadline: float = math.inf
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +70,13 @@ class Encoding:
 
 
 Job = list[tuple[Encoding, int]]
+
+
+def size_of(text: Any) -> int:
+    """About how many bytes of text, of one or of a pair; token ids are none."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(map(len, text)) if isinstance(text, tuple) else 0
 
 
 class HostedEncoder:
@@ -75,10 +87,10 @@ class HostedEncoder:
     """
 
     def __init__(
-        self, engine: Encoder, lane: Lane, desk: Desk, figures: Figures, *, latency_s: float = 0.05,
+        self, engine: Encoder, lane: Lane, desk: Desk, figures: Figures, gate: ReadingGate, *, latency_s: float = 0.05,
         max_queue_texts: int = 8192, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine, self.lane = engine, lane
+        self.engine, self.lane, self.gate = engine, lane, gate
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
         self.latency_s, self.max_queue_texts = latency_s, max_queue_texts
         self.budget = FIRST_BUDGET
@@ -107,14 +119,32 @@ class HostedEncoder:
         if self.num_queued + len(inputs) > self.max_queue_texts and self.num_queued:
             self._figures.refused(self.name, OverloadedError.code)
             raise OverloadedError(f"The queue of {self.name} is full: {self.num_queued:,} texts wait.")
+        entry = self._admit(ticket, inputs) if ticket.on_end is None else None
         self.num_queued += len(inputs)
-        ticket.release = lambda: self._leave(ticket, len(inputs))
+        ticket.release = lambda: self._leave(len(inputs), entry)
 
         def read() -> Callable[[], None]:
-            encoding = Encoding(ticket, self.engine.tokenize(inputs), normalize, finish)
+            encoding = Encoding(ticket, self.engine.tokenize(inputs), normalize, finish, entry=entry)
+            if ticket.message.deadline_s is not None:
+                encoding.deadline = ticket.arrived + ticket.message.deadline_s
             return lambda: self._enter(encoding)
 
         read_aside(self._desk, ticket, read)
+
+    def _admit(self, ticket: Ticket, inputs: Sequence[Any]) -> ReadingPass:
+        """Before anything is spent on the texts."""
+        num_tokens = sum(len(text) for text in inputs if isinstance(text, list))
+        num_bytes = sum(size_of(text) for text in inputs)
+        deadline_s = ticket.message.deadline_s
+        if deadline_s is not None and not deadline_s > 0:
+            raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
+        try:
+            return self.gate.admit(
+                ticket.caller, len(inputs), num_tokens=num_tokens, num_bytes=num_bytes, deadline_s=deadline_s
+            )
+        except RefusedError as error:
+            self._figures.refused(self.name, error.code)
+            raise
 
     def _wishes(self, message: Any) -> tuple[list[Any], bool | None, Callable[[Array], Array]]:
         """What to compute for a request, how, and what to make of it."""
@@ -136,15 +166,21 @@ class HostedEncoder:
         return rows
 
     def _enter(self, encoding: Encoding) -> None:
+        if encoding.entry is not None:
+            encoding.entry.tokenized(encoding.num_tokens)
         if encoding.texts:
+            encoding.ticket.release = lambda: self._leave(len(encoding.texts), encoding.entry, encoding)
             self._queue.append(encoding)
         else:
             self._desk.answer(encoding.ticket, Vectors(request_id=encoding.ticket.message.request_id, model=self.name))
 
-    def _leave(self, ticket: Ticket, num_texts: int) -> None:
+    def _leave(self, num_texts: int, entry: ReadingPass | None, encoding: Encoding | None = None) -> None:
         """A request is over, answered or not."""
         self.num_queued -= num_texts
-        self._queue = deque(encoding for encoding in self._queue if encoding.ticket is not ticket)
+        if entry is not None:
+            entry.ended()
+        if encoding is not None and encoding.num_taken < len(encoding.texts):
+            self._queue = deque(one for one in self._queue if one is not encoding)
 
     def advance(self) -> bool:
         """Take in the job that is done and start the next; whether there was anything to do."""
@@ -154,6 +190,8 @@ class HostedEncoder:
             self._running = None
             self._take_in(job, future)
             has_moved = True
+        if self._running is None and self._queue:
+            self._drop_late()
         if self._running is None and self._queue:
             job = self._next_job()
             texts = [encoding.texts[place] for encoding, place in job]
@@ -169,6 +207,19 @@ class HostedEncoder:
         started = self._clock()
         rows = self.engine.compute(texts, normalize)
         return rows, self._clock() - started
+
+    def _drop_late(self) -> None:
+        """Nobody waits any more for what has not begun at its deadline."""
+        now = self._clock()
+        late = [encoding for encoding in self._queue if encoding.deadline <= now and not encoding.num_taken]
+        for encoding in late:
+            if encoding.entry is not None:
+                encoding.entry.is_late = True
+            self._figures.refused(self.name, TooLateError.code)
+            message = "The deadline of this request passed before its turn."
+            self._desk.fail(encoding.ticket, TooLateError(message, self.gate.wait_s(len(encoding.texts))))
+        if late:
+            self._queue = deque(encoding for encoding in self._queue if encoding.num_taken or encoding.deadline > now)
 
     def _next_job(self) -> Job:
         """One text of each request in turn, while the budget lasts; what does not fit is first next time."""
@@ -204,6 +255,7 @@ class HostedEncoder:
         self.num_texts += len(job)
         self.num_tokens += num_tokens
         self._adapt(num_tokens, seconds)
+        self.gate.observe(num_tokens)
         for row, (encoding, place) in zip(rows, job, strict=True):
             if encoding.ticket.is_over:
                 continue

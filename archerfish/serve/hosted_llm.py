@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from archerfish.background import in_background
 from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
@@ -40,6 +42,8 @@ class HostedLLM:
         self.engine, self.lane, self.gate = engine, lane, gate
         self._desk, self._figures, self._clock = desk, figures, clock
         self._ids = itertools.count()
+        self._is_warm = False
+        self.heard: list[tuple[Answering, TextDelta]] | None = None  # while the loop advances: what it has brought so far
         self._last_end = clock()
         self._end_s = 0.0  # from one end of a request to the next while there is work: a running mean
 
@@ -134,6 +138,9 @@ class HostedLLM:
         except OverloadedError as error:
             self._figures.refused(self.name, error.code)
             raise
+        answering.is_heard_in_loop = not live.has_text
+        answering.is_plain = answering.message.stream and entry is not None
+        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request.request_id, index)
         answering.ticket.release = lambda: self._release(live.request.request_id, entry)
 
     def _release(self, request_id: str, entry: Pass | None) -> None:
@@ -143,13 +150,45 @@ class HostedLLM:
 
     def advance(self) -> bool:
         """Launch and take in steps; whether there was anything to do."""
-        has_moved = self.engine.advance()
+        heard = self.heard = []
+        try:
+            has_moved = self.engine.advance()
+        finally:
+            self.heard = None
+            self._tell(heard)
         if has_moved:
             self.gate.watch(*self.engine.scheduler.tokens_done)
         return has_moved
 
+    def _tell(self, heard: list[tuple[Answering, TextDelta]]) -> None:
+        """Answer with all that was heard: one look at the clock and one lock for a step, and little for a token."""
+        if not heard:
+            return
+        now, answer = self._clock(), self._desk.answer
+        gaps: list[float] = []
+        for answering, delta in heard:
+            last = answering.last_token
+            if not last or not answering.is_plain or delta.finish_reason is not None or delta.logprobs is not None:
+                answering.tell(delta, now)
+            elif not answering.ticket.is_over:
+                token_ids, entry = delta.token_ids, answering.entry
+                assert entry is not None
+                entry.num_output += len(token_ids)
+                gaps.append(now - last)
+                answering.last_token = now
+                answer(answering.ticket, Chunk(request_id=answering.message.request_id, index=delta.index, token_ids=token_ids))
+        self._figures.gaps(self.name, gaps)
+
     def use_idle_time(self) -> bool:
+        if not self._is_warm:
+            self._is_warm = True
+            in_background(self._warm_up, "grammar-warm-up", daemon=True)
         return self.engine.use_idle_time()
+
+    def _warm_up(self) -> None:
+        """The first grammar finds the vocabulary read; a model that can have none says so when one comes."""
+        with contextlib.suppress(ArcherfishError):
+            self.engine.grammars.warm_up()
 
     def note_end(self) -> None:
         """A request has ended; in any thread."""
@@ -198,6 +237,7 @@ class HostedLLM:
             "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
             "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
             "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+            "kv_bytes_held": (blocks.num_total - blocks.num_free) * (self.engine.facts.memory.num_bytes / blocks.num_total),
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 
@@ -218,12 +258,22 @@ class Answering:
     live: LiveRequest | None = None
     entry: Pass | None = None
     last_token: float = 0.0
+    is_heard_in_loop: bool = False  # as what brings no text is: it may wait for the end of a step
+    is_plain: bool = False  # answered with a Chunk for each token
 
     def __post_init__(self) -> None:
         self.message = self.ticket.message
 
     def hear(self, delta: TextDelta) -> None:
         """In the loop, or where text is made."""
+        heard = self.model.heard
+        if heard is not None and self.is_heard_in_loop:
+            heard.append((self, delta))
+        else:
+            self.tell(delta, self.clock())
+
+    def tell(self, delta: TextDelta, now: float) -> None:
+        """Answer with what has come."""
         if delta.output is not None:
             self.model.note_end()
         ticket = self.ticket
@@ -235,7 +285,6 @@ class Answering:
             if is_first and delta.token_ids:
                 self.desk.post(self.entry.started)
         if delta.token_ids and ticket.on_end is None:
-            now = self.clock()
             self.figures.token(self.model.name, now - (ticket.arrived if is_first else self.last_token), is_first=is_first)
             self.last_token = now
         if self.message.stream:
@@ -254,6 +303,8 @@ class Answering:
             chunk.logprobs = flat(delta.logprobs)
         if is_first and self.live is not None and 0 in self.live.sequences:
             chunk.num_cached_tokens = self.live.sequences[0].num_cached
+        if delta.finish_reason == "deadline" and not self.last_token:
+            chunk.retry_after_s = self.model.retry_after_s()
         return chunk
 
     def _end(self, delta: TextDelta) -> None:
@@ -272,11 +323,10 @@ class Answering:
             error = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
             self.desk.fail(self.ticket, error)
             return
-        metrics = asdict(result.metrics)
         answer = Generated(
             request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
             num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
-            metrics={name: metrics[name] for name in METRICS},
+            metrics={name: getattr(result.metrics, name) for name in METRICS},
         )
         for output in result.outputs:
             told = Output(
@@ -287,6 +337,8 @@ class Answering:
                 told.token_ids, told.text = output.token_ids, "" if message.wants_ids else output.text
                 told.logprobs = None if output.logprobs is None else flat(output.logprobs)
             answer.outputs.append(told)
+        if "deadline" in reasons and not self.last_token:
+            answer.retry_after_s = self.model.retry_after_s()
         if message.token_ids is None:
             answer.prompt_token_ids = result.prompt_token_ids
         if result.prompt_logprobs is not None:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from archerfish.errors import ArcherfishError
-from archerfish.serve.errors import error_response, json_response
-from archerfish.serve.messages_routes import error_body
+from archerfish.serve.client import RemoteError
+from archerfish.serve.errors import failure_response
+from archerfish.serve.limits import Blocked
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, bearer_key
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # what a stranger may see
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and switches
-ANTHROPIC_PATH = "/v1/messages"
 STATE = "tenant"
 
 
 class Identify:
     """Refuses requests without a key of this server's, where it has keys; notes the tenant of the others."""
 
-    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, blocked: Blocked | None = None) -> None:
         self.app = app
-        self.tenants = tenants
+        self.tenants, self.blocked = tenants, blocked or Blocked()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -34,6 +37,8 @@ class Identify:
             tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
             if scope["path"].startswith(OPERATOR_PATHS):
                 tenant.require_operator()
+            elif scope["method"] == "POST":
+                self.blocked.check(tenant)
         except ArcherfishError as error:
             await refusal(scope["path"], error)(scope, receive, send)
             return
@@ -41,12 +46,24 @@ class Identify:
         await self.app(scope, receive, send)
 
 
+def note_blocked(app: FastAPI, blocked: Blocked) -> None:
+    """Remember whose limits allow nothing, as the engine process says it in its refusals."""
+    answer: Any = app.exception_handlers[ArcherfishError]
+
+    async def noting(request: Request, error: Exception) -> Response:
+        seconds = getattr(error, "blocked_s", None)
+        if seconds:
+            blocked.note(tenant_of(request), seconds)
+        found: Response = await answer(request, error)
+        return found
+
+    app.add_exception_handler(RemoteError, noting)
+
+
 def refusal(path: str, error: ArcherfishError) -> Response:
     """In the shape of whose route it is."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    if path.startswith(ANTHROPIC_PATH):
-        return json_response(error_body(error.status, str(error)), error.status, headers)
-    return error_response(error.status, str(error), error.code, headers=headers)
+    return failure_response(error, headers, path=path)
 
 
 def tenant_of(request: Request) -> Tenant:

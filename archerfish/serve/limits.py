@@ -17,6 +17,7 @@ from archerfish.serve.tenants import Tenant
 
 MINUTE_S = 60.0
 MAX_IDLE_TENANTS = 1024
+MAX_BLOCKED_S = 1.0
 
 
 class RefusedError(ServiceError):
@@ -33,6 +34,11 @@ class RateLimitedError(RefusedError):
     """A tenant is over its own limit."""
 
     status, code = 429, "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float, blocked_s: float = 0.0) -> None:
+        """blocked_s: until its limits allow anything at all, however small."""
+        super().__init__(message, retry_after_s)
+        self.blocked_s = blocked_s
 
 
 class OverLimitError(InputTooLargeError):
@@ -146,6 +152,32 @@ class Reservation:
                 self._requests.add(1)
 
 
+class Blocked:
+    """Tenants whose limits allow nothing for a while, so that their requests are refused before they are read.
+
+    It remembers that for a second at most: what a running request gives back, or a changed file of keys, counts soon.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[str, tuple[float, float]] = {}  # until when it is remembered, and until when it holds
+
+    def note(self, tenant: Tenant, blocked_s: float) -> None:
+        now = self._clock()
+        if len(self._until) >= MAX_IDLE_TENANTS:
+            self._until = {name: times for name, times in self._until.items() if times[0] > now}
+        self._until[tenant.name] = now + min(blocked_s, MAX_BLOCKED_S), now + blocked_s
+
+    def check(self, tenant: Tenant) -> None:
+        """RateLimitedError for one that is blocked."""
+        if not self._until or (times := self._until.get(tenant.name)) is None:
+            return
+        now = self._clock()
+        if now < times[0]:
+            raise RateLimitedError(f"{tenant.name!r} is over its limit.", times[1] - now, times[1] - now)
+        del self._until[tenant.name]
+
+
 class RateLimits:
     """The buckets of all tenants. A tenant's limits are read anew with each request, so that a changed file counts at once."""
 
@@ -165,19 +197,27 @@ class RateLimits:
             )
         for kind, bucket, amount in (("requests", requests, 1), ("tokens", tokens, num_tokens)):
             if bucket is not None and bucket.free_at(amount) > bucket.now():
-                self._refuse(tenant, kind, bucket, amount)
+                least = max(one.free_at(1) - one.now() for one in (requests, tokens) if one is not None)
+                self._refuse(tenant, kind, bucket, amount, least)
         if requests is not None:
             requests.add(-1)
         if tokens is not None:
             tokens.add(-num_tokens)
         return Reservation(requests, tokens, num_tokens)
 
-    def _refuse(self, tenant: Tenant, kind: str, bucket: TokenBucket, amount: float) -> None:
+    def charge(self, tenant: Tenant, num_tokens: int, *, is_spent: bool = False) -> None:
+        """Of what is known to take so many tokens; is_spent: of a request that was let in before, also below 0."""
+        if not is_spent:
+            self.admit(tenant, num_tokens)
+        elif (tokens := self._bucket(tenant.name, "tokens", tenant.tokens_per_minute)) is not None:
+            tokens.add(-num_tokens)
+
+    def _refuse(self, tenant: Tenant, kind: str, bucket: TokenBucket, amount: float, blocked_s: float) -> None:
         self.num_refused[kind] = self.num_refused.get(kind, 0) + 1
         wish = "" if kind == "requests" else f" This request may take about {amount:,.0f} of them."
         raise RateLimitedError(
             f"{tenant.name!r} is over its limit of {bucket.burst:,.0f} {kind} a minute.{wish}",
-            bucket.free_at(amount) - bucket.now(),
+            bucket.free_at(amount) - bucket.now(), max(0.0, blocked_s),
         )
 
     def figures(self, tenant: Tenant) -> dict[str, BucketFigures]:

@@ -8,25 +8,31 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.errors import ArcherfishError
-from archerfish.serve.errors import ClientGoneError, InvalidParameterError, _http, _invalid, json_response, logger
-from archerfish.serve.generation import Answer, Choice, Piece, TextService
-from archerfish.serve.openai_routes import Handler, chat_order, retry_headers, unexpected
-from archerfish.serve.openai_schemas import CONTENT, STRING, UNUSED, ToolBody, function_call, function_tool, response_grammar
-from archerfish.serve.schemas import _kind, _text, _wrong
+from archerfish.serve.charges import charge, set_right
+from archerfish.serve.errors import anthropic_error, json_response, unexpected
+from archerfish.serve.generation import Answer, Choice, Piece, TextService, checked_params
+from archerfish.serve.openai_routes import chat_order
+from archerfish.serve.openai_schemas import (
+    CONTENT,
+    STRING,
+    UNUSED,
+    ToolBody,
+    UnsupportedParameterError,
+    check_members,
+    function_call,
+    function_tool,
+    response_grammar,
+)
+from archerfish.serve.schemas import BodyRoute, _kind, _text, _wrong
+from archerfish.serve.served_texts import chat_size
 from archerfish.serve.sse import dumped, quoted
 
-ERROR_KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
-}  # fmt: skip
+TOOL_KEYS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
 
 def blocks_of(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
@@ -104,6 +110,7 @@ def anthropic_tools(value: Any) -> list[dict[str, Any]]:
             raise _wrong(f"tools[{index}] must be an object, not {_kind(tool)}.")
         if tool.get("type") not in (None, "custom"):
             raise _wrong(f"tools[{index}] is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
+        check_members(tool, TOOL_KEYS, f"tools[{index}]")
         tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
     return tools
 
@@ -128,6 +135,7 @@ def sequences_of(value: Any) -> list[str]:
     return [_text(item, f"stop_sequences[{index}]") for index, item in enumerate(value)]
 
 
+ROLE = {"enum": ["user", "assistant"]}
 OBJECTS = {"type": "array", "items": {"type": "object"}}
 
 
@@ -138,7 +146,7 @@ class CountBody(ToolBody):
         list[dict[str, Any]], PlainValidator(anthropic_messages),
         WithJsonSchema({
             "type": "array", "minItems": 1,
-            "items": {"type": "object", "properties": {"role": STRING, "content": CONTENT}, "required": ["role", "content"]},
+            "items": {"type": "object", "properties": {"role": ROLE, "content": CONTENT}, "required": ["role", "content"]},
         }),
     ]
     system: Annotated[str, PlainValidator(system_text), WithJsonSchema(CONTENT)] = ""
@@ -152,72 +160,34 @@ class CountBody(ToolBody):
         is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
         return {**data, "parallel_tool_calls": False} if is_single else data
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": (), "context_management": (), "diagnostics": (), "inference_geo": (), "mcp_servers": ([],),
-        "service_tier": ("auto", "standard_only"), "speed": ("standard",), "thinking": ({"type": "disabled"},),
-        "user_profile_id": (), "workspace_id": (),
-    }  # fmt: skip
-
-
-class MessagesBody(CountBody):
-    """POST /v1/messages."""
-
-    max_tokens: int
-    stop_sequences: Annotated[
-        list[str], PlainValidator(sequences_of), WithJsonSchema({"type": "array", "items": STRING})
-    ] = Field([])
     output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
-    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "compaction": (), "container": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
+        "fallbacks": ([],), "inference_geo": (), "mcp_servers": ([],), "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",), "thinking": ({"type": "disabled"},), "thread": (), "user_profile_id": (), "workspace_id": (),
+    }  # fmt: skip
 
     def stated_format(self) -> dict[str, Any] | None:
         wanted = self.output_config or {}
         unknown = [name for name, value in wanted.items() if name != "format" and value is not None]
         if unknown:
-            raise InvalidParameterError(f"output_config.{unknown[0]} is not supported.", "output_config")
+            raise UnsupportedParameterError(f"output_config.{unknown[0]} is not supported.", "output_config")
         return response_grammar(wanted.get("format"), "output_config.format")
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(json_schema_extra={"minimum": 1})
+    stop_sequences: Annotated[
+        list[str], PlainValidator(sequences_of), WithJsonSchema({"type": "array", "items": STRING})
+    ] = Field([])
+    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
 
     def sampling(self) -> dict[str, Any]:
         return {**super().sampling(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
-
-
-class AnthropicRoute(APIRoute):
-    """A route whose errors have Anthropic's shape."""
-
-    def get_route_handler(self) -> Handler:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                return reshaped(await _invalid(request, error))
-            except HTTPException as error:
-                return reshaped(await _http(request, error))
-            except ArcherfishError as error:
-                return anthropic_failure(error)
-            except ClientGoneError:
-                raise
-            except Exception:
-                logger.exception("%s %s", request.method, request.url.path)
-                return anthropic_failure(unexpected())
-
-        return answer
-
-
-def anthropic_failure(error: ArcherfishError) -> Response:
-    return json_response(error_body(error.status, str(error)), error.status, retry_headers(error))
-
-
-def reshaped(response: Response) -> Response:
-    """An error in OpenAI's shape as one in Anthropic's."""
-    message: str = json.loads(bytes(response.body))["error"]["message"]
-    return json_response(error_body(response.status_code, message), response.status_code)
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    kind = ERROR_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesRoutes:
@@ -225,7 +195,7 @@ class MessagesRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.router = APIRouter(route_class=AnthropicRoute)
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/messages", response_model=None)(self.messages)
         self.router.post("/v1/messages/count_tokens", response_model=None)(self.count_tokens)
 
@@ -244,12 +214,15 @@ class MessagesRoutes:
         shown = {**blank, "content": content_blocks(choice), **stop_of(choice, bool(choice.calls)), "usage": usage_of(answer)}
         return json_response(shown)
 
-    async def count_tokens(self, body: CountBody) -> Response:
+    async def count_tokens(self, request: Request, body: CountBody) -> Response:
         """How many tokens a conversation has."""
+        checked_params(body.sampling())
         text = await self.service.model(body.model)
         messages, opening = conversation(body)
         options = {"tools": body.tools} if body.check_tools() != "none" else {}
+        taken = await charge(self.service.catalog, request, chat_size(messages, options))
         token_ids = await text.encode_chat(messages, "messages", options)
+        await set_right(self.service.catalog, request, taken, len(token_ids))
         num_opening = len(await text.encode(opening, "messages", False)) if opening else 0
         return json_response({"input_tokens": len(token_ids) + num_opening})
 
@@ -352,7 +325,7 @@ class MessageEvents:
 
     def error(self, error: Exception) -> bytes:
         told = error if isinstance(error, ArcherfishError) else unexpected()
-        return event("error", **{"error": error_body(told.status, str(told))["error"]})
+        return event("error", **{"error": anthropic_error(told.status, str(told))["error"]})
 
 
 def event(kind: str, **values: Any) -> bytes:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,12 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError, did_you_mean
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import Figures
-from archerfish.serve.gate import Gate
+from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import Kind, ModelSpec, names_of
 from archerfish.serve.hosted_encoder import Encoder, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
 from archerfish.serve.ticket import Desk, Ticket
-from archerfish.types import DTYPE_BYTES
 
 logger = logging.getLogger("archerfish.serve")
 Hosted = HostedLLM | HostedEncoder
@@ -55,7 +56,9 @@ class Slot:
     error: BaseException | None = None  # of the last attempt to load it
     waiting: list[Ticket] = field(default_factory=list)  # until it is loaded
     last_used: float = 0.0
-    num_bytes: int = 0
+    num_requests: int = 0
+    num_bytes: int = 0  # that it takes, or would take
+    known: dict[str, Any] = field(default_factory=dict)  # of its card, while it is not loaded
 
     @property
     def names(self) -> list[str]:
@@ -66,7 +69,7 @@ class Slot:
         return self.hosted is not None and not self.hosted.has_work and not self.waiting
 
     def card(self) -> dict[str, Any]:
-        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases)}
+        shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases), **self.known}
         return {**shown, **({} if self.hosted is None else self.hosted.card()), "is_loaded": self.hosted is not None}
 
 
@@ -78,9 +81,12 @@ class Shelf:
     """
 
     def __init__(
-        self, compute: ComputeThread, desk: Desk, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic
+        self, compute: ComputeThread, desk: Desk, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
+        live: Callable[[], Iterable[Ticket]] = tuple,
     ) -> None:
+        """live: all requests that are not over, which may be with those who read their texts."""
         self.slots: list[Slot] = []
+        self._live = live
         self._compute, self._desk, self._clock = compute, desk, clock
         self._memory_bytes = memory_bytes
         self.num_unloaded = 0
@@ -114,6 +120,8 @@ class Shelf:
     def submit(self, slot: Slot, ticket: Ticket, act: Callable[[Hosted, Ticket], None]) -> None:
         """Hand a request to a model, which is loaded first if it is not there."""
         slot.last_used = self._clock()
+        slot.num_requests += 1
+        ticket.slot = slot
         if slot.hosted is not None:
             ticket.retry_after_s = slot.hosted.retry_after_s
             act(slot.hosted, ticket)
@@ -127,6 +135,7 @@ class Shelf:
         if slot.is_loading or slot.hosted is not None:
             return
         slot.is_loading = True
+        self._make_room(keeps=slot, num_bytes=slot.num_bytes)
         lane = self._compute.lane(slot.name)
 
         def run() -> None:
@@ -141,13 +150,25 @@ class Shelf:
         in_background(run, f"load-{slot.name}", daemon=True)
 
     def load_next(self) -> None:
-        """Begin to load the model for idle times that most requests wait for, if none is being loaded now."""
+        """Begin to load the model for idle times that was asked for most, if none is being loaded now and it has room."""
+        if self.is_loading:
+            return
         left = [slot for slot in self.slots if slot.loads == "idle" and slot.hosted is None and slot.error is None]
-        if left and not any(slot.is_loading for slot in self.slots) and self._has_room():
-            self.load(max(left, key=lambda slot: len(slot.waiting)))
+        left = [slot for slot in left if self._has_room(slot.num_bytes)]
+        if left:
+            self.load(max(left, key=lambda slot: slot.num_requests))
 
-    def _has_room(self) -> bool:
-        return not self._memory_bytes or self.num_bytes < self._memory_bytes
+    def keep_within_memory(self) -> None:
+        """In idle times: unload what could not be when memory was wanted, because it had something to do."""
+        if not self._has_room():
+            self._make_room(keeps=max(self.slots, key=lambda slot: slot.last_used))
+
+    def _has_room(self, num_bytes: int = 0) -> bool:
+        return not self._memory_bytes or self.num_bytes + num_bytes <= self._memory_bytes
+
+    @property
+    def is_loading(self) -> bool:
+        return any(slot.is_loading for slot in self.slots)
 
     @property
     def num_bytes(self) -> int:
@@ -158,6 +179,7 @@ class Shelf:
         slot.is_loading = False
         slot.kind = hosted.kind
         slot.num_bytes = num_bytes_of(hosted)
+        slot.known = hosted.card()
         slot.last_used = self._clock()
         if hosted.name != slot.name and hosted.name not in slot.aliases:
             slot.aliases = (*slot.aliases, hosted.name)
@@ -185,13 +207,14 @@ class Shelf:
         for ticket in waiting:
             self._desk.fail(ticket, ServiceError(f"The model {slot.name} could not be loaded.", hint="The log says why."))
 
-    def _make_room(self, keeps: Slot) -> None:
-        while not self._has_room() and self._unload_one(keeps):
+    def _make_room(self, keeps: Slot, num_bytes: int = 0) -> None:
+        while not self._has_room(num_bytes) and self._unload_one(keeps):
             pass
 
     def _unload_one(self, keeps: Slot) -> bool:
         """Let the model go that was used least recently; False: all have something to do."""
-        idle = [slot for slot in self.slots if slot is not keeps and slot.is_idle]
+        busy = {ticket.slot for ticket in self._live()}
+        idle = [slot for slot in self.slots if slot is not keeps and slot.is_idle and slot not in busy]
         if not idle:
             return False
         slot = min(idle, key=lambda slot: slot.last_used)
@@ -200,9 +223,8 @@ class Shelf:
         slot.hosted.close()
         self._compute.remove(slot.lane)
         slot.hosted = slot.lane = None
-        slot.loads = "demand" if slot.loads == "idle" else slot.loads
         self.num_unloaded += 1
-        gc.collect()
+        free_memory()
         return True
 
     def close(self) -> None:
@@ -210,9 +232,18 @@ class Shelf:
             hosted.close()
 
 
+def free_memory() -> None:
+    """Give back to the system what an engine has left behind."""
+    gc.unfreeze()  # an engine that is loaded freezes what there is, the one that has gone too
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(OSError, AttributeError):  # of glibc alone, which keeps most of it otherwise
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def make_slot(
     spec: ModelSpec, hub: HubConfig, desk: Desk, figures: Figures, writer: Executor, *, latency_s: float, max_queue_texts: int,
-    gate_of: Callable[[LLMEngine], Gate],
+    gate_of: Callable[[LLMEngine], Gate], reading_gate: Callable[[], ReadingGate],
 ) -> Slot:
     """The place of a model that a configuration names."""
 
@@ -222,7 +253,9 @@ def make_slot(
             return HostedLLM(engine, lane, desk, figures, gate_of(engine))
         config = EmbedConfig(**spec.options)
         encoder: Encoder = ArrowEngine(config, hub=hub)
-        hosted = HostedEncoder(encoder, lane, desk, figures, latency_s=latency_s, max_queue_texts=max_queue_texts)
+        hosted = HostedEncoder(
+            encoder, lane, desk, figures, reading_gate(), latency_s=latency_s, max_queue_texts=max_queue_texts
+        )
         if hosted.kind != spec.kind:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
         lane.submit(encoder.core.ops.start_thread, config.num_threads).result()  # type: ignore[attr-defined]
@@ -231,16 +264,16 @@ def make_slot(
         return hosted
 
     name = Path(spec.model).name if Path(spec.model).exists() else spec.model
-    return Slot(name, spec.kind, load, spec.loads, (*spec.aliases, *([spec.model] if name != spec.model else [])))
+    slot = Slot(name, spec.kind, load, spec.loads, (*spec.aliases, *([spec.model] if name != spec.model else [])))
+    if spec.loads != "start":
+        found = describe(spec, hub)
+        slot.known, slot.num_bytes = found.card, found.num_bytes
+    return slot
 
 
 def num_bytes_of(hosted: Hosted) -> int:
     """Memory of a model: weights and KV."""
     if isinstance(hosted, HostedLLM):
-        facts = hosted.engine.facts
-        shapes = facts.adapter.dummy_shapes(facts.config).values()
-        weights = sum(math.prod(shape) for shape in shapes) * DTYPE_BYTES[facts.dtype]
-        return int(weights + facts.memory.num_bytes)
+        return num_bytes_of_writer(hosted.engine.facts)
     directory = getattr(hosted.engine, "directory", None)
-    arrow = None if directory is None else Path(directory) / "weights.arrow"
-    return arrow.stat().st_size if arrow is not None and arrow.is_file() else 0
+    return 0 if directory is None else num_bytes_of_encoder(Path(directory))

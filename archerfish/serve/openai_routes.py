@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
 from archerfish.errors import ArcherfishError, InputTooLargeError
-from archerfish.serve.errors import InvalidParameterError, error_response, json_response
+from archerfish.serve.errors import InvalidParameterError, failure_response, json_response, unexpected
 from archerfish.serve.generation import (
     Answer,
     Choice,
@@ -27,43 +26,16 @@ from archerfish.serve.generation import (
     checked_params,
     openai_reason,
 )
-from archerfish.serve.limits import retry_after
 from archerfish.serve.openai_schemas import ChatBody, CompletionBody, ToolBody, UnsupportedParameterError
+from archerfish.serve.schemas import BodyRoute
 from archerfish.serve.served_texts import ServedText
 from archerfish.serve.sse import dumped, quoted
 from archerfish.serve.tool_choice import choose_tools
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 DONE = b"data: [DONE]\n\n"
 END = b"}\n\n"
 YIELD_PROMPTS = 32  # prompts of a request that are tokenized before other requests get a turn
 RESERVED = ("self", "tokenizer", "messages", "tools")  # no values for a template
-
-
-class TextRoute(APIRoute):
-    """A route whose refusals say when to try again, where the engine process has said it."""
-
-    def get_route_handler(self) -> Handler:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ArcherfishError as error:
-                if retry_headers(error) is None:
-                    raise
-                return failure_response(error)
-
-        return answer
-
-
-def retry_headers(error: ArcherfishError) -> dict[str, str] | None:
-    seconds = getattr(error, "retry_after_s", None)
-    return None if seconds is None else {"Retry-After": retry_after(seconds)}
-
-
-def failure_response(error: ArcherfishError) -> Response:
-    return error_response(error.status, str(error), error.code, getattr(error, "param", None), retry_headers(error))
 
 
 def error_event(error: Exception) -> bytes:
@@ -72,16 +44,12 @@ def error_event(error: Exception) -> bytes:
     return b"data: " + bytes(failure_response(told).body) + b"\n\n"
 
 
-def unexpected() -> ArcherfishError:
-    return ArcherfishError("The server failed to answer this request; its log says why.", hint="")
-
-
 class OpenAIRoutes:
     """Chat and completions."""
 
     def __init__(self, service: TextService, config: ServeConfig) -> None:
         self.service, self.config = service, config
-        self.router = APIRouter(route_class=TextRoute)
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/chat/completions", response_model=None)(self.chat)
         self.router.post("/v1/completions", response_model=None)(self.completions)
 

@@ -5,18 +5,20 @@ Parameters that OpenAI has and this engine has not are refused by name, unless t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from archerfish.errors import did_you_mean
+from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.schemas import Body, _kind, _text, _token_ids, _wrong
 
 STRING = {"type": "string"}
 TEXT_KINDS = ("text", "input_text", "output_text")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 # The parameters of a body that are SamplingParams by the same name.
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -60,21 +62,26 @@ Biases = Annotated[
 ]
 
 
+def stated(default: int | None = None, description: str | None = None, **bounds: float) -> Any:
+    """A field whose bounds the document tells; SamplingParams checks them, with better words."""
+    return Field(default, description=description, json_schema_extra={**bounds})
+
+
 class TextBody(Body):
     """What all routes for text take beside what their makers defined: the rest of the engine's sampling parameters."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # by name: values that ask for nothing
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that writes.")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
+    temperature: float | None = stated(minimum=0, maximum=100)
+    top_p: float | None = stated(exclusiveMinimum=0, maximum=1)
+    top_k: int | None = stated(minimum=-1)
+    min_p: float | None = stated(minimum=0, maximum=1)
+    presence_penalty: float | None = stated(minimum=-100, maximum=100)
+    frequency_penalty: float | None = stated(minimum=-100, maximum=100)
+    repetition_penalty: float | None = stated(minimum=0.01, maximum=100)
+    seed: int | None = stated(minimum=0, maximum=2**64 - 1)
+    min_tokens: int | None = stated(minimum=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -176,11 +183,9 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 def chat_message(message: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise _wrong(f"{where} must be an object, not {_kind(message)}.")
-    for key, given in message.items():
-        if key not in MESSAGE_KEYS and given:  # clients repeat answers with all their empty fields
-            raise _wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, MESSAGE_KEYS)}".strip())
+    check_members(message, MESSAGE_KEYS, where)
     role = message.get("role")
-    if role not in ("system", "developer", "user", "assistant", "tool"):
+    if role not in ROLES:
         stated = f"not {role!r}" if isinstance(role, str) else "which is missing"
         raise _wrong(f"{where}.role must be system, developer, user, assistant or tool, {stated}.")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
@@ -242,8 +247,16 @@ def function_tools(value: Any) -> list[dict[str, Any]]:
         function = tool.get("function", tool)
         if not isinstance(function, dict):
             raise _wrong(f"{where}.function must be an object, not {_kind(function)}.")
+        check_members(function, FUNCTION_KEYS if function is not tool else ("type", *FUNCTION_KEYS), where)
         tools.append(function_tool(function.get("name"), function.get("description"), function.get("parameters"), where))
     return tools
+
+
+def check_members(given: dict[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuse members that are not known, unless they are empty: clients repeat objects with all their fields."""
+    for key, value in given.items():
+        if key not in known and value:
+            raise _wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, known)}".strip())
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
@@ -268,13 +281,15 @@ def chosen_tool(value: Any) -> str:
     raise _wrong('tool_choice must be "auto", "none", "required" or an object that names a function.')
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLE = {"enum": list(ROLES)}
 CONTENT = {"anyOf": [STRING, {"type": "array", "items": {"type": "object"}}]}
 Messages = Annotated[
     list[dict[str, Any]],
     PlainValidator(chat_messages),
     WithJsonSchema({
         "type": "array", "minItems": 1,
-        "items": {"type": "object", "properties": {"role": STRING, "content": CONTENT}, "required": ["role"]},
+        "items": {"type": "object", "properties": {"role": ROLE, "content": CONTENT}, "required": ["role"]},
     }),
 ]
 Tools = Annotated[
@@ -335,17 +350,17 @@ class ChatBody(ToolBody):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (), "function_call": (), "functions": (), "modalities": (["text"],), "moderation": (), "prediction": (),
         "prompt_cache_options": (), "reasoning_effort": ("none",), "service_tier": ("auto", "default"), "store": (False,),
-        "verbosity": (), "web_search_options": (), "best_of": (1,),
+        "verbosity": ("medium",), "web_search_options": (), "best_of": (1,),
     }  # fmt: skip
 
     messages: Messages
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = Field(None, description="The same, as OpenAI names it now.")
+    n: int | None = stated(minimum=1, maximum=MAX_N)
+    max_tokens: int | None = stated(minimum=1)
+    max_completion_tokens: int | None = stated(description="The same, as OpenAI names it now.", minimum=1)
     stop: Stops = Field([])
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    top_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
+    prompt_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Values for the chat template.")
@@ -374,11 +389,11 @@ class CompletionBody(TextBody):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
 
     prompt: Prompts
-    n: int | None = None
-    max_tokens: int | None = Field(16, description="0, with echo, gives the prompt alone.")
+    n: int | None = stated(minimum=1, maximum=MAX_N)
+    max_tokens: int | None = stated(16, "0, with echo, gives the prompt alone.", minimum=0)
     stop: Stops = Field([])
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
+    prompt_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool = Field(False, description="Give token ids beside the text.")

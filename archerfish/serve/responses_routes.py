@@ -14,13 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.errors import ArcherfishError
-from archerfish.serve.errors import InvalidParameterError, json_response
+from archerfish.params import MAX_LOGPROBS
+from archerfish.serve.errors import failure_response, json_response, unexpected
 from archerfish.serve.generation import Answer, Call, Choice, Logprob, Order, Piece, TextService
-from archerfish.serve.openai_routes import TextRoute, chat_order, failure_response, new_call_id, token_logprob, unexpected
-from archerfish.serve.openai_schemas import STRING, UNUSED, Stops, ToolBody, chat_message, function_call, response_grammar
-from archerfish.serve.schemas import _kind, _text, _wrong
+from archerfish.serve.openai_routes import chat_order, new_call_id, token_logprob
+from archerfish.serve.openai_schemas import (
+    STRING,
+    UNUSED,
+    Stops,
+    ToolBody,
+    UnsupportedParameterError,
+    chat_message,
+    function_call,
+    response_grammar,
+    stated,
+)
+from archerfish.serve.schemas import Body, BodyRoute, _kind, _text, _wrong
 from archerfish.serve.sse import dumped, quoted
 
+LOGPROBS = "message.output_text.logprobs"
 STATEFUL = "This server keeps no responses: send the whole conversation in input"
 
 
@@ -60,25 +72,31 @@ Input = Annotated[
 ]
 
 
+class ResponseStreamOptions(Body):
+    """stream_options."""
+
+    include_obfuscation: bool = Field(False, description=UNUSED)
+
+
 class ResponsesBody(ToolBody):
     """POST /v1/responses."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
-        "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({},),
+        "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
     input: Input
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = stated(minimum=1)
     stop: Stops = Field([])
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
-    include: list[str] | None = Field(None, description="message.output_text.logprobs, or nothing.")
-    top_logprobs: int | None = None
+    include: list[str] | None = Field(None, description=f"{LOGPROBS}, or what there is nothing of here.")
+    top_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
     store: bool | None = None
     previous_response_id: str | None = None
-    stream_options: dict[str, Any] | None = Field(None, description=UNUSED)
+    stream_options: ResponseStreamOptions | None = Field(None, description=UNUSED)
     metadata: dict[str, Any] | None = None
     user: str | None = Field(None, description=UNUSED)
     safety_identifier: str | None = Field(None, description=UNUSED)
@@ -86,20 +104,25 @@ class ResponsesBody(ToolBody):
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def stated_format(self) -> dict[str, Any] | None:
-        return response_grammar((self.text or {}).get("format"), "text.format")
+        wanted = {name: value for name, value in (self.text or {}).items() if (name, value) != ("verbosity", "medium")}
+        unknown = [name for name, value in wanted.items() if name != "format" and value is not None]
+        if unknown:
+            raise UnsupportedParameterError(f"text.{unknown[0]} is not supported.", "text")
+        return response_grammar(wanted.get("format"), "text.format")
 
     def check_stateless(self) -> None:
         if self.store:
-            raise InvalidParameterError(f"{STATEFUL}, and leave out store or set it to false.", "store")
+            raise UnsupportedParameterError(f"{STATEFUL}, and leave out store or set it to false.", "store")
         if self.previous_response_id is not None:
-            raise InvalidParameterError(f"{STATEFUL}, instead of previous_response_id.", "previous_response_id")
+            raise UnsupportedParameterError(f"{STATEFUL}, instead of previous_response_id.", "previous_response_id")
 
     def sampling(self) -> dict[str, Any]:
-        unknown = [name for name in self.include or () if name != "message.output_text.logprobs"]
+        include = self.include or ()
+        unknown = [name for name in include if name not in (LOGPROBS, "reasoning.encrypted_content")]
         if unknown:
-            raise InvalidParameterError(f"include of {unknown[0]!r} is not supported.", "include")
+            raise UnsupportedParameterError(f"include of {unknown[0]!r} is not supported.", "include")
         found = {**super().sampling(), "max_tokens": self.max_output_tokens}
-        return {**found, "logprobs": self.top_logprobs or 0} if self.include or self.top_logprobs else found
+        return {**found, "logprobs": self.top_logprobs or 0} if LOGPROBS in include or self.top_logprobs else found
 
 
 class ResponsesRoutes:
@@ -107,7 +130,7 @@ class ResponsesRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.router = APIRouter(route_class=TextRoute)
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/responses", response_model=None)(self.responses)
 
     async def responses(self, request: Request, body: ResponsesBody) -> Response:

@@ -75,15 +75,18 @@ def key_of(request: Generate, model: str) -> bytes | None:
 class ResultCache:
     """One AdaptiveCache for each tenant, with an equal part of the bytes: no tenant can feel what another does.
 
-    Not for several threads at once. Tenants beyond `max_tenants` have no part.
+    Not for several threads at once. Tenants beyond `max_tenants` have no part. Each of several front ends has a cache of its
+    own, with an equal part of `max_bytes`: a hit costs the engine process nothing, and one computation more at worst per front
+    end is its price.
     """
 
     def __init__(
-        self, max_bytes: int = 0, ttl_seconds: float = 600.0, *, max_tenants: int = 1, window_size: int = 256,
-        min_hit_rate: float = 0.05, clock: Callable[[], float] = time.monotonic,
+        self, max_bytes: int = 0, ttl_seconds: float = 600.0, *, max_tenants: int = 1, num_front_ends: int = 1,
+        window_size: int = 256, min_hit_rate: float = 0.05, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options: dict[str, Any] = {"window_size": window_size, "min_hit_rate": min_hit_rate, "clock": clock}
         self._caches: dict[str, AdaptiveCache[bytes, bytes]] = {}
+        self._num_front_ends = num_front_ends
         self._set_limits(max_bytes, ttl_seconds, max_tenants)
         AdaptiveCache(max_bytes, ttl_seconds, **self._options)  # so that wrong options show now
 
@@ -98,6 +101,10 @@ class ResultCache:
     @property
     def is_enabled(self) -> bool:
         return self.max_bytes > 0
+
+    @property
+    def _tenant_bytes(self) -> int:
+        return self.max_bytes // self._num_front_ends // self.max_tenants
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +130,7 @@ class ResultCache:
             return None
         cache = self._caches.get(namespace)
         if cache is None and len(self._caches) < self.max_tenants:
-            cache = AdaptiveCache(self.max_bytes // self.max_tenants, self.ttl_seconds, **self._options)
+            cache = AdaptiveCache(self._tenant_bytes, self.ttl_seconds, **self._options)
             self._caches[namespace] = cache
         return cache
 
@@ -137,7 +144,7 @@ class ResultCache:
         for namespace in list(self._caches)[self.max_tenants if self.is_enabled else 0 :]:
             del self._caches[namespace]
         for cache in self._caches.values():
-            cache.resize(self.max_bytes // self.max_tenants, self.ttl_seconds)
+            cache.resize(self._tenant_bytes, self.ttl_seconds)
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget the answers of a tenant, or all: when a model has other weights, say."""

@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import msgspec
-
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.serve.front import GRACE_S, FrontConfig, bind, build_app, read_tenants, run_app
+from archerfish.serve.front import FrontConfig, bind, build_app, read_tenants, run_app
+from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
 from archerfish.serve.page import curl, examples
 from archerfish.serve.supervisor import Supervisor
@@ -42,15 +38,15 @@ def serve(
         host = HostConfig(
             models=models, hub=dataclasses.asdict(hub), front_end_pass=credentials, max_queue_texts=config.max_queue_texts,
             latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
-            admission=admission_of(config, models),
+            admission=admission_of(config, models), memory_gib=config.memory_gib, hang_s=config.hang_s,
         )
         with Supervisor(host) as supervisor:
             front = FrontConfig(
                 address=supervisor.address, credentials=credentials, serve=dataclasses.asdict(config),
                 retry_after_s=max(1.0, supervisor.start_s), listener=listener.fileno(),
             )
-            with further_front_ends(front, listener, config.num_front_ends - 1) as stop_others:
-                run_app(build_app(front), listener, config, tell, stop_others)
+            with FrontEnds(front, config.num_front_ends - 1) as others:
+                run_app(build_app(front), listener, config, tell, others.stop)
 
 
 @contextmanager
@@ -73,15 +69,16 @@ def orderly_end() -> Iterator[None]:
 def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:
     """The models to serve, as the engine process is told of them."""
     found: list[ModelSpec] = []
+    loads: Any = config.loads
     if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
         engine = engine.replace(scheduling_policy="fair-share")  # between tenants
     if config.kinds in ("all", "generation"):
-        found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,)))
+        found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,), loads=loads))
     if config.kinds in ("all", "embedding"):
-        found.append(ModelSpec(kind="embedding", options=dataclasses.asdict(embed), aliases=(embed.model,)))
+        found.append(ModelSpec(kind="embedding", options=dataclasses.asdict(embed), aliases=(embed.model,), loads=loads))
     if config.rerank_model:
         options = dataclasses.asdict(embed.replace(model=config.rerank_model))
-        found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,)))
+        found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,), loads=loads))
     return tuple(found)
 
 
@@ -105,36 +102,6 @@ def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progre
             read_facts(EngineConfig(**spec.options), hub, progress)
         else:
             locate(EmbedConfig(**spec.options), hub, progress)
-
-
-@contextmanager
-def further_front_ends(front: FrontConfig, listener: socket.socket, number: int) -> Iterator[Callable[[], None]]:
-    """Processes that accept from the same socket; what it gives tells them to stop, without waiting until they have."""
-    command = (sys.executable, "-m", "archerfish.serve.front")
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def stop() -> None:
-        for process in processes:
-            process.terminate()
-
-    try:
-        for _ in range(number):
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
-            processes.append(process)
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(front) + b"\n")
-            process.stdin.flush()
-        yield stop
-    finally:
-        stop()
-        for process in processes:
-            try:
-                process.wait(GRACE_S + 5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
 
 
 def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+import math
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, Literal, NoReturn
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
 
 from archerfish.errors import did_you_mean
 
@@ -99,6 +105,34 @@ Documents = Annotated[
 ]
 
 
+def _refuse_constant(text: str) -> NoReturn:
+    raise json.JSONDecodeError(f"{text} is no number of JSON", "", 0)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
+
+
+class StrictRequest(Request):
+    """A request whose body is JSON by the standard: NaN and numbers without end are none."""
+
+    async def json(self) -> Any:
+        return json.loads(await self.body(), parse_float=_finite, parse_constant=_refuse_constant)
+
+
+class BodyRoute(APIRoute):
+    """A route of strict requests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return answer
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 
@@ -117,6 +151,11 @@ class Body(BaseModel):
         return data
 
 
+Deadline = Annotated[
+    float | None, Field(gt=0, description="Seconds in which the answer is wanted; what cannot be in time is refused at once.")
+]
+
+
 class EmbeddingsBody(Body):
     """POST /v1/embeddings, as OpenAI has it."""
 
@@ -124,6 +163,7 @@ class EmbeddingsBody(Body):
     model: str | None = Field(None, description="Name of the served model; left out: the one there is.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    deadline_s: Deadline = None
     user: str | None = Field(None, description="Accepted and not used.")
 
 
@@ -135,6 +175,7 @@ class RerankBody(Body):
     model: str | None = None
     top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
     return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
+    deadline_s: Deadline = None
 
 
 class SimilarityBody(Body):
@@ -143,3 +184,4 @@ class SimilarityBody(Body):
     source: OneOrMore
     sentences: Sentences
     model: str | None = None
+    deadline_s: Deadline = None

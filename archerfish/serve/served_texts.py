@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from archerfish.background import Lazy
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.errors import InvalidParameterError
 
@@ -78,6 +78,9 @@ class ServedText:
                 return self._template.get().encode(tokenizer, messages, **options)
             except InvalidInputError as error:
                 raise blamed(error, param) from None
+            except UnsupportedModelError:
+                message = f"{self.card.id} has no chat template: it completes texts; give /v1/completions a prompt instead."
+                raise InvalidParameterError(message, "model") from None
 
         size = chat_size(messages, options)
         return await aside(render, size if self._template.is_made else LONG_TEXT + 1)

@@ -20,6 +20,7 @@ from archerfish.serve.presence import disconnected
 logger = logging.getLogger("archerfish.serve")
 MAX_WAITING_BYTES = 64 << 10  # events that wait for a reader; beyond, their producer waits
 STALL_S = 60.0  # how long it does
+COMMENT = b": keep-alive\n\n"  # which every reader of events skips
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 quoted = msgspec.json.Encoder().encode  # a text, or anything of texts and numbers, as JSON
 
@@ -42,11 +43,13 @@ class Outbox:
         self._num_bytes = 0
         self._is_closed = False
         self.was_used = False
+        self.num_quiet = 0  # looks of the timer since there was something
         self._arrival: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
 
     def put(self, data: bytes) -> None:
         self.was_used = True
+        self.num_quiet = 0
         self._parts.append(data)
         self._num_bytes += len(data)
         if self._arrival is not None:
@@ -85,9 +88,10 @@ class Outbox:
         try:
             async with asyncio.timeout(self._stall_s):
                 while self.is_full and not self._is_closed:
-                    self._room = self._room or asyncio.get_running_loop().create_future()
+                    # Whoever waits leaves this future in place: others may have made it after the one that woke him.
+                    if self._room is None or self._room.done():
+                        self._room = asyncio.get_running_loop().create_future()
                     await asyncio.shield(self._room)
-                    self._room = None
         except TimeoutError:
             raise StalledReaderError from None
 
@@ -101,38 +105,51 @@ class EventStream(Response):
     """An answer in events that `produce` puts into an Outbox as they come.
 
     `start` waits for the first of them, so that what goes wrong before it is an ordinary error; `tell` makes an event of a
-    later one. When the client goes or stops reading, `produce` is cancelled.
+    later one. When the client goes or stops reading, `produce` is cancelled. Where nothing comes for `keep_alive_s`, a comment
+    is sent, the first event or not; 0 for none.
     """
 
     def __init__(
-        self, produce: Callable[[Outbox], Awaitable[None]], tell: Callable[[Exception], bytes], outbox: Outbox | None = None
+        self, produce: Callable[[Outbox], Awaitable[None]], tell: Callable[[Exception], bytes], outbox: Outbox | None = None, *,
+        keep_alive_s: float = 0.0,
     ) -> None:
         super().__init__(None, headers=HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._outbox = outbox or Outbox()
         self._produce, self._tell = produce, tell
         self._producer: asyncio.Task[None] | None = None
+        self._gone: asyncio.Task[None] | None = None  # ends when the client has gone
         self._limit: asyncio.Timeout | None = None
         self._has_begun = False
+        self._keep_alive_s = keep_alive_s
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, request: Request) -> EventStream:
         self._producer = asyncio.create_task(self._run())
-        first = asyncio.create_task(self._outbox.has_bytes())
-        gone = asyncio.create_task(disconnected(request))
+        self._wait_for_quiet()
+        self._gone = asyncio.create_task(disconnected(request))
+        self._gone.add_done_callback(lambda _: self._leave())
         try:
-            await asyncio.wait((first, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not first.done():
-                raise ClientGoneError
-            if not first.result():
+            if not await self._outbox.has_bytes():
+                if self._gone.done():
+                    raise ClientGoneError
                 await self._producer  # which raises what went wrong
             self._has_begun = True
         finally:
-            first.cancel()
-            gone.cancel()
             if not self._has_begun:
-                self._producer.cancel()
-            await asyncio.gather(first, gone, *([] if self._has_begun else [self._producer]), return_exceptions=True)
+                await self._end()
         return self
+
+    def _wait_for_quiet(self) -> None:
+        if self._keep_alive_s:
+            self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s / 2, self._look)
+
+    def _look(self) -> None:
+        """One timer for all that is put: it costs a token nothing."""
+        self._outbox.num_quiet += 1
+        if self._outbox.num_quiet >= 2:
+            self._outbox.put(COMMENT)
+        self._wait_for_quiet()
 
     async def _run(self) -> None:
         try:
@@ -148,12 +165,12 @@ class EventStream(Response):
                 logger.exception("An answer broke off")
             self._outbox.put(self._tell(error))
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             self._outbox.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._producer is not None, "start() comes first"
-        gone = asyncio.create_task(disconnected(Request(scope, receive)))
-        gone.add_done_callback(lambda _: self._leave())
         try:
             async with asyncio.timeout(None) as self._limit:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -163,9 +180,13 @@ class EventStream(Response):
         except TimeoutError:
             pass  # without its end, the answer makes the server close the connection
         finally:
-            self._leave()
-            gone.cancel()
-            await asyncio.gather(gone, self._producer, return_exceptions=True)
+            await self._end()
+
+    async def _end(self) -> None:
+        assert self._producer is not None and self._gone is not None
+        self._leave()
+        self._gone.cancel()
+        await asyncio.gather(self._gone, self._producer, return_exceptions=True)
 
     def _leave(self) -> None:
         if self._producer is not None:

@@ -1,4 +1,4 @@
-"""Keeps an engine process running: starts it, waits until it serves, starts it again when it dies, stops it.
+"""Keeps an engine process running: starts it, waits until it serves, starts it again when it dies or hangs, stops it.
 
     with Supervisor(HostConfig(models=(ModelSpec(kind="generation"),))) as supervisor:
         client = supervisor.client()
@@ -13,6 +13,8 @@ import atexit
 import contextlib
 import logging
 import math
+import os
+import selectors
 import shutil
 import signal
 import subprocess
@@ -29,6 +31,7 @@ import msgspec
 from archerfish.errors import ArcherfishError, MachineError, StoppedError
 from archerfish.serve.client import AsyncClient, Client
 from archerfish.serve.host_config import HostConfig, check_address
+from archerfish.serve.vitals import BEAT_S, Pulse
 
 logger = logging.getLogger("archerfish.serve")
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.25, 15.0
@@ -43,7 +46,7 @@ class EngineStartError(MachineError):
 
 
 class Supervisor:
-    """One engine process and its successors, all at one address.
+    """One engine process and its successors, all at one address. One that hangs (`vitals`) is killed, and so started again.
 
     config.address: empty for a socket in a new private directory, which goes when the supervisor stops. on_change is told
     whether the process serves, in a thread of the supervisor's. command: for tests.
@@ -51,16 +54,17 @@ class Supervisor:
 
     def __init__(
         self, config: HostConfig, *, on_change: Callable[[bool], None] = lambda is_serving: None,
-        command: tuple[str, ...] = (sys.executable, "-m", "archerfish.serve.host"),
+        command: tuple[str, ...] = (sys.executable, "-m", "archerfish.serve.engine_process"),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = "" if config.address else tempfile.mkdtemp(prefix="archerfish-")  # 0700: nobody else may connect
         self.config = config if config.address else msgspec.structs.replace(config, address=f"ipc://{self._directory}/engine")
         check_address(self.config)
         self.address = self.config.address
         self.is_serving = False
-        self.num_starts = 0
+        self.num_starts = self.num_hangs = 0
         self.start_s = 0.0  # what the last start took
-        self._command, self._on_change = command, on_change
+        self._command, self._on_change, self._clock = command, on_change, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
         self._lock = threading.Lock()  # over _process and whether it may be replaced
@@ -97,7 +101,9 @@ class Supervisor:
         with self._lock:
             if self._is_stopping.is_set():
                 raise StoppedError("The supervisor has been stopped.")
-            process = self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(self.config) + b"\n")
@@ -127,6 +133,7 @@ class Supervisor:
         while not self._is_stopping.is_set():
             process, began = self._process, time.monotonic()
             assert process is not None
+            self._attend(process)
             code = process.wait()
             close_pipes(process)
             if self._is_stopping.is_set():
@@ -135,14 +142,33 @@ class Supervisor:
                 self._tell(False)
                 logger.error("The engine process has died (%s) and is started again.", named(code))
             num_quick = 0 if time.monotonic() - began > STEADY_S else num_quick + 1
-            if num_quick > 1:
-                self._is_stopping.wait(min(MOST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_quick - 2, 10)))
+            self._is_stopping.wait(backoff_s(num_quick))
             try:
                 self._launch()
             except StoppedError:
                 return
             except (ArcherfishError, OSError) as error:
                 logger.error("The engine process could not be started again: %s", error)
+
+    def _attend(self, process: subprocess.Popen[bytes]) -> None:
+        """Return when the process has ended, or has been killed because it hangs."""
+        assert process.stdout is not None
+        if process.stdout.closed:  # it was attended to before, and no other could be started
+            return
+        pulse, pipe = Pulse(self.config.silence_s, self._clock), process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while True:
+                data = os.read(pipe, 1 << 16) if selector.select(BEAT_S) else None
+                if data == b"":
+                    return
+                complaint = pulse.hear(data or b"")
+                if complaint and not self._is_stopping.is_set():  # else it is closing, and who stops it has a limit of his own
+                    self.num_hangs += 1
+                    self._tell(False)
+                    logger.error("The engine process hangs and is killed: %s", complaint)
+                    process.kill()
+                    return
 
     def stop(self, grace_s: float | None = None) -> None:
         """Let the process finish what runs, then end it; nothing of it stays behind."""
@@ -188,6 +214,11 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+def backoff_s(num_quick: int) -> float:
+    """How long to wait before the next start, after so many processes in a row that did not live long."""
+    return 0.0 if num_quick < 2 else min(MOST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_quick - 2, 10))
 
 
 def named(code: int) -> str:

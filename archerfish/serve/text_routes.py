@@ -9,13 +9,13 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from archerfish.serve.charges import charge, set_right
 from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.generation import TextService
-from archerfish.serve.openai_routes import TextRoute
 from archerfish.serve.openai_schemas import IDS, STRING, Messages, Tools
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.schemas import Body, _kind, _text, _token_ids, _wrong
-from archerfish.serve.served_texts import ServedText, aside
+from archerfish.serve.schemas import Body, BodyRoute, _kind, _text, _token_ids, _wrong
+from archerfish.serve.served_texts import ServedText, aside, chat_size
 from archerfish.serve.wire import Explain, Report
 
 
@@ -68,22 +68,23 @@ class TextRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.router = APIRouter(route_class=TextRoute)
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/tokenize", response_model=None)(self.tokenize)
         self.router.post("/detokenize", response_model=None)(self.detokenize)
         self.router.post("/v1/cache/explain", response_model=None)(self.explain)
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
         """Token ids of a text."""
         text = await self._any_model(body.model)
-        token_ids = await self._token_ids(text, body.prompt, body.messages, body.tools, body.add_special_tokens)
+        token_ids = await self._token_ids(request, text, body, body.add_special_tokens)
         strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
         shown = {"count": len(token_ids), "max_model_len": text.card.max_length, "tokens": token_ids, "token_strs": strings}
         return json_response(shown)
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
         """The text of token ids."""
         text = await self._any_model(body.model)
+        await charge(self.service.catalog, request, 0, len(body.tokens))
         tokenizer = text.need_tokenizer("model")
         decoded = await aside(lambda: tokenizer.decode(body.tokens, body.skip_special_tokens), len(body.tokens))
         return json_response({"prompt": decoded})
@@ -91,7 +92,7 @@ class TextRoutes:
     async def explain(self, request: Request, body: ExplainBody) -> Response:
         """What the cache has for a prompt of the caller, and why not more."""
         text = await self.service.model(body.model)
-        token_ids = await self._token_ids(text, body.prompt, body.messages, body.tools)
+        token_ids = await self._token_ids(request, text, body)
         text.check_length(token_ids, "prompt")
         address = self.service.catalog.address(request, text.card)
         answer = await unless_gone(request, self.service.catalog.backend.ask(Explain(token_ids=token_ids, **address)))
@@ -103,13 +104,20 @@ class TextRoutes:
         return await self.service.texts.of(await catalog.find(name, "generation", "embedding", "cross-encoder"))
 
     async def _token_ids(
-        self, text: ServedText, prompt: str | list[int] | None, messages: list[dict[str, Any]] | None,
-        tools: list[dict[str, Any]], add_special_tokens: bool = True,
+        self, request: Request, text: ServedText, body: TokenizeBody | ExplainBody, add_special_tokens: bool = True
     ) -> list[int]:
+        """Of the prompt or the conversation; they count against the caller's limits."""
+        prompt, messages, catalog = body.prompt, body.messages, self.service.catalog
         if (prompt is None) == (messages is None):
             raise InvalidParameterError("Give either prompt or messages.", "prompt")
+        if isinstance(prompt, list):
+            await charge(catalog, request, 0, len(prompt))
+            return prompt
+        options = {"tools": body.tools} if body.tools else {}
+        taken = await charge(catalog, request, chat_size(messages, options) if messages is not None else len(prompt or ""))
         if messages is not None:
-            return await text.encode_chat(messages, "messages", {"tools": tools} if tools else {})
-        return await text.encode(prompt, "prompt", add_special_tokens) if isinstance(prompt, str) else list(prompt or ())
-
-
+            token_ids = await text.encode_chat(messages, "messages", options)
+        else:
+            token_ids = await text.encode(prompt or "", "prompt", add_special_tokens)
+        await set_right(catalog, request, taken, len(token_ids))
+        return token_ids

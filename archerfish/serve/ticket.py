@@ -26,9 +26,12 @@ class Ticket:
     tenant: str = ""
     caller: Tenant = ANONYMOUS
     arrived: float = 0.0
+    takes_bundles: bool = False
     retry_after_s: Callable[[], float] | None = None  # how long its model thinks one should wait before the next
     is_over: bool = False
     release: Callable[[], None] | None = None  # called once when it is over: what it holds in its model goes back
+    end_sequence: Callable[[int], object] | None = None  # ends one of n sequences, once they run
+    slot: Any = None  # of its model
     model_work: Callable[[Any, Ticket], None] | None = None  # what to do with it once its model is loaded
     on_end: Callable[[Message], None] | None = None  # of a request of our own
 

@@ -18,9 +18,8 @@ from archerfish.errors import InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.errors import InvalidParameterError, json_response
-from archerfish.serve.openai_routes import TextRoute
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.schemas import EmbeddingsBody, RerankBody, SimilarityBody
+from archerfish.serve.schemas import BodyRoute, EmbeddingsBody, RerankBody, SimilarityBody
 from archerfish.serve.wire import Embed, Score, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -34,7 +33,7 @@ class VectorRoutes:
         self.catalog, self.config = catalog, config
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
-        self.router = APIRouter(route_class=TextRoute)
+        self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/embeddings", response_model=None)(self.embeddings)
         self.router.post("/v1/rerank", response_model=None)(self.rerank)
         self.router.post("/similarity", response_model=None)(self.similarity)
@@ -45,7 +44,7 @@ class VectorRoutes:
         self.check_number(len(body.input), "input")
         if body.dimensions is not None and body.dimensions > card.dimension:
             raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
-        rows, num_tokens = await self.embed(request, card, body.input)
+        rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s)
         rows = shorten(rows, body.dimensions)
         items = (
             f'{{"object":"embedding","index":{index},"embedding":{embedding_json(row, body.encoding_format)}}}'
@@ -59,11 +58,13 @@ class VectorRoutes:
         card = await self.catalog.find(body.model, "cross-encoder", "embedding")
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
-            message = Score(query=body.query, documents=body.documents, **self.catalog.address(request, card))
+            message = Score(
+                query=body.query, documents=body.documents, deadline_s=body.deadline_s, **self.catalog.address(request, card)
+            )
             rows, num_tokens = read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
             scores = rows[:, 0]
         else:
-            rows, num_tokens = await self.embed(request, card, [body.query, *body.documents])
+            rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
             scores = rows[1:] @ rows[0]
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
         results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in order]
@@ -79,15 +80,17 @@ class VectorRoutes:
         sources = [body.source] if isinstance(body.source, str) else body.source
         num_texts = len(sources) + len(body.sentences)
         self.check_number(num_texts, "sentences")
-        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences])
+        rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences], body.deadline_s)
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
         shown = cosines[0] if isinstance(body.source, str) else cosines
         tail = {"model": card.id, "usage": self.usage("/similarity", num_texts, num_tokens)}
         return await list_response('{"similarities":[', (json.dumps(row.tolist()) for row in shown), tail)
 
-    async def embed(self, request: Request, card: ModelCard, texts: Sequence[str | list[int]]) -> tuple[Array, int]:
+    async def embed(
+        self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
+    ) -> tuple[Array, int]:
         """Vectors of length 1, and the tokens that they took."""
-        message = Embed(texts=list(texts), normalize=True, **self.catalog.address(request, card))
+        message = Embed(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
         return read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
 
     def check_number(self, number: int, param: str) -> None:

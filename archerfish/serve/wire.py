@@ -86,15 +86,28 @@ class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
     credentials: str = ""
 
 
+class Charge(Message, tag="charge", kw_only=True, omit_defaults=True):
+    """Take a request and tokens, of what needs no model, from a tenant's limits; answered with a Report. Front ends only."""
+
+    num_tokens: int = 0
+    is_spent: bool = False  # no request, and tokens that were used already, or are given back below 0: nothing is refused
+    credentials: str = ""
+    tenant: str = ""
+
+
 class Cancel(Message, tag="cancel", kw_only=True, omit_defaults=True):
     """Give up an earlier request of this client, the one with this request_id. Unknown ones are no error; no answer."""
 
+    index: int | None = None  # of one of its n sequences, which is complete for the client; the others go on
+
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):
-    """Ask for a Report: "models", "stats" or "metrics"."""
+    """Ask for a Report: "models", "stats", "metrics" or "options", the last of which front ends share."""
 
     about: str = "stats"
     credentials: str = ""
+    source: str = ""  # a front end, among all that there ever were
+    values: dict[str, Any] = {}  # and what it tells the others: metrics, options and their version
 
 
 class Ping(Message, tag="ping", kw_only=True, omit_defaults=True):
@@ -116,6 +129,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     stop_reason: str | int | None = None
     logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # token, logprob, rank, likeliest
     num_cached_tokens: int = 0  # of the prompt; with the first chunk of a request, for who leaves before its Generated
+    retry_after_s: float | None = None  # of a request whose deadline came before its first token
 
 
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -140,6 +154,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     num_cached_tokens: int = 0
     prompt_token_ids: list[int] | None = None  # where the client did not send them
     prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None
+    retry_after_s: float | None = None  # of a request whose deadline came before its first token
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
 
@@ -180,6 +195,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
     hint: str = ""
     param: str | None = None
     retry_after_s: float | None = None
+    blocked_s: float | None = None  # until this tenant's limits allow anything at all
 
     @classmethod
     def of(cls, request_id: str, error: BaseException, retry_after_s: float | None = None) -> Failed:
@@ -188,13 +204,13 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
             hint = error.hint or ""
             return cls(
                 request_id=request_id, code=error.code, message=error.message, status=error.status, hint=hint,
-                param=getattr(error, "param", None), retry_after_s=retry_after_s,
+                param=getattr(error, "param", None), retry_after_s=retry_after_s, blocked_s=getattr(error, "blocked_s", None),
             )
         message = "The engine failed on this request; its log says why."
         return cls(request_id=request_id, code=ArcherfishError.code, message=message)
 
 
-FromClient = Generate | Embed | Score | Explain | Configure | Cancel | Query | Ping
+FromClient = Generate | Embed | Score | Explain | Configure | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()

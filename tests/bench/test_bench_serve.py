@@ -497,9 +497,15 @@ def test_a_timeline_has_every_end_once(latencies_s: list[float]) -> None:
 def test_memory_is_compared_over_quarters() -> None:
     run = made_run([0.5], Load(CHAT, concurrency=1, count=1))
     run.samples = [(float(at), 100.0 + at) for at in range(8)]
+    run.cached, run.processes = [0.0] * 8, {"process 1": [float(50 + at) for at in range(8)], "process 2": [50.0] * 8}
     figures = measure(run, Limits())
     assert (figures["memory_early_bytes"], figures["memory_late_bytes"]) == (100, 106)
     assert figures["memory_growth"] == pytest.approx(0.06)
+    assert figures["process 1, MB/min"] == pytest.approx(60e-6)
+    assert figures["process 2, MB/min"] == 0
+    run.cached = [float(at) for at in range(8)]  # all of what grew is KV
+    figures = measure(run, Limits())
+    assert (figures["memory_growth"], figures["kv_late_bytes"]) == (0, 7)
     run.samples = [(0.0, 0.0)] * 8
     assert "memory_growth" not in measure(run, Limits())
 

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from archerfish.bench import serve_processes
+from archerfish.bench import serve, serve_processes
 from archerfish.bench.serve import SCENARIOS, BenchOptions, Found, ServeBench
 from archerfish.bench.serve_http import Address, Pool
 from archerfish.bench.serve_load import Load
 from archerfish.bench.serve_plots import HEIGHT, WIDTH, Series, chart, page, ticks
-from archerfish.bench.serve_processes import ServerProcess, tree_bytes
-from archerfish.bench.serve_report import Target
+from archerfish.bench.serve_processes import ProcessUse, ServerProcess, tree_bytes
+from archerfish.bench.serve_report import Limits, Target
 from archerfish.bench.serve_requests import Shape
 from archerfish.bench.serve_server import Server, ServerOptions, choose_models, in_use
 from archerfish.cli import bench_serve
@@ -125,12 +125,53 @@ def limited(most_running: int, refuses: bool) -> Script:
 def test_overload_of_a_server_with_manners() -> None:
     found = run_bench(limited(32, refuses=True), ["overload"], BenchOptions(num_warmup=0, duration_s=30.0))
     assert verdicts(found) == {
-        "not answered, nor refused with Retry-After": True, "goodput / capacity": True, "growth of memory": None,
-        "capacity afterwards / before": True,
+        "not answered, nor refused with Retry-After": True, "load / capacity": True,
+        "goodput / capacity": True, "growth of memory beside KV": None, "capacity afterwards / before": True,
     }  # fmt: skip
     over = next(point for point in found.points if point.rate)
     assert over.rate == pytest.approx(3 * 32 / 0.8, rel=0.1)
     assert 0 < (over.median("num_refused") or 0) < (over.median("num_requests") or 0)
+
+
+def test_only_answers_within_the_deadline_are_goodput() -> None:
+    """And the deadline is sent to servers that take it."""
+    asked_for: set[float | None] = set()
+
+    def script(asked: Asked) -> Answer:
+        if asked.body.get("deadline_s") and refuses:
+            return error(400, "unknown_parameter")
+        asked_for.add(asked.body.get("deadline_s"))
+        return answering(asked, first_s=2.0 if asked.number % 2 else 0.1)
+
+    options = BenchOptions(num_warmup=0, duration_s=20.0, limits=Limits(latency_s=1.0))
+    for refuses in (False, True):
+        asked_for.clear()
+        found = run_bench(script, ["overload"], options)
+        assert asked_for == ({None} if refuses else {None, 1.0})
+        over = next(point for point in found.points if point.rate)
+        assert over.median("goodput_s") == pytest.approx((over.median("requests_s") or 0) / 2, rel=0.15)
+        assert any("deadline_s" in note for note in found.notes) == refuses
+
+
+def test_overload_of_embeddings() -> None:
+    found = run_bench(answering, ["overload-embed"], BenchOptions(num_warmup=0, duration_s=2.0))
+    assert {scenario for scenario, _, _ in found.targets} == {"overload-embed"}
+    assert all(point.load.startswith("embeddings") for point in found.points)
+
+
+@pytest.mark.parametrize("leaked", [0, 2])
+def test_files_and_threads_that_stay_are_leaks(leaked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = [ProcessUse(1.0, 10, 3), ProcessUse(1.0, 60, 3), ProcessUse(1.0, 10 + leaked, 3 + leaked)]
+    monkeypatch.setattr(serve, "tree_use", lambda pid: {pid: uses.pop(0) if len(uses) > 1 else uses[0]})
+
+    async def test(fake: FakeServer, pool: Pool) -> Found:
+        server = Server(ServerOptions("fake", pool.address.url, pid=1 << 30), pool)
+        return await ServeBench([server], QUICK).run(["disconnect"])
+
+    script = lambda asked: whole({"num_running": 0, "blocks_in_use": 0}) if asked.path == "/stats" else answering(asked)  # noqa: E731
+    found = verdicts(with_server(script, test))
+    assert found["more files and sockets than before"] is (leaked == 0)
+    assert found["more threads than before"] is (leaked == 0)
 
 
 def test_overload_of_a_server_that_queues_without_end() -> None:
@@ -160,7 +201,7 @@ def test_disconnect(leaked: int) -> None:
     found = with_server(script, test)
     assert verdicts(found) == {
         "blocks in use afterwards": leaked == 0, "requests running or waiting afterwards": True,
-        "not answered well afterwards": True,
+        "not answered well afterwards": True, "more files and sockets than before": None, "more threads than before": None,
     }  # fmt: skip
     leavers = found.points[1]
     assert (leavers.median("num_left") or 0) > 150

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
@@ -111,3 +113,51 @@ def test_impossible_sizes_are_refused() -> None:
         LogitsCache(-1, 1.0)
     with pytest.raises(InvalidOptionError):
         LogitsCache(1, 0.0)
+
+
+def test_contexts_that_never_repeat_are_not_kept_when_few_do() -> None:
+    world = World(max_bytes=1000)
+    for i in range(256):  # a full window without a hit
+        world.logits.get(CacheKey([i], 1, "m"))
+    once, twice = CacheKey([1000], 1, "m"), CacheKey([1001], 1, "m")
+    world.logits.get(once)
+    for _ in range(2):
+        world.logits.get(twice)
+    assert (world.logits.should_cache(once), world.logits.should_cache(twice)) == (False, True)
+    assert not world.logits.insert(once, "once", 10, world.cache([1000]))
+    assert world.logits.insert(twice, "twice", 10, world.cache([1001]))
+    assert world.logits.get(twice) == "twice"
+    assert world.logits.get_stats().refusals == 1
+    assert [key for keys in world.logits._of_node.values() for key in keys] == [twice]
+
+
+def test_what_was_of_use_stays_longest() -> None:
+    world = World(max_bytes=25)
+    used, unused = world.keep([1, 2], "used"), world.keep([3, 4], "unused")
+    assert world.logits.get(used) == "used"
+    world.keep([5, 6], "new")
+    assert used in world.logits and unused not in world.logits
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["get", "insert", "drop", "wait", "resize"]), st.integers(0, 9)), max_size=80))
+def test_entries_and_nodes_always_agree(actions: list[tuple[str, int]]) -> None:
+    world = World(max_bytes=40)
+    nodes: dict[int, Node] = {}
+    for action, number in actions:
+        key = CacheKey([number, 1], 2, "m")
+        if action == "get":
+            world.logits.get(key)
+        elif action == "insert":
+            nodes[number] = world.cache([number, 1])
+            world.logits.insert(key, number, 10, nodes[number])
+        elif action == "drop" and number in nodes:
+            world.logits.drop(nodes[number])
+        elif action == "wait":
+            world.now += number
+        elif action == "resize":
+            world.logits.resize(10 * number, 10.0)
+        stats = world.logits.get_stats()
+        assert stats.bytes == 10 * stats.entries <= world.logits.max_bytes
+        assert sum(map(len, world.logits._of_node.values())) == stats.entries
+        assert all(world.logits._of_node.values())

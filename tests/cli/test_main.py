@@ -19,7 +19,15 @@ from archerfish.cli.main import main
 from archerfish.cli.texts import read_texts, write_atomically
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.engine.fakes import FakeEngine
-from archerfish.errors import ArcherfishError, DeviceError, InvalidInputError, ModelNotFoundError, UnreachableError, WriteError
+from archerfish.errors import (
+    ArcherfishError,
+    DeviceError,
+    InvalidInputError,
+    InvalidOptionError,
+    ModelNotFoundError,
+    UnreachableError,
+    WriteError,
+)
 
 
 class Engine(FakeEngine):
@@ -221,16 +229,27 @@ def test_serve_gets_all_its_sections(monkeypatch: pytest.MonkeyPatch, capsys: py
     fake = types.ModuleType("archerfish.serve.run")
     fake.serve = fake_serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "archerfish.serve.run", fake)
-    flags = ["--port", "0", "--kinds", "generation", "--model", "m", "--embed-model", "e", "--offline"]
+    flags = ["--port", "0", "--kinds", "all", "--model", "m", "--embed-model", "e", "--offline"]
     assert main(["serve", *flags, "--latency-budget-ms", "1.5"]) == 0
     assert seen == [
-        ServeConfig(port=0, kinds="generation", latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
+        ServeConfig(port=0, latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
         HubConfig(offline=True),
     ]  # fmt: skip
     assert capsys.readouterr().out == "it serves\n"
     assert main(["--quiet", "serve", *flags]) == 0
     assert capsys.readouterr().out == ""
     assert serve.run.__module__ == "archerfish.cli.serve"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flag", "other"), [("embedding", "--model", "--embed-model"), ("generation", "--embed-model", "--model")]
+)
+def test_serve_does_not_leave_a_named_model_out(
+    kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--kinds", kinds, flag, "m"]) == InvalidOptionError.exit_code
+    told = capsys.readouterr().err
+    assert f"{flag} names a model of" in told and f"with {other}" in told
 
 
 def test_sizes_and_durations_read_well() -> None:

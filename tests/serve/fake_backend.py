@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from archerfish.config import ServeConfig
+from archerfish.config import EngineConfig, ServeConfig
+from archerfish.engine.request_options import RUNNING_OPTIONS
 from archerfish.engine.text_tokenizer import byte_alphabet
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError
@@ -26,7 +28,21 @@ from archerfish.serve.middleware import BodyLimit
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.text_routes import TextRoutes
-from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Query, Report
+from archerfish.serve.wire import (
+    Chunk,
+    Configure,
+    Embed,
+    Explain,
+    Generate,
+    Generated,
+    Output,
+    Ping,
+    Pong,
+    Query,
+    Report,
+    Score,
+    Vectors,
+)
 
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
@@ -74,6 +90,7 @@ class FakeBackend:
         self.reply = reply
         self.requests: list[Generate] = []
         self.left: list[str] = []  # requests that were left before their end
+        self.ended: list[tuple[str, int]] = []  # sequences of several that came to their end before
         self.num_sent = 0
         self.fails: dict[int, RemoteError] = {}  # by the number of chunks before it
         self.num_cached = 3
@@ -82,6 +99,7 @@ class FakeBackend:
         self.gate.set()
         self.num_before_gate = 0  # parts of an answer that do not wait for the gate
         self.tokens_per_chunk = 1
+        self.config = EngineConfig()
 
     def params(self) -> dict[str, Any]:
         return self.requests[-1].params
@@ -149,13 +167,34 @@ class FakeBackend:
 
     async def ask(self, message: Question) -> Answer:
         if isinstance(message, Query):
-            card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
-            bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
-            vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64}
-            return Report(request_id=message.request_id, values={"models": [card, bare, vectors]})
+            return Report(request_id=message.request_id, values=self._report(message.about))
+        if isinstance(message, Ping):
+            return Pong(request_id=message.request_id, seconds=0.001)
+        if isinstance(message, Configure):
+            self.config = self.config.replace(**message.options)
+            values = {name: getattr(self.config, name) for name in RUNNING_OPTIONS}
+            return Report(request_id=message.request_id, values=values)
+        if isinstance(message, (Embed, Score)):
+            texts = message.texts if isinstance(message, Embed) else message.documents
+            rows = np.full((len(texts), 4 if isinstance(message, Embed) else 1), 0.5, "<f4")
+            return Vectors(
+                request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
+                num_tokens=len(texts),
+            )
         assert isinstance(message, Explain)
         assert message.token_ids is not None
         return Report(request_id=message.request_id, values={"num_tokens": len(message.token_ids), "tenant": message.tenant})
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        self.ended.append((request_id, index))
+
+    def _report(self, about: str) -> dict[str, Any]:
+        if about != "models":
+            return {}
+        card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
+        bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
+        vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64, "dimension": 4}
+        return {"models": [card, bare, vectors]}
 
 
 def logprob_of(token_id: int, num_top: int) -> Logprob:
@@ -178,8 +217,10 @@ def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> FastAPI
 
 
 @asynccontextmanager
-async def client_for(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(text_app(backend), raise_app_exceptions=False)
+async def client_for(
+    backend: FakeBackend, app: Callable[[FakeBackend], FastAPI] = text_app
+) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
@@ -187,26 +228,31 @@ async def client_for(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
 LIMIT_S = 20
 
 
-def with_backend(backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+def with_backend(
+    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]], app: Callable[[FakeBackend], FastAPI] = text_app
+) -> None:
     """Run a test against the routes over a backend; no task may be left over."""
 
     async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), client_for(backend) as client:
+        async with asyncio.timeout(LIMIT_S), client_for(backend, app) as client:
             await test(client)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
 
 
-def post(backend: FakeBackend, route: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+def post(
+    backend: FakeBackend, route: str, body: dict[str, Any], *, tenant: str = "",
+    app: Callable[[FakeBackend], FastAPI] = text_app,
+) -> httpx.Response:
     """One answer."""
     answers: list[httpx.Response] = []
 
     async def test(client: httpx.AsyncClient) -> None:
-        content = json.dumps(body).encode()
-        answers.append(await client.post(route, content=content, headers={"Content-Type": "application/json", **headers}))
+        headers = {"Content-Type": "application/json"} | ({"X-Tenant": tenant} if tenant else {})
+        answers.append(await client.post(route, content=json.dumps(body).encode(), headers=headers))
 
-    with_backend(backend, test)
+    with_backend(backend, test, app)
     return answers[0]
 
 

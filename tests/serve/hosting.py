@@ -114,7 +114,7 @@ def add_llm(
 
 def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start", **options: Any) -> None:
     def load(lane: Lane) -> Hosted:
-        return HostedEncoder(encoder, lane, host, host.figures, **options)
+        return HostedEncoder(encoder, lane, host, host.figures, host.reading_gate(), **options)
 
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
     host.shelf.add(Slot(encoder.model_name, kind, load, loads))

@@ -180,7 +180,7 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once() -> None:
     admission.admit(ANONYMOUS, 20, num_prompt_tokens=500, deadline_s=2.6)
     with pytest.raises(TooLateError, match=r"expected in 3\.0 s; the deadline of 2\.6 s is too near") as caught:
         admission.admit(ANONYMOUS, 20, num_prompt_tokens=500, deadline_s=2.6)
-    assert caught.value.retry_after_s == pytest.approx(0.4) and caught.value.status == 503
+    assert caught.value.retry_after_s == pytest.approx(0.5) and caught.value.status == 503
     assert "Try again in 1 second." in str(caught.value)
     with pytest.raises(TooLateError, match=r"more than the 2\.5 s that it takes without a wait"):
         admission.admit(ANONYMOUS, 20, num_prompt_tokens=500, deadline_s=1.0)
@@ -259,14 +259,19 @@ def test_answers_shorter_than_max_tokens_are_expected_of_the_next() -> None:
 
 
 def test_late_answers_widen_the_margin_and_others_narrow_it() -> None:
-    admission, _ = measured()
+    admission, clock = measured()
     for _ in range(10):
         admission.admit(ANONYMOUS, 10, num_prompt_tokens=1, deadline_s=60.0).ended(3, "deadline")
-    assert admission.margin == pytest.approx(1.02**10)
+    assert admission.margin == pytest.approx(1.05**10)
     with pytest.raises(TooLateError):
         admission.admit(ANONYMOUS, 20, num_prompt_tokens=500, deadline_s=2.6)
     admission.admit(ANONYMOUS, 10, num_prompt_tokens=1).ended(10, "length")  # one without a deadline tells nothing
-    assert admission.margin == pytest.approx(1.02**10)
+    assert admission.margin == pytest.approx(1.05**10)
+    for seconds, narrowed in ((60.0, 0.999), (30.0, 0.999**2), (0.0, 0.999**50)):  # the sooner, the more
+        before, entry = admission.margin, admission.admit(ANONYMOUS, 10, num_prompt_tokens=1, deadline_s=60.0)
+        clock.now += seconds
+        entry.ended(10, "length")
+        assert admission.margin == pytest.approx(before * narrowed)
     for _ in range(1000):
         admission.admit(ANONYMOUS, 10, num_prompt_tokens=1, deadline_s=60.0).ended(10, "length")
     assert admission.margin == 1.0

@@ -32,6 +32,9 @@ class Models:
     def generate(self, request: Generate) -> AsyncIterator[Part]:
         raise NotImplementedError
 
+    def end_sequence(self, request_id: str, index: int) -> None:
+        raise NotImplementedError
+
     async def ask(self, message: Question) -> Answer:
         assert isinstance(message, Query)
         self.asked.append(message)

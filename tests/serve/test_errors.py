@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.serve.tenants import Tenants, add_key
+
 from .client import WORDS, app_of, error_of, host_with, with_client, words_host
-from .hosting import WordEncoder
+from .hosting import WordEncoder, add_llm
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
@@ -73,6 +75,9 @@ def test_a_wrong_value_names_its_parameter(route: str, body: dict[str, Any], par
         (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "bad_request"),
         (b"[" * 100_000, JSON, "bad_request"),
         (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request"),
+        (b'{"input": [NaN]}', JSON, "invalid_json"),
+        (b'{"input": [-Infinity]}', JSON, "invalid_json"),
+        (b'{"input": [1e999]}', JSON, "invalid_json"),
     ],
 )
 def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], code: str) -> None:
@@ -103,6 +108,73 @@ def test_a_route_without_its_kind_of_model_says_so() -> None:
             assert "GET /v1/models" in error_of(answer)["message"]
 
     with_client(test)
+
+
+def test_a_model_without_a_chat_template_says_so_and_no_path(tmp_path: Path) -> None:
+    host = host_with(tmp_path)
+    add_llm(host, tmp_path, has_text=True)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/chat/completions", json=CHAT)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
+        assert "/v1/completions" in error_of(answer)["message"]
+        assert str(tmp_path) not in answer.text
+
+    with_client(test, host)
+
+
+def test_what_is_repeated_of_a_request_is_short() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for body in ({"input": "x", "y" * 5000: 1}, {"input": "x", "model": "y" * 5000}):
+            answer = await client.post(EMBEDDINGS, json=body)
+            assert len(answer.text) < 2500
+
+    with_client(test)
+
+
+def test_no_path_is_redirected_to_another_host() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for host in ("evil.example", "["):
+            answer = await client.post(EMBEDDINGS + "/", json={"input": "x"}, headers={"Host": host})
+            assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
+
+    with_client(test)
+
+
+def claude_error(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which must have Anthropic's shape."""
+    body = answer.json()
+    assert set(body) == {"type", "error"}
+    assert body["type"] == "error"
+    assert set(body["error"]) == {"type", "message"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+def test_what_goes_wrong_before_a_route_has_the_shape_of_its_family(tmp_path: Path) -> None:
+    claude = "/v1/messages"
+    large = b'{"messages": "' + b"x" * 2000 + b'"}'
+    keys = tmp_path / "keys.toml"
+    add_key(keys, "ann")
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for content in (large, in_pieces(large)):
+            answer = await client.post(claude, content=content, headers=JSON)
+            assert (answer.status_code, claude_error(answer)["type"]) == (413, "request_too_large")
+        answer = await client.get(claude)
+        assert (answer.status_code, claude_error(answer)["type"]) == (405, "invalid_request_error")
+        answer = await client.post(claude + "/batches", json={})
+        assert (answer.status_code, claude_error(answer)["type"]) == (404, "not_found_error")
+        assert error_of(await client.post("/v1/messagesx", json={}))["code"] == "not_found"
+
+    async def locked(client: httpx.AsyncClient) -> None:
+        answer = await client.post(claude, json={})
+        assert (answer.status_code, claude_error(answer)["type"]) == (401, "authentication_error")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert error_of(await client.post(EMBEDDINGS, json={}))["code"] == "invalid_api_key"
+
+    with_client(test, max_body_bytes=1024)
+    with_client(locked, tenants=Tenants.from_file(keys))
 
 
 async def in_pieces(data: bytes) -> AsyncIterator[bytes]:

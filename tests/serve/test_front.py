@@ -21,7 +21,7 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve import front
 from archerfish.serve.front import FrontConfig
-from archerfish.serve.run import further_front_ends
+from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.tenants import add_key
 
 from .client import LIMIT_S, PASS, WORDS, app_of, host_with
@@ -107,21 +107,14 @@ def test_signals_are_as_they_were_afterwards() -> None:
 # Several
 
 
-def test_every_front_end_accepts_from_the_one_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        def __init__(self, *args: object, **options: object) -> None:
-            super().__init__(*args, **options)  # type: ignore[call-overload]
-            started.append(self)
-
-    monkeypatch.setattr("archerfish.serve.run.subprocess.Popen", Noted)
+def test_every_front_end_accepts_from_the_one_socket(tmp_path: Path) -> None:
     config = ServeConfig(**QUIET)
     with host_with(tmp_path, WordEncoder(WORDS)) as host, front.bind(config) as listener:
         settings = FrontConfig(address=host.address, credentials=PASS, serve=QUIET, listener=listener.fileno())
         address = listener.getsockname()
-        with further_front_ends(settings, listener, 2):
+        with FrontEnds(settings, 2) as others:
             assert get(address, "/health") == 200
+            started = list(others.processes)
             for asleep in started:
                 os.kill(asleep.pid, signal.SIGSTOP)
                 try:
@@ -130,6 +123,54 @@ def test_every_front_end_accepts_from_the_one_socket(tmp_path: Path, monkeypatch
                 finally:
                     os.kill(asleep.pid, signal.SIGCONT)
     assert [process.returncode for process in started] == [0, 0]
+    assert others.num_restarts == 0
+
+
+def test_a_front_end_that_dies_is_replaced(tmp_path: Path) -> None:
+    config = ServeConfig(**QUIET)
+    with host_with(tmp_path, WordEncoder(WORDS)) as host, front.bind(config) as listener:
+        settings = FrontConfig(address=host.address, credentials=PASS, serve=QUIET, listener=listener.fileno())
+        with FrontEnds(settings, 1) as others:
+            for number in range(2):
+                assert get(listener.getsockname(), "/health") == 200
+                assert others.num_restarts == number
+                os.kill(others.processes[0].pid, signal.SIGKILL)
+            assert get(listener.getsockname(), "/health") == 200  # which waited in the socket for the third
+            last = others.processes[0]
+    assert (last.returncode, others.num_restarts) == (0, 2)
+
+
+def test_front_ends_that_die_at_once_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    enough = threading.Event()
+
+    class Stopping(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                waits.append(timeout)
+            if len(waits) == 9:
+                enough.set()
+                return super().wait()
+            return self.is_set()
+
+    with front.bind(ServeConfig(**QUIET)) as listener:
+        settings = FrontConfig(address="ipc:///nowhere", credentials=PASS, listener=listener.fileno())
+        others = FrontEnds(settings, 1, command=("false",))
+        monkeypatch.setattr(others, "_is_stopping", Stopping())
+        with others:
+            assert enough.wait(LIMIT_S)
+    assert waits == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert others.num_restarts == 8
+
+
+def test_none_is_started_while_all_are_stopped() -> None:
+    with front.bind(ServeConfig(**QUIET)) as listener:
+        settings = FrontConfig(address="ipc:///nowhere", credentials=PASS, listener=listener.fileno())
+        others = FrontEnds(settings, 1, command=("cat",))
+        with others:
+            others.stop()
+        assert others.processes[0].returncode == -signal.SIGTERM
+        assert others._launch() is None
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])

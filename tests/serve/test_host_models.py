@@ -16,10 +16,10 @@ from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import read_metrics
-from archerfish.serve.host import STUCK_S
 from archerfish.serve.hosted_encoder import LEAST_BUDGET
 from archerfish.serve.metrics import family_of
 from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
+from archerfish.serve.vitals import YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     Embed,
@@ -242,7 +242,7 @@ def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(Embed(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        clock.now += STUCK_S - 1
+        clock.now += YOUNG_FACTOR * host.config.hang_s - 1
         assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
         clock.now += 2
         assert (await failure(client, Ping(request_id="", probe=""))).status == 503

@@ -78,7 +78,7 @@ def test_every_parameter_reaches_the_engine() -> None:
     }
     others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
               "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
-    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, **{"x-tenant": "acme"})
+    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, tenant="acme")
     assert answer.status_code == 200, answer.text
     sent = backend.requests[-1]
     expected = {**stated, "max_tokens": 9, "logit_bias": {5: 1, 6: -2.5}, "logprobs": 2}

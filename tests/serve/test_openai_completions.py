@@ -173,6 +173,6 @@ def test_a_long_text_is_tokenized_too() -> None:
 
 def test_what_the_cache_says_is_of_the_caller() -> None:
     for body in ({"prompt": "abc"}, {"prompt": [1, 2, 3]}):
-        answer = post(FakeBackend(), "/v1/cache/explain", body, **{"x-tenant": "acme"})
+        answer = post(FakeBackend(), "/v1/cache/explain", body, tenant="acme")
         assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}
     assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"] == "unknown_parameter"

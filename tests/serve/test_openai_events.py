@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from archerfish.serve.client import AsyncClient
 from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.sse import EventStream, Outbox, StalledReaderError
+from archerfish.serve.sse import COMMENT, EventStream, Outbox, StalledReaderError
+from archerfish.serve.wire import Chunk, Generate
 
 from .fake_backend import FakeBackend, events, ids, post
+from .hosting import add_llm, make_host, talk
 
 LIMIT_S = 20
 
@@ -153,6 +157,52 @@ def test_a_reader_that_has_stopped_is_given_up() -> None:
     run(test)
 
 
+def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
+    async def test(reader: Reader) -> None:
+        async def produce(outbox: Outbox) -> None:
+            while reader.bodies.count(COMMENT) < 3:
+                await asyncio.sleep(0)
+            outbox.put(b"event")
+            raise ValueError("late")
+
+        stream = await EventStream(produce, tell, keep_alive_s=0.002).start(reader.request)
+        await reader.read(stream)
+        assert reader.bodies.count(COMMENT) >= 3
+        assert [body for body in reader.bodies if body not in (COMMENT, b"")] == [b"eventerror late"]
+
+    run(test)
+
+
+def test_an_error_after_a_comment_is_told_as_an_event() -> None:
+    async def test(reader: Reader) -> None:
+        async def produce(outbox: Outbox) -> None:
+            while COMMENT not in reader.bodies:
+                await asyncio.sleep(0)
+            raise ValueError("refused")
+
+        stream = EventStream(produce, tell, keep_alive_s=0.002)
+        await reader.read(await stream.start(reader.request))
+        assert reader.sent[0]["status"] == 200
+        assert b"".join(reader.bodies).replace(COMMENT, b"") == b"error refused"
+
+    run(test)
+
+
+def test_a_stream_that_is_not_quiet_sends_no_comment() -> None:
+    async def test(reader: Reader) -> None:
+        async def produce(outbox: Outbox) -> None:
+            for _ in range(200):
+                outbox.put(b".")
+                stream._look()  # as often as something comes
+                await asyncio.sleep(0)
+
+        stream = EventStream(produce, tell, keep_alive_s=1000.0)
+        await reader.read(await stream.start(reader.request))
+        assert b"".join(reader.bodies) == b"." * 200
+
+    run(test)
+
+
 def test_who_goes_in_the_middle_cancels() -> None:
     is_cancelled = False
 
@@ -198,3 +248,69 @@ def test_text_and_usage_do_not_depend_on_how_tokens_come(text: str, stop: list[s
     else:
         written, usage = answer.json()["choices"][0]["text"], answer.json()["usage"]
     assert (written, usage["completion_tokens"], usage["prompt_tokens"]) == (shown, num_tokens, 1)
+
+
+def test_several_producers_wait_for_room_and_all_go_on() -> None:
+    async def main() -> None:
+        outbox = Outbox(max_bytes=10, stall_s=LIMIT_S)
+        num_written = 0
+
+        async def produce() -> None:
+            nonlocal num_written
+            for _ in range(3):
+                outbox.put(b"x" * 11)
+                num_written += 11
+                await outbox.room()
+
+        async with asyncio.timeout(LIMIT_S):
+            producers = asyncio.gather(*(produce() for _ in range(5)))
+            num_read = 0
+            while not producers.done() or outbox.is_full:
+                if outbox.is_full:
+                    num_read += len(outbox.take())
+                await asyncio.sleep(0)
+            await producers
+        assert num_read == num_written == 5 * 3 * 11
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_has_met_its_stop_string_is_ended_in_the_engine(stream: bool) -> None:
+    backend = FakeBackend(lambda request: "one two three")
+    body = {"prompt": "a", "n": 2, "stop": [" 1"], "max_tokens": 50, "stream": stream}
+    assert post(backend, "/v1/completions", body).status_code == 200
+    assert not backend.ended  # it was the last: the whole request is left
+    backend = FakeBackend("one two three")
+    post(backend, "/v1/completions", {**body, "stop": ["two"]})
+    [request] = backend.requests
+    assert backend.ended == [(request.request_id, 0)]
+    backend = FakeBackend("one two three")
+    post(backend, "/v1/completions", {**body, "n": 1, "stop": ["two"]})
+    assert not backend.ended  # leaving the request says it
+
+
+def test_an_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, max_len=4096)
+    params = {"n": 2, "max_tokens": 300, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+
+    async def test(client: AsyncClient) -> None:
+        num_tokens = [0, 0]
+        request = Generate(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)
+        async for part in client.generate(request):
+            if isinstance(part, Chunk):
+                num_tokens[part.index] += len(part.token_ids)
+                if part.index == 0 and num_tokens[0] == 3:
+                    client.end_sequence("r", 0)
+                    client.end_sequence("r", 0)
+                    client.end_sequence("r", 9)
+                    client.end_sequence("unknown", 0)
+            else:
+                reasons = {output.index: output.finish_reason for output in part.outputs}
+        assert reasons == {0: "stop", 1: "length"}
+        assert num_tokens[1] == 300
+        assert num_tokens[0] < 300
+
+    talk(host, test)
+    assert engine.scheduler.stats().num_running == 0

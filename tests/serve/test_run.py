@@ -11,10 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -22,6 +21,7 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve import front, run
 from archerfish.serve.front import FrontConfig
+from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.host_config import HostConfig, ModelSpec
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
@@ -126,11 +126,18 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What `serve` does, without processes and models."""
     seen: list[Any] = []
 
-    @contextmanager
-    def further(settings: FrontConfig, listener: socket.socket, number: int) -> Iterator[Callable[[], None]]:
-        seen.append(("front ends", settings, number))
-        yield lambda: seen.append("stop others")
-        seen.append("front ends over")
+    class Others:
+        def __init__(self, settings: FrontConfig, number: int) -> None:
+            seen.append(("front ends", settings, number))
+
+        def __enter__(self) -> Self:
+            return self
+
+        def stop(self) -> None:
+            seen.append("stop others")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("front ends over")
 
     def run_app(
         app: object, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None], on_stop: Callable[[], None]
@@ -141,7 +148,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
     monkeypatch.setattr(run, "Supervisor", FakeSupervisor)
     monkeypatch.setattr(run, "fetch_models", lambda *given: seen.append(("fetch", *given)))
-    monkeypatch.setattr(run, "further_front_ends", further)
+    monkeypatch.setattr(run, "FrontEnds", Others)
     monkeypatch.setattr(run, "run_app", run_app)
     return seen
 
@@ -214,11 +221,11 @@ def test_front_ends_are_ended_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
             self.stdout.readline()
             made.append(self)
 
-    monkeypatch.setattr("archerfish.serve.run.subprocess.Popen", Deaf)
-    monkeypatch.setattr(run, "GRACE_S", -4.9)
+    monkeypatch.setattr("archerfish.serve.front_ends.subprocess.Popen", Deaf)
+    monkeypatch.setattr("archerfish.serve.front_ends.GRACE_S", -4.9)
     with front.bind(ServeConfig(port=0)) as listener, pytest.raises(ZeroDivisionError):
-        settings = FrontConfig(address="ipc:///nowhere", credentials="")
-        with run.further_front_ends(settings, listener, 2):
+        settings = FrontConfig(address="ipc:///nowhere", credentials="", listener=listener.fileno())
+        with FrontEnds(settings, 2):
             raise ZeroDivisionError
     assert [process.returncode for process in made] == [-signal.SIGKILL] * 2
     for process in made:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +181,70 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
         poller.register(watch)
         assert poller.poll(LIMIT_S * 1000)
         os.close(watch)
+
+
+# A process that hangs
+
+ENGINE = """
+import json, sys, time
+config = json.loads(sys.stdin.readline())
+print(json.dumps({"address": config["address"]}), flush=True)
+for line in %r:
+    print(line, flush=True)
+sys.stdin.read()
+"""
+
+
+def hang(beats: list[str], clock: Callable[[], float]) -> tuple[Supervisor, list[int]]:
+    """A supervisor of processes that say their beats and no more, after it has lost one of them; and their pids."""
+    changed = threading.Semaphore(0)
+    supervisor = Supervisor(
+        HostConfig(silence_s=10.0), on_change=lambda is_serving: changed.release(), clock=clock,
+        command=(sys.executable, "-c", ENGINE % (beats,)),
+    )  # fmt: skip
+    with supervisor:
+        pids = [supervisor.pid]
+        for _ in range(3):  # serves, hangs, serves again
+            assert changed.acquire(timeout=LIMIT_S)
+        pids.append(supervisor.pid)
+    return supervisor, pids
+
+
+def test_a_process_that_complains_is_killed_and_started_again() -> None:
+    supervisor, pids = hang(['{"complaint":""}', '{"complaint":"A step has no end."}'], time.monotonic)
+    assert supervisor.num_hangs >= 1
+    assert supervisor.num_starts >= 2
+    assert pids[0] != pids[1]
+    assert not any(exists(pid) for pid in pids)
+
+
+def test_a_silent_process_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.supervisor.BEAT_S", 0.001)
+    ticks = itertools.count()
+    supervisor, pids = hang(['{"complaint":""}'], lambda: float(next(ticks)))
+    assert supervisor.num_hangs >= 1
+    assert next(ticks) >= 10
+    assert not any(exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_replaced_and_its_requests_fail(tmp_path: Path) -> None:
+    supervisor, changed = start(tmp_path / "tiny", silence_s=3.0)
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), supervisor.client() as client:
+            running = await load(client, 4)
+            stopped = supervisor.pid
+            os.kill(stopped, signal.SIGSTOP)
+            for answer in await asyncio.gather(*running, return_exceptions=True):
+                assert isinstance(answer, RemoteError)
+                assert (answer.status, answer.retry_after_s is not None) == (503, True)
+            for _ in range(2):
+                assert await asyncio.to_thread(changed.acquire, timeout=LIMIT_S)
+            assert (supervisor.num_hangs, supervisor.num_starts, exists(stopped)) == (1, 2, False)
+            while not client.is_connected:
+                await asyncio.sleep(0.001)
+            assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
+
+    asyncio.run(main())
+    supervisor.stop()

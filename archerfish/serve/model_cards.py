@@ -1,0 +1,58 @@
+"""What the files of a model say of it, before it is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig
+from archerfish.engine.arrow_engine import locate
+from archerfish.engine.llm_loading import ModelFacts, read_facts
+from archerfish.engine.tokenizer import read_settings, stated_max_length
+from archerfish.models.config import Config
+from archerfish.models.encoder import encoder_class
+from archerfish.serve.host_config import ModelSpec
+from archerfish.store.format import ARROW_NAME
+from archerfish.store.metadata import read_metadata
+from archerfish.types import DTYPE_BYTES, no_progress
+
+
+@dataclass(frozen=True)
+class Description:
+    """card: as a front end is told; num_bytes: about what the model takes once it is loaded."""
+
+    card: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def describe(spec: ModelSpec, hub: HubConfig) -> Description:
+    """Read the files of a model, which are fetched and converted if they have not been; no weights are loaded."""
+    if spec.kind == "generation":
+        facts = read_facts(EngineConfig(**spec.options), hub, no_progress)
+        card = {"max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory)}
+        return Description({**card, "device": facts.device, "dtype": facts.dtype}, num_bytes_of_writer(facts))
+    config = EmbedConfig(**spec.options)
+    directory = locate(config, hub, no_progress)
+    metadata = read_metadata(directory)
+    values = Config(metadata.config)
+    architecture = encoder_class(values)
+    most = architecture.max_positions(values)
+    stated = (metadata.embedding or {}).get("max_seq_length")
+    stated = stated or stated_max_length(read_settings(directory / "tokenizer" / "tokenizer_config.json"))
+    card = {"max_length": config.max_length or min(most, stated or most), "directory": str(directory)}
+    if spec.kind == "embedding":
+        card["dimension"] = architecture.block_shape(values).width
+    return Description(card, num_bytes_of_encoder(directory))
+
+
+def num_bytes_of_writer(facts: ModelFacts) -> int:
+    """Weights and KV."""
+    shapes = facts.adapter.dummy_shapes(facts.config).values()
+    return sum(math.prod(shape) for shape in shapes) * DTYPE_BYTES[facts.dtype] + facts.memory.num_bytes
+
+
+def num_bytes_of_encoder(directory: Path) -> int:
+    arrow = directory / ARROW_NAME
+    return arrow.stat().st_size if arrow.is_file() else 0

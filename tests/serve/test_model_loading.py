@@ -1,0 +1,245 @@
+"""Models that are loaded when they are asked for or in idle time, and unloaded for room; and what is known of them before."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish.config import HubConfig
+from archerfish.engine.packing import TokenizedText
+from archerfish.errors import ModelNotFoundError
+from archerfish.serve.client import AsyncClient
+from archerfish.serve.host import EngineHost
+from archerfish.serve.host_config import ModelSpec
+from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.model_cards import describe
+from archerfish.serve.models import Slot
+from archerfish.serve.wire import Embed, Ping, Query, Report, Vectors
+from tests.engine.tiny_llama import save_tiny_llama
+from tests.engine.tiny_tokenizers import byte_fallback
+
+from .client import PASS, app_of, client_of
+from .hosting import LIMIT_S, WordEncoder, add_encoder, make_host, stats, talk, whole
+
+
+def tiny_spec(directory: Path) -> ModelSpec:
+    if not directory.exists():
+        directory.mkdir()
+        save_tiny_llama(directory, vocab_size=288, max_position_embeddings=512)
+        byte_fallback(directory)
+    engine = {"model": str(directory), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 1024, "num_threads": 1}
+    return ModelSpec(kind="generation", options=engine, loads="demand")
+
+
+async def cards(client: AsyncClient) -> dict[str, dict[str, Any]]:
+    report = await client.ask(Query(request_id="", about="models"))
+    assert isinstance(report, Report)
+    return {card["id"]: card for card in report.values["models"]}
+
+
+async def loaded(client: AsyncClient) -> str:
+    return "".join(name for name, card in (await cards(client)).items() if card["is_loaded"])
+
+
+def limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, each: int = 10) -> None:
+    monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: each)
+    monkeypatch.setattr(host.shelf, "_memory_bytes", num_bytes)
+
+
+# What is known before
+
+
+def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path) -> None:
+    spec = tiny_spec(tmp_path / "tiny")
+    host = make_host(tmp_path, models=(spec,))
+    host.load_models()
+
+    async def test(client: AsyncClient) -> None:
+        before = (await cards(client))["tiny"]
+        assert not before["is_loaded"]
+        await whole(client, model="tiny", token_ids=[5, 6])
+        after = (await cards(client))["tiny"]
+        assert after["is_loaded"]
+        same = ("id", "kind", "max_length", "vocab_size", "directory", "device", "dtype")
+        assert [before[name] for name in same] == [after[name] for name in same]
+        assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
+
+    talk(host, test)
+    [slot] = host.shelf.slots
+    assert describe(spec, HubConfig()).num_bytes == slot.num_bytes > 0
+
+
+def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:
+    spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "none")}, loads="demand")
+    host = make_host(tmp_path, models=(spec,), hub={"offline": True})
+    with pytest.raises(ModelNotFoundError):
+        host.load_models()
+    host.stop(0)
+
+
+def test_text_goes_to_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
+    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), front_end_pass=PASS)
+    host.load_models()
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), client_of(app_of(host)) as client:
+            models = (await client.get("/v1/models")).json()["data"]
+            assert [(model["id"], model["max_length"]) for model in models] == [("tiny", 512)]
+            body = {"model": "tiny", "prompt": "the cats", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+            answer: httpx.Response = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
+
+    with host:
+        asyncio.run(main())
+
+
+# When
+
+
+def test_idle_time_loads_what_was_asked_for_most(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    order: list[str] = []
+    for name, num_requests in (("a", 1), ("b", 5), ("c", 3), ("d", 0)):
+        encoder = WordEncoder(name)
+        add_encoder(host, encoder, loads="idle")
+        slot = host.shelf.slots[-1]
+        slot.num_requests = num_requests
+        slot.load = noted(slot.load, lambda name=name: order.append(name))  # type: ignore[misc]
+
+    async def test(client: AsyncClient) -> None:
+        while len(order) < 4:
+            await client.ask(Ping(request_id=""))
+
+    talk(host, test)
+    assert order == ["b", "c", "a", "d"]
+
+
+def noted(load: Callable[[Any], Any], note: Callable[[], None]) -> Callable[[Any], Any]:
+    def run(lane: Any) -> Any:
+        note()
+        return load(lane)
+
+    return run
+
+
+def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    for name in "abc":
+        add_encoder(host, WordEncoder(name), loads="idle")
+        host.shelf.slots[-1].num_bytes = 10
+    limit(host, monkeypatch, 25)
+
+    async def test(client: AsyncClient) -> None:
+        while len(await loaded(client)) < 2:
+            await client.ask(Ping(request_id=""))
+        for _ in range(20):
+            await client.ask(Ping(request_id=""))
+            assert await loaded(client) == "ab"
+        await client.ask(Embed(request_id="", model="c", texts=["x"]))  # asked for, it takes the place of another
+        for _ in range(20):
+            await client.ask(Ping(request_id=""))
+            assert await loaded(client) == "bc"
+
+    talk(host, test)
+    assert host.shelf.num_unloaded == 1
+
+
+# Room
+
+
+def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    encoders = {name: WordEncoder(name) for name in "abc"}
+    seen: list[tuple[str, list[str]]] = []
+
+    def note(name: str) -> None:
+        seen.append((name, [other for other, one in encoders.items() if one.is_closed]))
+
+    for name, encoder in encoders.items():
+        add_encoder(host, encoder, loads="demand")
+        slot = host.shelf.slots[-1]
+        slot.num_bytes = 10
+        slot.load = noted(slot.load, lambda name=name: note(name))  # type: ignore[misc]
+    limit(host, monkeypatch, 20)
+
+    async def test(client: AsyncClient) -> None:
+        for name in "abac":
+            await client.ask(Embed(request_id="", model=name, texts=["x"]))
+
+    talk(host, test)
+    assert seen == [("a", []), ("b", []), ("c", ["b"])]
+
+
+def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    may_read, is_reading = threading.Event(), threading.Event()
+
+    class Slow(WordEncoder):
+        def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
+            is_reading.set()
+            assert may_read.wait(LIMIT_S)
+            return super().tokenize(texts)
+
+    slow, other = Slow("slow"), WordEncoder("other")
+    for encoder in (slow, other):
+        add_encoder(host, encoder, loads="demand")
+    limit(host, monkeypatch, 10)
+
+    async def test(client: AsyncClient) -> None:
+        waiting = asyncio.create_task(client.ask(Embed(request_id="", model="slow", texts=["x"])))
+        assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
+        await client.ask(Embed(request_id="", model="other", texts=["x"]))
+        assert not slow.is_closed
+        assert set((await stats(client))["models"]) == {"slow", "other"}
+        may_read.set()
+        assert isinstance(await waiting, Vectors)
+        while await loaded(client) != "other":  # now that the first has nothing to do, and the other was used last
+            await client.ask(Ping(request_id=""))
+
+    talk(host, test)
+    assert slow.is_closed
+
+
+def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path, models=tuple(tiny_spec(tmp_path / name) for name in "ab"))
+    host.load_models()
+    limit(host, monkeypatch, 10)
+    engines: dict[str, weakref.ref[Any]] = {}
+
+    async def test(client: AsyncClient) -> None:
+        for name in "abab":
+            before = engines.get(name)
+            assert before is None or before() is None
+            await whole(client, model=name, token_ids=[5, 6])
+            [slot] = [slot for slot in host.shelf.slots if slot.name == name]
+            assert isinstance(slot.hosted, HostedLLM)
+            engines[name] = weakref.ref(slot.hosted.engine)
+            del slot
+
+    talk(host, test)
+    assert host.shelf.num_unloaded == 3
+    assert gc.isenabled()
+
+
+def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder()
+    add_encoder(host, encoder, loads="demand")
+    limit(host, monkeypatch, 5)
+
+    async def test(client: AsyncClient) -> None:
+        for _ in range(5):
+            await client.ask(Embed(request_id="", texts=["x"]))
+            await client.ask(Ping(request_id=""))
+
+    talk(host, test)
+    assert host.shelf.num_unloaded == 0
+    assert isinstance(host.shelf.slots[0], Slot)

@@ -1,0 +1,183 @@
+"""Every parameter that the packages of OpenAI and Anthropic can send: supported, without effect, or refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from archerfish.serve.app import create_app
+
+from .fake_backend import MODEL, FakeBackend, post
+
+CHAT, TEXT, RESPONSES, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object"}
+FUNCTION = {"name": "weather", "description": "Now", "parameters": SCHEMA, "strict": True}
+CLAUDE_TOOL = {"name": "weather", "description": "Now", "input_schema": SCHEMA}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HI, "model": MODEL}, TEXT: {"prompt": "Hi", "model": MODEL}, RESPONSES: {"input": "Hi", "model": MODEL},
+    VECTORS: {"input": "Hi", "model": "lab/vectors"}, MESSAGES: {"messages": HI, "model": MODEL, "max_tokens": 20},
+    COUNT: {"messages": HI, "model": MODEL},
+}  # fmt: skip
+PARAMETERS: list[tuple[str, type]] = [
+    (CHAT, chat_create_params.CompletionCreateParamsStreaming), (TEXT,
+    completion_create_params.CompletionCreateParamsStreaming),
+    (RESPONSES, response_create_params.ResponseCreateParamsStreaming), (VECTORS, embedding_create_params.EmbeddingCreateParams),
+    (MESSAGES, message_create_params.MessageCreateParamsStreaming), (MESSAGES, beta_create_params.MessageCreateParamsStreaming),
+    (COUNT, message_count_tokens_params.MessageCountTokensParams), (COUNT, beta_count_params.MessageCountTokensParams),
+]  # fmt: skip
+IN_HEADERS = {"betas"}  # the package sends them as a header
+NUMBERS = {"temperature": 0.5, "top_p": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
+# What is done about each: a body that has it, with what it needs beside it.
+SUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
+    CHAT: {
+        **{name: {name: value} for name, value in NUMBERS.items()}, "messages": {"messages": HI}, "model": {"model": MODEL},
+        "seed": {"seed": 1}, "n": {"n": 2}, "stop": {"stop": ["e"]}, "max_tokens": {"max_tokens": 2},
+        "max_completion_tokens": {"max_completion_tokens": 2}, "logit_bias": {"logit_bias": {"5": 1}},
+        "logprobs": {"logprobs": True}, "top_logprobs": {"logprobs": True, "top_logprobs": 2}, "stream": {"stream": True},
+        "stream_options": {"stream": True, "stream_options": {"include_usage": True}}, "tools": TOOLS,
+        "tool_choice": {**TOOLS, "tool_choice": "required"}, "parallel_tool_calls": {**TOOLS, "parallel_tool_calls": False},
+        "response_format": {"response_format": {"type": "json_object"}},
+    },
+    TEXT: {
+        **{name: {name: value} for name, value in NUMBERS.items()}, "prompt": {"prompt": "Hi"}, "model": {"model": MODEL},
+        "seed": {"seed": 1}, "n": {"n": 2}, "stop": {"stop": "e"}, "max_tokens": {"max_tokens": 2}, "logprobs": {"logprobs": 1},
+        "logit_bias": {"logit_bias": {"5": 1}}, "echo": {"echo": True}, "stream": {"stream": True},
+        "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
+    },
+    RESPONSES: {
+        "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "input": {"input": "Hi"}, "model": {"model": MODEL},
+        "instructions": {"instructions": "Be kind"}, "max_output_tokens": {"max_output_tokens": 2}, "stream": {"stream": True},
+        "top_logprobs": {"top_logprobs": 2}, "include": {"include": ["message.output_text.logprobs"]},
+        "text": {"text": {"format": {"type": "json_object"}}}, "tools": {"tools": [{"type": "function", **FUNCTION}]},
+        "tool_choice": {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+        "parallel_tool_calls": {"tools": [{"type": "function", **FUNCTION}], "parallel_tool_calls": False},
+        "metadata": {"metadata": {"a": "b"}},
+    },
+    VECTORS: {
+        "input": {"input": "Hi"}, "model": {"model": "lab/vectors"}, "dimensions": {"dimensions": 2},
+        "encoding_format": {"encoding_format": "base64"},
+    },
+    MESSAGES: {
+        "messages": {"messages": HI}, "model": {"model": MODEL}, "max_tokens": {"max_tokens": 2},
+        "system": {"system": "Be kind"},
+        "stop_sequences": {"stop_sequences": ["e"]}, "stream": {"stream": True}, "tools": {"tools": [CLAUDE_TOOL]},
+        "tool_choice": {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "any"}},
+        "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    },
+    COUNT: {
+        "messages": {"messages": HI}, "model": {"model": MODEL}, "system": {"system": "Be kind"},
+        "tools": {"tools": [CLAUDE_TOOL]},
+        "tool_choice": {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "any"}},
+        "output_config": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    },
+}  # fmt: skip
+OPENAI_UNUSED = {
+    "user": "ann", "safety_identifier": "ann", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "store": False,
+    "service_tier": "auto",
+}  # fmt: skip
+WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    CHAT: {**OPENAI_UNUSED, "metadata": {"a": "b"}, "modalities": ["text"], "reasoning_effort": "none", "verbosity": "medium"},
+    TEXT: {"user": "ann", "best_of": 1, "suffix": ""},
+    RESPONSES: {
+        **OPENAI_UNUSED, "background": False, "reasoning": {"effort": "none"}, "truncation": "disabled",
+        "stream_options": {"include_obfuscation": False}, "text": {"verbosity": "medium"},
+        "include": ["reasoning.encrypted_content"],
+    },
+    VECTORS: {"user": "ann"},
+    MESSAGES: {
+        "metadata": {"user_id": "ann"}, "cache_control": {"type": "ephemeral"}, "service_tier": "auto", "speed": "standard",
+        "thinking": {"type": "disabled"}, "mcp_servers": [], "fallbacks": [],
+    },
+    COUNT: {"cache_control": {"type": "ephemeral"}, "speed": "standard", "thinking": {"type": "disabled"}, "mcp_servers": []},
+}  # fmt: skip
+REFUSED: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "audio": {"voice": "x", "format": "wav"}, "function_call": "auto", "functions": [FUNCTION], "modalities": ["audio"],
+        "moderation": {"model": "x"}, "prediction": {"type": "content", "content": "x"}, "prompt_cache_options": {"a": 1},
+        "reasoning_effort": "high", "service_tier": "priority", "store": True, "verbosity": "low",
+        "web_search_options": {"a": 1},
+    },
+    TEXT: {"best_of": 2, "suffix": "x"},
+    RESPONSES: {
+        "access_programs": ["x"], "background": True, "context_management": [{"type": "compaction"}], "conversation": "x",
+        "image": {"a": 1}, "include": ["file_search_call.results"], "max_tool_calls": 3, "moderation": {"model": "x"},
+        "previous_response_id": "resp_1", "prompt": {"id": "x"}, "prompt_cache_options": {"a": 1},
+        "reasoning": {"effort": "high"}, "service_tier": "flex", "store": True, "text": {"verbosity": "low"},
+        "truncation": "auto",
+    },
+    VECTORS: {},
+    MESSAGES: {
+        "compaction": {"a": 1}, "container": "x", "context_management": {"a": 1}, "diagnostics": {"a": 1},
+        "fallback_credit_token": "x", "fallbacks": [{"model": "x"}], "inference_geo": "us",
+        "mcp_servers": [{"url": "x"}], "output_config": {"effort": "high"}, "service_tier": "priority", "speed": "fast",
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "thread": {"a": 1}, "user_profile_id": "x", "workspace_id": "x",
+    },
+    COUNT: {
+        "compaction": {"a": 1}, "context_management": {"a": 1}, "mcp_servers": [{"url": "x"}],
+        "output_config": {"effort": "high"},
+        "speed": "fast", "thinking": {"type": "enabled", "budget_tokens": 1024}, "user_profile_id": "x", "workspace_id": "x",
+    },
+}  # fmt: skip
+
+
+def names_of(parameters: Any) -> set[str]:
+    return set(parameters.__required_keys__ | parameters.__optional_keys__) - IN_HEADERS
+
+
+@pytest.mark.parametrize(("route", "parameters"), PARAMETERS)
+def test_something_is_done_about_every_parameter_of_the_packages(route: str, parameters: Any) -> None:
+    known = SUPPORTED[route].keys() | WITHOUT_EFFECT[route].keys() | REFUSED[route].keys()
+    assert names_of(parameters) <= known, "a parameter of the package that nobody has thought about"
+
+
+def test_the_tables_name_no_other_parameters() -> None:
+    for route in BODIES:
+        every = set[str]().union(*(names_of(parameters) for place, parameters in PARAMETERS if place == route))
+        assert SUPPORTED[route].keys() | WITHOUT_EFFECT[route].keys() | REFUSED[route].keys() <= every
+
+
+@pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in SUPPORTED.items() for name in table])
+def test_supported_parameters(route: str, name: str) -> None:
+    answer = post(FakeBackend(), route, {**BODIES[route], **SUPPORTED[route][name]}, app=create_app)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in WITHOUT_EFFECT.items() for name in table])
+def test_parameters_without_effect(route: str, name: str) -> None:
+    backend = FakeBackend()
+    answer = post(backend, route, {**BODIES[route], name: WITHOUT_EFFECT[route][name]}, app=create_app)
+    assert answer.status_code == 200, answer.text
+    post(backend, route, BODIES[route], app=create_app)
+    if backend.requests:
+        first, second = backend.requests
+        assert (first.token_ids, first.params, first.stream) == (second.token_ids, second.params, second.stream)
+
+
+@pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REFUSED.items() for name in table])
+def test_parameters_that_are_refused_by_name(route: str, name: str) -> None:
+    backend = FakeBackend()
+    answer = post(backend, route, {**BODIES[route], name: REFUSED[route][name]}, app=create_app)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert name in error["message"]
+    assert "nknown" not in error["message"]
+    if "code" in error:
+        assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+    assert not backend.requests
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_unknown_parameters_are_refused(route: str) -> None:
+    answer = post(FakeBackend(), route, {**BODIES[route], "tempratur": 1}, app=create_app)
+    assert answer.status_code == 400
+    assert "Unknown parameter 'tempratur'." in answer.json()["error"]["message"]

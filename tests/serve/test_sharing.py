@@ -1,0 +1,172 @@
+"""Several front ends: the same figures whichever of them answers, and the same options."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.errors import InvalidInputError
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.figures import as_values
+from archerfish.serve.front_figures import ALIVE_S, MAX_SOURCES, FrontFigures, merged
+from archerfish.serve.host import EngineHost
+from archerfish.serve.result_cache import ResultCache
+from archerfish.serve.wire import Generated, Output
+
+from .client import LIMIT_S, WORDS, app_of, client_of, host_with
+from .hosting import WordEncoder, add_llm
+from .test_vitals import FakeClock
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+def registry_of(counts: dict[str, int], times: list[float], num_running: int = 0) -> MetricRegistry:
+    registry = MetricRegistry()
+    counter, histogram = registry.counter("requests", "Requests.", ("route",)), registry.histogram("seconds", "Seconds.")
+    for route, count in counts.items():
+        counter.add(count, route=route)
+    histogram.observe_many(times)
+    registry.gauge("running", "Now.").set(num_running)
+    return registry
+
+
+def told(registry: MetricRegistry) -> dict[str, object]:
+    return {"metrics": {metric.name: as_values(metric) for metric in registry}}
+
+
+COUNTS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 1000))
+TIMES = st.lists(st.floats(0, 100), max_size=5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(COUNTS, TIMES), min_size=1, max_size=6))
+def test_figures_of_several_are_those_of_one_that_did_it_all(parts: list[tuple[dict[str, int], list[float]]]) -> None:
+    whole: dict[str, int] = {}
+    for counts, _ in parts:
+        for route, count in counts.items():
+            whole[route] = whole.get(route, 0) + count
+    expected = registry_of(whole, [time for _, times in parts for time in times])
+    found = {metric.name: metric for metric in merged(registry_of(*part) for part in parts)}
+    for metric in expected:
+        ours = {one.labels: one for one in found[metric.name].samples()}
+        for one in metric.samples():
+            assert ours[one.labels].value == pytest.approx(one.value)
+            assert (ours[one.labels].count, ours[one.labels].buckets) == (one.count, one.buckets)
+        assert len(ours) == len(metric.samples())
+
+
+def value(figures: FrontFigures, name: str) -> float:
+    [metric] = [metric for metric in figures.metrics() if metric.name == name]
+    return sum(one.value for one in metric.samples())
+
+
+def test_who_is_gone_counts_with_what_it_did() -> None:
+    clock = FakeClock()
+    figures = FrontFigures(clock)
+    for number in range(3):
+        figures.take(f"old-{number}", told(registry_of({"a": 5}, [], num_running=1)))
+        figures.take(f"old-{number}", told(registry_of({"a": 7}, [], num_running=2)))  # not 12: it tells all that it counted
+    assert (value(figures, "requests"), value(figures, "running")) == (21, 6)
+    clock.now += ALIVE_S + 1
+    figures.take("new", told(registry_of({"a": 1}, [], num_running=1)))
+    assert (value(figures, "requests"), value(figures, "running")) == (22, 1)
+    for number in range(2 * MAX_SOURCES):
+        figures.take(f"new-{number}", told(registry_of({"a": 1}, [])))
+    assert value(figures, "requests") == 22 + 2 * MAX_SOURCES
+    assert len(figures._last) == MAX_SOURCES
+
+
+@pytest.mark.parametrize("values", [
+    {"metrics": 3}, {"metrics": {"a": 1}}, {"metrics": {"a": {"kind": "counter"}}}, {"version": "x"},
+    {"options": 3, "version": 1},
+    {"metrics": {"a": {"kind": "counter", "description": "", "label_names": [], "samples": [[[], "x", 0, []]]}}},
+], ids=str)  # fmt: skip
+def test_what_cannot_be_read_is_refused(values: dict[str, object]) -> None:
+    figures = FrontFigures(FakeClock())
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        figures.take("strange", values)
+    assert figures.metrics() == []
+
+
+@asynccontextmanager
+async def two_front_ends(host: EngineHost, **options: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
+    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+        apps = [app_of(host, num_front_ends=2, **options) for _ in range(2)]
+        yield [await stack.enter_async_context(client_of(app)) for app in apps]
+
+
+def lines_of(answer: httpx.Response, *names: str) -> dict[str, str]:
+    assert answer.status_code == 200
+    lines = (line.rsplit(" ", 1) for line in answer.text.splitlines() if line.startswith(names))
+    return {line[0]: line[1] for line in lines}
+
+
+def test_figures_are_the_same_whoever_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
+
+    async def main(host: EngineHost) -> None:
+        async with two_front_ends(host) as (one, other):
+            for number in range(5):
+                client = one if number < 2 else other
+                assert (await client.post(EMBEDDINGS, json={"input": ["a", "b"]})).status_code == 200
+            names = (
+                'archerfish_requests_total{route="/v1/emb', "archerfish_texts_total",
+                'archerfish_request_seconds_count{route="/v1/emb',
+            )  # fmt: skip
+            expected = [5.0, 10.0, 5.0]
+            for client in (one, other):
+                while True:  # until the other has told
+                    found = lines_of(await client.get("/metrics"), *names)
+                    if sum(map(float, found.values())) == sum(expected):
+                        break
+                assert sorted(map(float, found.values())) == sorted(expected)
+                assert lines_of(await client.get("/metrics"), "archerfish_engine_up ") == {"archerfish_engine_up": "1.0"}
+
+    with host_with(tmp_path, WordEncoder(WORDS)) as host:
+        asyncio.run(main(host))
+
+
+def test_a_change_of_the_result_cache_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
+    host = host_with(tmp_path)
+    add_llm(host, tmp_path, has_text=True)
+    admin = "/admin/optimization"
+
+    async def main() -> None:
+        async with two_front_ends(host, result_cache_mib=2) as (one, other):
+            assert (await other.get(admin)).json()["result_cache_mib"] == 2
+            for client, mib in ((one, 8), (other, 0), (one, 4)):
+                changed = await client.patch(admin, json={"result_cache_mib": mib, "result_cache_ttl_s": 60.0 + mib})
+                assert changed.status_code == 200
+                for each in (one, other):
+                    while True:
+                        found = (await each.get(admin)).json()
+                        if found["result_cache_mib"] == mib:
+                            break
+                    assert found["result_cache_ttl_s"] == 60.0 + mib
+
+    with host:
+        asyncio.run(main())
+
+
+def test_front_ends_share_the_bytes_of_the_result_cache() -> None:
+    answer = Generated(request_id="", outputs=[Output(text="x" * 3000, finish_reason="stop")])
+    caches = [ResultCache(40_000, max_tenants=2, num_front_ends=4) for _ in range(4)]
+    for number in range(100):
+        for cache in caches:
+            for tenant in "ab":
+                cache.put(tenant, b"%d" % number, answer)
+    assert 0 < sum(cache.num_bytes for cache in caches) <= 40_000
+    for cache in caches:
+        cache.resize(80_000)
+        for number in range(100):
+            cache.put("a", b"%d" % number, answer)
+    assert 20_000 < sum(cache.num_bytes for cache in caches) <= 80_000

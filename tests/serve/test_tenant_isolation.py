@@ -1,0 +1,151 @@
+"""Two tenants with equal prompts, through the whole stack: neither sees that the other is there.
+
+What one tenant can see of the service is compared with what it sees where nobody else has ever been; times, ids that are drawn
+at random and the moment of the start are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.serve.tenants import Tenants, add_key
+
+from .client import PASS, WORDS, app_of, with_app
+from .fake_backend import TEMPLATE
+from .hosting import WordEncoder, add_encoder, add_llm, make_host
+
+PROMPT = "the same words of two tenants, long enough for several blocks of the cache: 0123456789 0123456789"
+GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+COMPLETION = {**GREEDY, "prompt": PROMPT, "logprobs": 2}
+CHAT = {**GREEDY, "messages": [{"role": "user", "content": PROMPT}]}
+MESSAGE = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": CHAT["messages"]}
+REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("POST", "/v1/cache/explain", {"model": "tiny", "prompt": PROMPT}),
+    ("POST", "/v1/completions", COMPLETION),
+    ("POST", "/v1/cache/explain", {"model": "tiny", "prompt": PROMPT}),
+    ("POST", "/v1/completions", COMPLETION),
+    ("POST", "/v1/completions", {**COMPLETION, "prompt": PROMPT + "!", **STREAMED}),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/chat/completions", {**CHAT, **STREAMED}),
+    ("POST", "/v1/responses", {"model": "tiny", "input": PROMPT, "max_output_tokens": 16, "temperature": 0}),
+    ("POST", "/v1/messages", MESSAGE),
+    ("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": CHAT["messages"]}),
+    ("POST", "/v1/embeddings", {"model": WORDS, "input": [PROMPT, "other"]}),
+    ("POST", "/v1/rerank", {"model": WORDS, "query": PROMPT, "documents": [PROMPT, "other"]}),
+    ("POST", "/similarity", {"model": WORDS, "source": PROMPT, "sentences": [PROMPT, "other"]}),
+    ("POST", "/tokenize", {"model": "tiny", "prompt": PROMPT}),
+    ("POST", "/detokenize", {"model": "tiny", "tokens": [5, 6]}),
+    ("POST", "/v1/completions", {**COMPLETION, "max_tokens": 100_000}),
+    ("POST", "/v1/completions", {**COMPLETION, "model": "other"}),
+    *(("GET", path, None) for path in ("/v1/models", "/v1/models/tiny", "/health", "/ready", "/")),
+    *(("GET", path, None) for path in ("/metrics", "/stats", "/admin/optimization")),
+]
+# What differs from run to run with nobody else there: times, and what is drawn at random.
+VARYING = re.compile(
+    r'"(?:id|created|created_at|completed_at|seconds|item_id)":\s*(?:"[^"]*"|[\d.e+-]+)|(?:chatcmpl|cmpl|resp|msg)[-_][0-9a-f]+'
+)
+VARYING_HEADERS = ("date",)
+Seen = list[tuple[str, int, dict[str, str], str]]
+
+
+def usage_of(seen: Seen, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(re.sub(r"~,?", "", seen[number][3]))["usage"]
+    return found
+
+
+async def look(client: httpx.AsyncClient, key: str) -> Seen:
+    """Everything that a tenant can see."""
+    seen: Seen = []
+    for method, path, body in REQUESTS:
+        answer = await client.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
+        headers = {name: value for name, value in answer.headers.items() if name not in VARYING_HEADERS}
+        if '"seconds"' in answer.text:
+            del headers["content-length"]
+        seen.append((f"{method} {path}", answer.status_code, headers, VARYING.sub("~", answer.text)))
+    return seen
+
+
+class Stack:
+    """A service of two tenants; `run` gives what each of some callers sees, in turn."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.keys_file = directory, directory / "keys.toml"
+        limits = {"requests_per_minute": 1000.0, "tokens_per_minute": 1e6}
+        self.keys = {name: add_key(self.keys_file, name, **limits) for name in ("alice", "bob")}
+        self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
+
+    def run(
+        self, *callers: str, check: Callable[[LLMEngine], None] = lambda engine: None, **options: Any
+    ) -> dict[str, Seen]:
+        seen: dict[str, Seen] = {}
+        with tempfile.TemporaryDirectory() as place:
+            host = make_host(Path(place), front_end_pass=PASS, api_keys_file=str(self.keys_file))
+            engine = add_llm(host, self.directory, has_text=True, max_len=512)
+            (self.directory / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+            add_encoder(host, WordEncoder(WORDS))
+
+            async def test(client: httpx.AsyncClient) -> None:
+                for caller in callers:
+                    seen[caller] = await look(client, self.keys[caller])
+                check(engine)
+
+            with host:
+                with_app(test, app_of(host, tenants=Tenants.from_file(self.keys_file), **options))
+        return seen
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    return Stack(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
+def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any]) -> None:
+    alone = stack.run("bob", **options)["bob"]
+    both = stack.run("alice", "bob", **options)
+    for expected, found in zip(alone, both["bob"], strict=True):
+        assert found == expected
+    for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
+        assert [second[0], second[1], second[3].replace("'bob'", "'alice'")] == [first[0], first[1], first[3]]
+    assert {path: status for path, status, _, _ in alone if status >= 400} == {
+        "POST /v1/completions": 404, "GET /metrics": 403, "GET /stats": 403, "GET /admin/optimization": 403
+    }  # fmt: skip
+
+
+def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
+    held: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str) -> Callable[[LLMEngine], None]:
+        def check(engine: LLMEngine) -> None:
+            total = engine.cache_stats().total_cached
+            blocks = engine.scheduler.blocks
+            held[name] = total, blocks.num_total - blocks.num_free
+
+        return check
+
+    seen = stack.run("bob", check=note("one"))["bob"]
+    stack.run("alice", "bob", check=note("two"))
+    assert held["one"][0] > 0
+    assert held["two"] == tuple(2 * number for number in held["one"])
+    cached = [usage_of(seen, number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
+    assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
+
+
+def test_an_operator_sees_both(stack: Stack) -> None:
+    """So that what the others do not see is there to be seen."""
+    alone, both = stack.run("operator"), stack.run("alice", "bob", "operator")
+    places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
+    for place in places:
+        assert alone["operator"][place][1] == both["operator"][place][1] == 200
+        assert alone["operator"][place][3] != both["operator"][place][3]
+        assert not re.search("alice|bob", both["operator"][place][3])  # figures are of all tenants together
