@@ -16,10 +16,16 @@ if TYPE_CHECKING:
     from archerfish.engine.inference_core import InferenceCore
     from archerfish.engine.llm import LLM
     from archerfish.engine.llm_engine import LLMEngine
+    from archerfish.engine.monitor import PerformanceMonitor
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
+    from archerfish.engine.streaming import PrefetchConfig, StreamingInference
     from archerfish.engine.tokenizer import FastTokenizer
     from archerfish.errors import ArcherfishError
     from archerfish.models.adapter import ModelAdapter, register_model
+    from archerfish.observe.collector import MetricsCollector
+    from archerfish.observe.events import MetricEvent, RealTimeMonitor
+    from archerfish.observe.regression import RegressionDetector
+    from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
@@ -40,12 +46,20 @@ _HOME = {
     "InferenceCore": "engine.inference_core",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
+    "MetricEvent": "observe.events",
+    "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
+    "PerformanceMonitor": "engine.monitor",
+    "PrefetchConfig": "engine.streaming",
+    "RealTimeMonitor": "observe.events",
+    "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
+    "SamplingMetrics": "observe.sampling",
     "SamplingParams": "params",
     "ServeConfig": "config",
+    "StreamingInference": "engine.streaming",
     "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
@@ -54,8 +68,9 @@ _HOME = {
 __all__ = [
     "LLM", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor", "CompletionOutput",
     "ConversionConfig", "ConversionResult", "EmbedConfig", "EngineConfig", "FastTokenizer", "HubConfig", "InferenceCore",
-    "LLMEngine", "ModelAdapter", "ModelConverter", "RequestOutput", "RerankResult", "SamplingParams", "ServeConfig",
-    "TextDelta", "WeightLoader", "register_model",
+    "LLMEngine", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "PerformanceMonitor", "PrefetchConfig",
+    "RealTimeMonitor", "RegressionDetector", "RequestOutput", "RerankResult", "SamplingMetrics", "SamplingParams",
+    "ServeConfig", "StreamingInference", "TextDelta", "WeightLoader", "register_model",
 ]
 
 

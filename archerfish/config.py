@@ -192,7 +192,9 @@ class ServeConfig(Options):
     num_front_ends: int = option(
         1, "Processes that speak HTTP; one is enough for some thousand tokens a second.", minimum=1, maximum=64
     )
-    api_keys_file: str = option("", "File with hashed API keys and the limits of their tenants; empty: no keys are asked for.")
+    api_keys_file: str = option(
+        "", "File with hashed API keys and the limits of their tenants, or env:NAME: a variable with its text; empty: no keys."
+    )
     latency_budget_ms: float = option(
         50.0, "About how long a batch of texts may hold up a step of generation.", minimum=1, maximum=10_000
     )
@@ -218,7 +220,7 @@ class ServeConfig(Options):
     keep_alive_s: float = option(
         15.0, "A stream that has nothing to say for so long sends a comment, so that proxies do not cut it; 0: none.", minimum=0
     )
-    max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 429.", minimum=1)
+    max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 503.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
     log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.stats import Summary, percentile, summarize
+from archerfish.bench.targets import BenchmarkConfig, Judged, PerformanceTarget, TestCase
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.errors import ServiceError
 from archerfish.params import SamplingParams
 from archerfish.types import Progress, no_progress
 
@@ -125,6 +127,23 @@ def measure_throughput(
                 report.figures[f"kv utilisation {batch}"] = engine.scheduler.stats().kv_utilization
 
 
+def throughput_bars(report: Report, batches: Sequence[int], peers: Iterable[str]) -> list[Judged]:
+    """Continuous over static batching, over the peers, and how full the blocks were."""
+    found = [
+        PerformanceTarget(f"continuous over static at {batch}", STATIC_TARGETS[batch], at_least=True).judged(
+            report.ratio(f"continuous {batch}", f"static {batch}")
+        )
+        for batch in batches if batch in STATIC_TARGETS
+    ]  # fmt: skip
+    for name in peers:
+        over_peer = PerformanceTarget(f"over {name} at {PEER_BATCH}", PEER_TARGET, at_least=True)
+        found.append(over_peer.judged(report.ratio(f"continuous {PEER_BATCH}", name)))
+    return found + [
+        PerformanceTarget(name, 0.9, at_least=True).judged(value)
+        for name, value in report.figures.items() if name.startswith("kv utilisation")
+    ]  # fmt: skip
+
+
 @contextmanager
 def engines(config: EngineConfig, *variants: dict[str, Any]) -> Iterator[list[LLMEngine]]:
     made: list[LLMEngine] = []
@@ -156,6 +175,21 @@ def measure_prefix(config: EngineConfig, report: Report, rounds: int, progress: 
             progress(round_index + 1, rounds, "")
 
 
+def prefix_bars(report: Report) -> list[Judged]:
+    """What the cache must give."""
+    hit_rate, passes = report.summary("hit rate, requests"), report.summary("forward passes of an exact repeat")
+    return [
+        PerformanceTarget("rate with the cache over without", 2.5, at_least=True).judged(
+            report.ratio("requests/s, cache on", "requests/s, cache off")
+        ),
+        PerformanceTarget("hit rate", 0.8, at_least=True).judged(hit_rate.median if hit_rate else None),
+        PerformanceTarget("first token of a full hit, share of a miss", 0.15).judged(
+            report.ratio("first token, full hit, ms", "first token, miss, ms")
+        ),
+        PerformanceTarget("forward passes of an exact repeat", 0).judged(passes.high if passes else None),
+    ]
+
+
 def measure_first_tokens(report: Report, engine: LLMEngine, prompt: list[int]) -> None:
     """Milliseconds to the first token: unknown prompt; all but its last token known; the very same prompt."""
     engine.clear_cache()
@@ -176,34 +210,65 @@ def first_token_ms(engine: LLMEngine, prompt: list[int]) -> float:
 
 
 LatencyPeer = Callable[[list[int], int], list[float]]  # prompt and output length to the moments of the tokens, from 0
+OURS = "archerfish"
 
 
-def our_moments(engine: LLMEngine) -> LatencyPeer:
-    def run(prompt: list[int], num_output: int) -> list[float]:
-        engine.clear_cache()
-        started = time.perf_counter()
-        return [time.perf_counter() - started for delta in engine.stream(prompt, params_for(num_output)) if delta.token_ids]
+def latency_benchmark(rounds: int) -> BenchmarkConfig:
+    """One request at a time, after prompts of several lengths."""
+    cases = tuple(TestCase(f"after {length} tokens", length, params_for(LATENCY_OUTPUT)) for length in LATENCY_PROMPTS)
+    return BenchmarkConfig(cases, warmup_iterations=1, measurement_iterations=rounds)
 
-    return run
+
+def our_moments(engine: LLMEngine, case: TestCase, prompt: list[int], timeout_s: float | None) -> list[float]:
+    """The moments of the tokens of one request, from 0."""
+    engine.clear_cache()
+    started = time.perf_counter()
+    moments: list[float] = []
+    for delta in engine.stream(prompt, case.sampling, deadline_s=timeout_s):
+        if delta.finish_reason == "deadline":
+            raise ServiceError(f"The case {case.name!r} took longer than {timeout_s:g} s.", hint="Give it more time.")
+        if delta.token_ids:
+            moments.append(time.perf_counter() - started)
+    return moments
 
 
 def measure_latency(
-    config: EngineConfig, report: Report, rounds: int, peers: dict[str, LatencyPeer], progress: Progress = no_progress
+    config: EngineConfig, report: Report, benchmark: BenchmarkConfig, peers: dict[str, LatencyPeer],
+    progress: Progress = no_progress,
 ) -> None:
-    """One request at a time: time to the first token by prompt length, then the gaps between tokens."""
+    """One request at a time: time to the first token of every case, then the gaps between tokens."""
+    rounds = benchmark.measurement_iterations
     with LLMEngine(config) as engine:
-        runs = {"archerfish": our_moments(engine), **peers}
-        for run in runs.values():
-            run([5] * LATENCY_PROMPTS[0], 4)
+        vocab_size = engine.facts.vocab_size
+
+        def run_all(case: TestCase, round_index: int) -> Iterator[tuple[str, list[float]]]:
+            prompt = case.tokens(vocab_size, round_index)
+            yield OURS, our_moments(engine, case, prompt, benchmark.timeout_s)
+            for name, peer in peers.items():
+                yield name, peer(prompt, case.sampling.max_tokens or LATENCY_OUTPUT)
+
+        for number in range(benchmark.warmup_iterations):
+            for _ in run_all(benchmark.test_cases[0], -1 - number):
+                pass
         for round_index in range(rounds):
-            rng = np.random.default_rng(round_index)
-            for length in LATENCY_PROMPTS:
-                prompt = rng.integers(0, engine.facts.vocab_size, length).tolist()
-                for name, run in runs.items():
-                    moments = run(prompt, LATENCY_OUTPUT)
-                    gaps = np.diff(moments) * 1000
-                    report.add(f"{name}: first token after {length} tokens, ms", moments[0] * 1000)
-                    report.add(f"{name}: tokens/s after {length} tokens", (len(moments) - 1) / (moments[-1] - moments[0]))
-                    report.add(f"{name}: gap p50, ms", percentile(gaps.tolist(), 0.5))
-                    report.add(f"{name}: gap p99, ms", percentile(gaps.tolist(), 0.99))
+            for case in benchmark.test_cases:
+                for name, moments in run_all(case, round_index):
+                    gaps = (np.diff(moments) * 1000).tolist()
+                    report.add(f"{name}: first token {case.name}, ms", moments[0] * 1000)
+                    if gaps:
+                        report.add(f"{name}: tokens/s {case.name}", len(gaps) / (moments[-1] - moments[0]))
+                        report.add(f"{name}: gap p50, ms", percentile(gaps, 0.5))
+                        report.add(f"{name}: gap p99, ms", percentile(gaps, 0.99))
             progress(round_index + 1, rounds, "")
+
+
+def latency_bars(report: Report, benchmark: BenchmarkConfig) -> list[Judged]:
+    """What the cases expect; a target names one of our figures, such as "first token, ms", "tokens/s" or "gap p99, ms"."""
+    found = []
+    for case in benchmark.test_cases:
+        for target in case.expected:
+            what, comma, unit = target.name.partition(", ")
+            summary = report.summary(f"{OURS}: {what} {case.name}{comma}{unit}") or report.summary(f"{OURS}: {target.name}")
+            named = PerformanceTarget(f"{case.name}: {target.name}", target.wanted, target.at_least)
+            found.append(named.judged(summary.median if summary else None))
+    return found

@@ -21,6 +21,7 @@ from archerfish.bench.driver import PeerFailedError, WorkerProcess
 from archerfish.bench.gpu_worker import Work
 from archerfish.bench.report import Metric, cell, times
 from archerfish.bench.stats import Summary, gain, summarize
+from archerfish.bench.targets import Judged, PerformanceTarget
 from archerfish.errors import InvalidOptionError
 from archerfish.types import Progress, no_progress
 
@@ -68,6 +69,10 @@ METRICS = (
     Metric("import_s", "imports", digits=2),
     Metric("start_s", "start after imports", digits=2),
 )
+TARGETS: dict[str, dict[str, float]] = {  # how many times vLLM's figure ours is to be, by shape and metric
+    "qwen3-0.6b": {"offline256_tok_s": 1.15, "bs1_decode_tok_s": 2.5, "prefill_tok_s": 1.0, "shared_prefix_req_s": 3.0},
+    "llama-3.1-8b": {"offline256_tok_s": 1.05, "bs1_decode_tok_s": 1.25, "prefill_tok_s": 1.0, "shared_prefix_req_s": 1.6},
+}
 WORK = Work()
 Tell = Callable[[str, float], None]  # hears of every sample at once: a run takes long
 
@@ -186,6 +191,17 @@ def ratio(runs: dict[str, EngineRun], metric: Metric) -> float | None:
     if ours is None or theirs is None or min(ours.median, theirs.median) <= 0:
         return None
     return gain(ours.median, theirs.median, higher_is_better=metric.higher_is_better)
+
+
+def judge(shape: str, runs: dict[str, EngineRun]) -> list[Judged]:
+    """The ratios that a shape is held to; none without vLLM beside us, or of parts that were not run."""
+    targets = TARGETS.get(shape, {})
+    pairs = [(metric, ratio(runs, metric)) for metric in METRICS if metric.key in targets]
+    return [
+        PerformanceTarget(f"{shape}: {metric.key}", targets[metric.key], at_least=True).judged(value)
+        for metric, value in pairs
+        if value is not None
+    ]
 
 
 def table(runs: dict[str, EngineRun]) -> tuple[list[str], list[list[str]]]:

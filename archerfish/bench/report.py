@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from archerfish.bench.embed import WORKLOAD_NAMES, WORKLOADS, EngineResult
 from archerfish.bench.stats import Summary, gain
+from archerfish.bench.targets import Judged, PerformanceTarget
 from archerfish.kernels.machine import cpu
 
 Results = dict[str, EngineResult]
@@ -41,20 +42,6 @@ METRICS = (
     Metric("documents_growth_bytes", "… peak growth, MB", scale=1 / MILLION, is_compared=False),
 )
 MEMORY_ROWS = (("rss_loaded", "RSS after load, MB"), ("rss_after_work", "RSS after work, MB"), ("weights", "weights, MB"))
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One figure that the engine is held to."""
-
-    name: str
-    value: float
-    target: float
-    at_least: bool
-
-    @property
-    def is_met(self) -> bool:
-        return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 def value_of(result: EngineResult, metric: Metric) -> Summary | None:
@@ -91,9 +78,9 @@ def ratios(results: Results, ours: str) -> dict[str, dict[str, float | None]]:
     }
 
 
-def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Bar]:
+def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Judged]:
     """The bars of issue 2, as far as this run has measured what they need."""
-    found: list[Bar] = []
+    found: list[Judged] = []
     if ours not in results:
         return found
     by_key = {metric.key: metric for metric in METRICS}
@@ -106,7 +93,7 @@ def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Ba
     ):
         value = ratio(results, ours, SENTENCE_TRANSFORMERS, by_key[key])
         if value is not None:
-            found.append(Bar(name, value, target, True))
+            found.append(PerformanceTarget(name, target, at_least=True).judged(value))
     own = results[ours]
     for key, name, scale, target in (
         ("load_s", "load after imports, ms", 1000.0, 100.0),
@@ -115,12 +102,14 @@ def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Ba
     ):
         summary = own.summary(key)
         if summary is not None:
-            found.append(Bar(name, summary.median * scale, target, False))
+            found.append(PerformanceTarget(name, target).judged(summary.median * scale))
     if own.memory.get("weights") and float32_bytes:
-        found.append(Bar("weights' memory, share of float32", own.memory["weights"] / float32_bytes, 0.5, False))
+        share = PerformanceTarget("weights' memory, share of float32", 0.5)
+        found.append(share.judged(own.memory["weights"] / float32_bytes))
     if own.min_cosine is not None:
-        target = 0.999999 if dtype == "float32" else 0.9999
-        found.append(Bar("smallest cosine with sentence-transformers fp32", own.min_cosine, target, True))
+        least = 0.999999 if dtype == "float32" else 0.9999
+        target_cosine = PerformanceTarget("smallest cosine with sentence-transformers fp32", least, at_least=True)
+        found.append(target_cosine.judged(own.min_cosine))
     return found
 
 
@@ -186,6 +175,6 @@ def as_json(results: Results, ours: str, float32_bytes: int, dtype: str, model: 
         "float32_bytes": float32_bytes,
         "engines": {key: result.as_dict() for key, result in results.items()},
         "ratios": ratios(results, ours),
-        "bars": [{**asdict(bar), "is_met": bar.is_met} for bar in bars(results, ours, float32_bytes, dtype)],
+        "bars": [bar.as_dict() for bar in bars(results, ours, float32_bytes, dtype)],
         "caveats": caveats(results, ours),
     }

@@ -11,9 +11,10 @@ from typing import Any
 from archerfish.bench.serve_http import Address
 from archerfish.bench.serve_load import Load
 from archerfish.bench.serve_processes import ServerProcess, allow_connections, check_free, tree_use
-from archerfish.bench.serve_report import Limits, Point, Target, is_steady
+from archerfish.bench.serve_report import Limits, Point, is_steady
 from archerfish.bench.serve_requests import Shape
 from archerfish.bench.serve_server import BLOCKS_IN_USE, POLL_S, REQUESTS_IN_USE, Server, ServerOptions, in_use
+from archerfish.bench.targets import Judged, PerformanceTarget
 from archerfish.errors import ArcherfishError
 from archerfish.types import Progress, no_progress
 
@@ -58,7 +59,7 @@ class Found:
     """All that a run of the bench found."""
 
     points: list[Point] = field(default_factory=list)
-    targets: list[tuple[str, str, Target]] = field(default_factory=list)  # scenario, server, target
+    targets: list[tuple[str, str, Judged]] = field(default_factory=list)  # scenario, server, target
     errors: dict[str, str] = field(default_factory=dict)  # of servers that could not be measured
     notes: list[str] = field(default_factory=list)
     servers: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -156,7 +157,7 @@ class ServeBench:
     def judge(
         self, scenario: str, server: str, name: str, value: float | None, wanted: float, *, at_least: bool = False
     ) -> None:
-        self.found.targets.append((scenario, server, Target(name, value, at_least, wanted)))
+        self.found.targets.append((scenario, server, PerformanceTarget(name, wanted, at_least).judged(value)))
 
     async def _prepare(self, shapes: Sequence[Shape]) -> None:
         """Servers that cannot be measured are left out, and the others go on without them."""

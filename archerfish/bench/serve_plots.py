@@ -9,6 +9,7 @@ from html import escape
 
 from archerfish.bench.serve import Found
 from archerfish.bench.serve_report import Point, by_load, table
+from archerfish.bench.targets import row_of
 
 WIDTH, HEIGHT = 640, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44
@@ -153,9 +154,8 @@ def page(found: Found, heading: str) -> str:
     parts = [f"<h1>archerfish bench serve</h1><p>{escape(heading)}</p>"]
     if found.targets:
         rows = [
-            [scenario, server, target.name, "-" if target.value is None else f"{target.value:,.4g}",
-             f"{'at least' if target.at_least else 'at most'} {target.wanted:g}", verdict(target.is_met)]
-            for scenario, server, target in found.targets
+            [scenario, server, *row_of(judged)[:3], verdict(judged.is_met)]
+            for scenario, server, judged in found.targets
         ]  # fmt: skip
         parts.append("<h2>Targets</h2>" + html_table(["scenario", "server", "target", "measured", "wanted", ""], rows))
     plots = sweeps(found.points)

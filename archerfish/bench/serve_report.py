@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -33,25 +33,6 @@ class Limits:
         if record.outcome != "ok" or record.is_cut or (self.latency_s and record.latency_s > self.latency_s):
             return False
         return not (self.ttft_s and record.first_s - record.intended_s > self.ttft_s)  # nan, of embeddings, is no excess
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure that a scenario is held to: met, missed, or not measured."""
-
-    name: str
-    value: float | None
-    at_least: bool
-    wanted: float
-
-    @property
-    def is_met(self) -> bool | None:
-        if self.value is None or math.isnan(self.value):
-            return None
-        return self.value >= self.wanted if self.at_least else self.value <= self.wanted
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "value": plain(self.value), "is_met": self.is_met}
 
 
 @dataclass

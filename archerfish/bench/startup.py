@@ -11,10 +11,12 @@ from typing import Any
 
 from archerfish.bench import gpu
 from archerfish.bench.driver import PeerFailedError, WorkerProcess
+from archerfish.bench.targets import Judged, PerformanceTarget
 from archerfish.store.metadata import is_converted
 from archerfish.types import Progress, no_progress
 
 STARTS = ("first", "second")
+TARGETS_S = {"qwen3-0.6b": 8.0, "llama-3.1-8b": 15.0}  # for our second start
 # Where torch, Triton, the driver and vLLM keep what they compiled; each engine begins with them empty.
 CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
@@ -70,6 +72,15 @@ def measure_startup(
             except PeerFailedError as error:
                 errors[f"{shape}, {engine}"] = str(error)
     return found, errors
+
+
+def judge_starts(starts: Sequence[Start]) -> list[Judged]:
+    """Our second start of each shape against what it may take."""
+    return [
+        PerformanceTarget(f"{start.shape}: second start, s", TARGETS_S[start.shape]).judged(start.total_s)
+        for start in starts
+        if start.engine == gpu.OURS and start.start == STARTS[1] and start.shape in TARGETS_S
+    ]
 
 
 def start_twice(shape: str, engine: str, folder: Path, vllm: str) -> Iterator[Start]:

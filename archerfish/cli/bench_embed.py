@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from archerfish.cli.bench_report import add_report_arguments, finish, show_targets
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, HubConfig
@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and texts; peers embed a sample of the documents")
     parser.add_argument("--engines", default="", metavar="A,B", help="only these (default: all that are installed)")
     parser.add_argument("--documents", type=int, default=10_000, metavar="N", help="documents in one call (default: 10000)")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the JSON report to FILE")
+    add_report_arguments(parser)
     add_options(parser, EmbedConfig, HubConfig)
 
 
@@ -43,11 +43,13 @@ def run(arguments: Namespace, out: Output) -> int:
         results = EmbedBench(keys, options, effort, progress=progress).run(texts)
     ours = next((key for key in keys if key.startswith("archerfish")), "")
     dtype = "float32" if ours.endswith("float32") else config.dtype
-    whole = report.as_json(results, ours, float32_bytes(source), dtype, config.model)
-    finish(whole, arguments.output, out)
+    size = float32_bytes(source)
+    whole = report.as_json(results, ours, size, dtype, config.model)
     if not out.as_json:
         show(results, ours, whole, out)
-    return 0
+        title = f"Bars ({'; '.join(whole['caveats'])}: not decisive)" if whole["caveats"] else "Bars"
+        show_targets(title, report.bars(results, ours, size, dtype), out, digits=6)
+    return finish(whole, arguments, out)
 
 
 def choose_engines(given: str) -> list[str]:
@@ -77,17 +79,6 @@ def float32_bytes(source: Path) -> int:
     return measure_path("", source).weight_bytes("float32")
 
 
-def finish(whole: dict[str, Any], output: str, out: Output) -> None:
-    """Write the report where it is wanted."""
-    if output:
-        from archerfish.cli.texts import write_atomically
-
-        text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
-        write_atomically(Path(output), lambda file: (file.write(text.encode()), None)[1])
-    if out.as_json:
-        out.result(whole)
-
-
 def show(results: dict[str, Any], ours: str, whole: dict[str, Any], out: Output) -> None:
     from archerfish.bench.report import table
 
@@ -98,10 +89,3 @@ def show(results: dict[str, Any], ours: str, whole: dict[str, Any], out: Output)
     for result in results.values():
         if result.state != "ok":
             out.line(f"{result.label}: {result.state} ({result.reason})")
-    out.line()
-    cells = []
-    for bar in whole["bars"]:
-        wanted = f"{'at least' if bar['at_least'] else 'at most'} {bar['target']:g}"
-        cells.append((bar["name"], f"{bar['value']:,.6g}", wanted, "met" if bar["is_met"] else "not met"))
-    title = f"Bars ({'; '.join(whole['caveats'])}: not decisive)" if whole["caveats"] else "Bars"
-    out.table(title, ("bar", "measured", "wanted", ""), cells, numbers=("measured",))

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.bench_embed import finish
+from archerfish.cli.bench_report import add_report_arguments, finish, show_targets
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 from archerfish.errors import ArcherfishError, InvalidOptionError, did_you_mean
@@ -26,7 +26,7 @@ def add_shared_arguments(parser: Parser) -> None:
     parser.add_argument("--shapes", default="", metavar="A,B", help="shapes: qwen3-0.6b, llama-3.1-8b (default: both)")
     parser.add_argument("--vllm-path", default="", metavar="DIR", help="directory with vLLM (default: the installed one)")
     parser.add_argument("--no-peers", action="store_true", help="measure archerfish alone")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the JSON report to FILE")
+    add_report_arguments(parser)
 
 
 def run(arguments: Namespace, out: Output) -> int:
@@ -40,7 +40,6 @@ def run(arguments: Namespace, out: Output) -> int:
         bench = gpu.GpuBench(shapes, arguments.repeats, parts, vllm, teller(out), progress)
         runs = bench.run()
     found = machine()
-    finish({"bench": "gpu", "machine": found, "shapes": gpu.as_dict(runs)}, arguments.output, out)
     for shape, of_shape in runs.items():
         out.line(f"{shape} on {found['gpu'] or found['cpu']}, torch {found['torch']}, {found['date']}", "bold")
         columns, rows = gpu.table(of_shape)
@@ -49,7 +48,11 @@ def run(arguments: Namespace, out: Output) -> int:
             if found_run.error:
                 out.line(f"{engine}: failed ({found_run.error})")
         out.line()
-    return ArcherfishError.exit_code if any(of_shape[gpu.OURS].error for of_shape in runs.values()) else 0
+    judged = [one for shape, of_shape in runs.items() for one in gpu.judge(shape, of_shape)]
+    show_targets("Bars, times vLLM", judged, out)
+    bars = [one.as_dict() for one in judged]
+    code = finish({"bench": "gpu", "machine": found, "shapes": gpu.as_dict(runs), "bars": bars}, arguments, out)
+    return ArcherfishError.exit_code if any(of_shape[gpu.OURS].error for of_shape in runs.values()) else code
 
 
 def prepare(arguments: Namespace) -> tuple[list[str], str]:

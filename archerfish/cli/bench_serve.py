@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.bench_embed import finish
+from archerfish.cli.bench_report import add_report_arguments, finish
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 from archerfish.errors import ArcherfishError, InvalidOptionError, MachineError, did_you_mean
@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     size.add_argument("--ttft-target", type=float, default=0.0, metavar="MS", help="first token within, to count as goodput")
     size.add_argument("--e2e-target", type=float, default=0.0, metavar="MS", help="whole answer within, to count as goodput")
     size.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (default: 0)")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the JSON report to FILE")
+    add_report_arguments(parser)
     parser.add_argument("--html", default="", metavar="FILE", help="write plots and tables to FILE, which needs nothing else")
 
 
@@ -78,11 +78,11 @@ def run(arguments: Namespace, out: Output) -> int:
         text = page(found, heading).encode()
         write_atomically(Path(arguments.html), lambda file: (file.write(text), None)[1])
     asked = {key: value for key, value in vars(arguments).items() if key not in ("json", "quiet", "debug", "config")}
-    finish({"bench": "serve", "machine": on, "asked": asked, **found.as_dict()}, arguments.output, out)
     if not out.as_json:
         out.line(heading, "bold")
         show(found, out)
-    return ArcherfishError.exit_code if found.errors else 0
+    code = finish({"bench": "serve", "machine": on, "asked": asked, **found.as_dict()}, arguments, out)
+    return ArcherfishError.exit_code if found.errors else code
 
 
 def read_servers(arguments: Namespace) -> list[ServerOptions]:
@@ -215,18 +215,14 @@ def teller(out: Output) -> Tell:
 def show(found: Found, out: Output) -> None:
     """Figures of each load, servers beside each other; then targets and remarks."""
     from archerfish.bench.serve_report import by_load, table
+    from archerfish.bench.targets import row_of
 
     for (scenario, load), points in by_load(found.points).items():
         columns, rows = table(points)
         out.line()
         out.table(f"{scenario}: {load}", columns, rows, numbers=columns[1:])
     if found.targets:
-        cells = []
-        for scenario, server, target in found.targets:
-            shown = "-" if target.value is None else f"{target.value:,.4g}"
-            wanted = f"{'at least' if target.at_least else 'at most'} {target.wanted:g}"
-            met = "not measured" if target.is_met is None else "met" if target.is_met else "not met"
-            cells.append((scenario, server, target.name, shown, wanted, met))
+        cells = [(scenario, server, *row_of(judged)) for scenario, server, judged in found.targets]
         out.line()
         out.table("Targets", ("scenario", "server", "target", "measured", "wanted", ""), cells, numbers=("measured",))
     for note in found.notes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from archerfish.cli.bench_embed import finish
+from archerfish.cli.bench_report import add_report_arguments, finish
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds, size
 from archerfish.config import EmbedConfig, HubConfig
@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=default, metavar="MODEL", help=f"name or path of the model (default: {default})")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of every measurement (default: 5)")
     parser.add_argument("--scratch", default="", metavar="DIR", help="directory for temporary files (default: the cache)")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the JSON report to FILE")
+    add_report_arguments(parser)
     add_options(parser, HubConfig)
 
 
@@ -34,7 +34,6 @@ def run(arguments: Namespace, out: Output) -> int:
         scratch = Path(arguments.scratch) if arguments.scratch else hub.cache_path()
         scratch.mkdir(parents=True, exist_ok=True)
         report = run_store_bench(source, scratch, arguments.rounds, progress)
-    finish({"model": arguments.model, "machine": machine(), **report.as_dict()}, arguments.output, out)
     base = report.openings[0].seconds.median
     rows = [
         (
@@ -48,4 +47,4 @@ def run(arguments: Namespace, out: Output) -> int:
     out.line()
     speeds = [(name, f"{s.median:,.0f}", f"{s.low:,.0f}-{s.high:,.0f}") for name, s in report.conversions.items()]
     out.table("", ("conversion writes", "MB/s of source", "range"), speeds, numbers=("MB/s of source", "range"))
-    return 0
+    return finish({"model": arguments.model, "machine": machine(), **report.as_dict()}, arguments, out)

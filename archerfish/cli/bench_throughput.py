@@ -28,15 +28,4 @@ def run(arguments: Namespace, out: Output) -> int:
     report = bench_generate.new_report(out)
     with out.progress("Measuring") as progress:
         generate.measure_throughput(config, report, arguments.rounds, batches, peers, progress)
-    bars: list[bench_generate.Bar] = [
-        (f"continuous over static at {batch}", report.ratio(f"continuous {batch}", f"static {batch}"), "at least",
-         generate.STATIC_TARGETS[batch])
-        for batch in batches if batch in generate.STATIC_TARGETS
-    ]  # fmt: skip
-    bars += [
-        (f"over {name} at {generate.PEER_BATCH}", report.ratio(f"continuous {generate.PEER_BATCH}", name), "at least",
-         generate.PEER_TARGET)
-        for name in peers
-    ]  # fmt: skip
-    bars += [(name, value, "at least", 0.9) for name, value in report.figures.items() if name.startswith("kv utilisation")]
-    return bench_generate.show(report, bars, config, arguments, out)
+    return bench_generate.show("throughput", report, generate.throughput_bars(report, batches, peers), config, arguments, out)

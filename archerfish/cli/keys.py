@@ -8,10 +8,10 @@ from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 
 LIMITS = {
-    "requests_per_minute": (float, "requests that it may send in a minute"),
-    "tokens_per_minute": (float, "tokens, of prompts and answers, that it may use in a minute"),
-    "weight": (float, "its share of the batch, against the weights of others"),
-    "max_priority": (int, "the highest priority that its requests may have"),
+    "requests_per_minute": (float, "requests that it may send in a minute (default: no limit)"),
+    "tokens_per_minute": (float, "tokens, of prompts and answers, that it may use in a minute (default: no limit)"),
+    "weight": (float, "its share of the batch, against the weights of others (default: 1)"),
+    "max_priority": (int, "the highest priority that its requests may have (default: 0)"),
 }
 
 
@@ -19,8 +19,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", help="where the hashes of keys are kept: [serve] api_keys_file")
     parser.add_argument("name", metavar="TENANT", help="whose key it is; one tenant may have several")
     for name, (kind, description) in LIMITS.items():
-        flag, text = f"--{name.replace('_', '-')}", f"{description} (default: no limit)"
-        parser.add_argument(flag, type=kind, metavar="N", default=None, help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=description)
     parser.add_argument("--operator", action="store_true", help="may read figures of all and change options")
 
 

@@ -103,6 +103,7 @@ class ArrowEngine:
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)
         self._is_closed = False
+        self.watcher: Callable[[int, float], None] | None = None  # hears how many texts were computed in how many seconds
         loader.check_tokenizer()
         self._tokenizer = Lazy(lambda: FastTokenizer(directory / "tokenizer", self._max_length))
         self._loader = loader
@@ -230,6 +231,7 @@ class ArrowEngine:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
         if self._is_closed:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        started = time.perf_counter()
         scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
         is_scored = self.is_cross_encoder
         out = np.empty((len(texts), self.core.config.num_labels if is_scored else self.core.dimension), dtype=np.float32)
@@ -239,6 +241,7 @@ class ArrowEngine:
         for batch in running:
             rows, vectors = finish(batch.result() if isinstance(batch, Future) else batch)
             out[rows] = vectors
+        self._tell(len(texts), started)
         return self._activate(out) if is_scored else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
@@ -340,6 +343,7 @@ class ArrowEngine:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
         if batch_size < 1:
             raise InvalidInputError(f"batch_size must be at least 1, not {batch_size}.")
+        started = time.perf_counter()
         rows: dict[Any, list[int]] = {}
         for index, item in enumerate(inputs):
             rows.setdefault(item, []).append(index)
@@ -354,7 +358,12 @@ class ArrowEngine:
             out[indices] = vectors if len(indices) == len(items) else np.repeat(vectors, [len(p) for p in places], axis=0)
             num_done += len(indices)
             progress(num_done, len(inputs), "")
+        self._tell(len(inputs), started)
         return out
+
+    def _tell(self, num_texts: int, started: float) -> None:
+        if self.watcher is not None and num_texts:
+            self.watcher(num_texts, time.perf_counter() - started)
 
     def _batch_tokens(self, batch_size: int) -> int:
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR

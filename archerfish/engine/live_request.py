@@ -10,6 +10,7 @@ from archerfish.engine.text_tokenizer import TextTokenizer
 from archerfish.sequence import Delta, Request, Sequence, TokenLogprobs
 
 Listener = Callable[[TextDelta], None]
+Watcher = Callable[[Delta, RequestOutput | None], None]  # the result comes with the last delta of a request
 
 
 class LiveRequest:

@@ -25,7 +25,7 @@ from archerfish.cache.radix import CacheStats, RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.grammar import GrammarCompiler
-from archerfish.engine.live_request import Listener, LiveRequest
+from archerfish.engine.live_request import Listener, LiveRequest, Watcher
 from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, choose_step_tokens, load_adapter, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
@@ -40,12 +40,7 @@ from archerfish.engine.request_options import (
     read_token_ids,
 )
 from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.errors import (
-    InputTooLargeError,
-    InvalidInputError,
-    NotFoundError,
-    StoppedError,
-)
+from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
@@ -94,6 +89,7 @@ class LLMEngine:
         self._ids = itertools.count()
         self._live: dict[str, LiveRequest] = {}
         self._num_ended = 0
+        self.watcher: Watcher | None = None  # hears of every delta, after its text was made
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
@@ -106,7 +102,7 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         config, facts = self.config, self.facts
         blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
-        logits = self._logits_cache = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+        logits = self.logits_cache = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
         cache = RadixCache(
             blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
         )
@@ -318,6 +314,8 @@ class LLMEngine:
         if live.take(delta):
             with self._lock:
                 self.scheduler.finish(delta.sequence, "stop")
+        if self.watcher is not None:
+            self.watcher(delta, live.result)
         return [] if live.result is None else [self._end(live, live.result)]
 
     def _take_all(self, deltas: list[tuple[LiveRequest, Delta]]) -> None:
@@ -556,7 +554,7 @@ class LLMEngine:
         with self._lock:
             scheduler.resize(choose_step_tokens(config, self.facts.device), config.max_queue_size)
             if "logits_cache_mib" in changes or "logits_cache_ttl_s" in changes:
-                self._logits_cache.resize(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+                self.logits_cache.resize(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
             if config.eviction_policy != self.config.eviction_policy:
                 scheduler.cache.set_policy(config.eviction_policy)
             if not config.enable_prefix_caching:

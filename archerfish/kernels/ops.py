@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.errors import InvalidInputError
+from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
@@ -359,6 +360,10 @@ class Ops(ABC, Generic[T]):
 
     def free_unused(self) -> None:
         """Give memory back to the device that nothing uses."""
+
+    def pool_stats(self) -> PoolStats:
+        """Of the large arrays that are used again from step to step."""
+        return PoolStats()
 
     # Between host and device
 

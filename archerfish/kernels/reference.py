@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.decoding import FIRST_FLOAT, ON_DEVICE, DecodeState, Input
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -230,6 +231,9 @@ class TorchOps(Ops[Tensor]):
     @cached_property
     def _sampling(self) -> TorchSampling:
         return TorchSampling(self.device)
+
+    def pool_stats(self) -> PoolStats:
+        return self._sampling.buffers.pool_stats()
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         return self._sampling.sample(logits, batch)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from archerfish.kernels.buffers import BufferPool
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import (
     CHOSEN,
@@ -47,7 +48,7 @@ class TorchSampling:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._buffers: dict[str, Tensor] = {}
+        self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         x = self._adjusted(logits, batch)
@@ -78,13 +79,8 @@ class TorchSampling:
         top, top_ids = self._candidates(x, peaks, torch.arange(len(x), device=x.device), min(num_top, logits.shape[1]))
         return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
 
-    def _buffer(self, name: str, num_rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A reused array; its rows are rounded up to a power of two when it has to grow."""
-        found = self._buffers.get(name)
-        if found is None or found.numel() < num_rows * width:
-            size = (1 << (num_rows - 1).bit_length()) * width
-            found = self._buffers[name] = torch.empty(size, dtype=dtype, device=self.device)
-        return found[: num_rows * width].view(num_rows, width)
+    def _buffer(self, use: str, num_rows: int, width: int) -> Tensor:
+        return self.buffers.get(use, num_rows, width).view(num_rows, width)
 
     def _padded(self, logits: Tensor, *, is_changed: bool) -> Tensor:
         """Logits in whole blocks, those past the vocabulary -inf; a copy only where that or a change asks for one."""

@@ -6,9 +6,10 @@ import bisect
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
@@ -98,21 +99,36 @@ class Gauge(_Number):
             self._values[key] = value
 
 
+class GivenMetric(Metric):
+    """A metric whose samples were counted elsewhere."""
+
+    def __init__(self, kind: Any, name: str, description: str, label_names: Sequence[str], samples: list[Sample]) -> None:
+        super().__init__(name, description, label_names)
+        self.kind = kind  # type: ignore[misc]
+        self._samples = samples
+
+    def samples(self) -> list[Sample]:
+        return self._samples
+
+
 class _Series:
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, window: int) -> None:
         self.counts = [0] * (num_buckets + 1)
         self.total = 0.0
+        self.recent: deque[float] = deque(maxlen=window)
 
 
 class Histogram(Metric):
-    """How often values fell into fixed buckets; the last bucket has no upper bound."""
+    """How often values fell into fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
 
     kind = "histogram"
 
     def __init__(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS
+        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS,
+        window: int = 0,
     ) -> None:
         super().__init__(name, description, label_names)
+        self.window = window
         if not buckets or list(buckets) != sorted(set(buckets)):
             raise ValueError(f"The buckets of {name} must be rising and not empty.")
         self.buckets = tuple(float(bound) for bound in buckets)
@@ -127,10 +143,12 @@ class Histogram(Metric):
         with self._lock:
             series = self._series.get(key)
             if series is None:
-                series = self._series[key] = _Series(len(self.buckets))
+                series = self._series[key] = _Series(len(self.buckets), self.window)
             for value in values:
                 series.counts[bisect.bisect_left(self.buckets, value)] += 1
                 series.total += value
+            if self.window:
+                series.recent.extend(values)
 
     def count(self, **labels: str) -> int:
         return sum(self._counts(labels))
@@ -155,6 +173,18 @@ class Histogram(Metric):
                 return low + (bound - low) * max(0.0, rank - below) / counts[index]
             below += counts[index]
         return self.buckets[-1]
+
+    def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
+        """Of the values in the window, exactly: the smallest that so many per cent do not exceed; nan without any."""
+        for percent in percents:
+            if not 0 <= percent <= 100:
+                raise ValueError(f"A percentile lies between 0 and 100, not at {percent}.")
+        key = self._key(labels)
+        with self._lock:
+            ordered = list(self._series[key].recent) if key in self._series else []
+        ordered.sort()
+        size = len(ordered)
+        return [ordered[max(0, math.ceil(percent * size / 100) - 1)] if ordered else math.nan for percent in percents]
 
     def samples(self) -> list[Sample]:
         with self._lock:
@@ -195,17 +225,18 @@ class MetricRegistry:
         return self._get(Gauge(name, description, label_names))
 
     def histogram(
-        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS
+        self, name: str, description: str = "", label_names: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS,
+        window: int = 0,
     ) -> Histogram:
-        return self._get(Histogram(name, description, label_names, buckets))
+        return self._get(Histogram(name, description, label_names, buckets, window))
 
     def _get(self, wanted: M) -> M:
         with self._lock:
             known = self._metrics.setdefault(wanted.name, wanted)
         same = type(known) is type(wanted) and known.label_names == wanted.label_names
         if isinstance(known, Histogram) and isinstance(wanted, Histogram):
-            same = same and known.buckets == wanted.buckets
+            same = same and known.buckets == wanted.buckets and known.window == wanted.window
         if not same:
-            raise ValueError(f"The metric {wanted.name} exists with another kind, labels or buckets.")
+            raise ValueError(f"The metric {wanted.name} exists with another kind, labels, buckets or window.")
         assert isinstance(known, type(wanted))
         return known

@@ -7,6 +7,7 @@ numerical work is `Ops.sample`; here stands who has which row, with which parame
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Hashable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
@@ -33,6 +34,7 @@ from archerfish.kernels.sampling import (
     TokenCounts,
     stream_key,
 )
+from archerfish.observe.sampling import SamplingMetrics
 from archerfish.runtime.logits_view import LogitsView, SamplingConfig
 from archerfish.runtime.token_masks import find_masks
 from archerfish.sequence import Sequence, TokenLogprobs
@@ -71,6 +73,7 @@ class FastSampler(Generic[T]):
         self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: SamplingBatch[T] = SamplingBatch()
+        self.metrics = SamplingMetrics()
 
     def add(self, sequence: Sequence) -> None:
         """Take over a sequence's parameters for its row, whoever had the row before. Its tokens count for the penalties."""
@@ -125,6 +128,7 @@ class FastSampler(Generic[T]):
             (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
         ):
             target[:num], target[num:] = values, filling
+        self.metrics.total_samples += num
 
     def sample(self, logits: T, sequences: list[Sequence], positions: list[int]) -> Sampled[T]:
         """One token for each sequence, out of its row of float32 logits, which are left as they are.
@@ -135,6 +139,7 @@ class FastSampler(Generic[T]):
             raise ArcherfishError(
                 f"Logits of shape {tuple(logits.shape)} came for {len(sequences)} sequences and {self.vocab_size} tokens."
             )
+        started = time.perf_counter()
         rows = np.fromiter((sequence.row for sequence in sequences), dtype=np.int64)
         batch = self._batch_for(rows, np.asarray(positions, dtype=np.int64))
         problems: dict[int, BaseException] = {}
@@ -150,10 +155,12 @@ class FastSampler(Generic[T]):
             tokens = drawn.tokens if some is None else self.ops.rows(drawn.tokens, some)
             scores = self.ops.token_logprobs(logits, tokens, num_top, rows=some)
         problems |= {i: InvalidInputError(self._problems[s.row]) for i, s in enumerate(sequences) if s.row in self._problems}
+        self.metrics.count(len(sequences), time.perf_counter() - started, is_fast=batch.temperature is None)
         return Sampled(self.ops, drawn, sequences, asking, scores, problems)
 
     def sample_optimized(self, logits: T | LogitsView[T], config: SamplingConfig, *, seed: int = 0, position: int = 0) -> int:
         """A token of one row of float32 logits, or of a view of it, for a seed and a position."""
+        started = time.perf_counter()
         view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
         row = np.zeros(1, dtype=ROW)
         row["key"], row["temperature"] = stream_key(seed, 0), config.temperature
@@ -165,6 +172,7 @@ class FastSampler(Generic[T]):
         token, outcome = self.ops.to_ids(self.ops.sample(view.values, batch).report)[:, 0].tolist()
         if outcome != CHOSEN:
             raise _failure(outcome, "These logits")
+        self.metrics.count(1, time.perf_counter() - started, is_fast=batch.temperature is None)
         return view.start + int(token)
 
     def sample_with_cache(
@@ -173,6 +181,7 @@ class FastSampler(Generic[T]):
     ) -> int:
         """`sample_optimized` of the logits that a cache has under a key; computed and kept there only if it has none."""
         known = cache.get(cache_key)
+        self.metrics.cache_hits += known is not None
         if known is None:
             known = logits()
             cache.insert(cache_key, known)
@@ -191,6 +200,7 @@ class FastSampler(Generic[T]):
             banned = {int(i): self._stop_ids[int(rows[i])] for i in waiting if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
             bias = {i: self._bias[int(row)] for i, row in enumerate(rows) if int(row) in self._bias} if self._bias else {}
             self._batch, self._batch_key = self._build(part, rows, banned, bias), key
+            self.metrics.memory_allocations += 1
         if self._batch.temperature is None:
             return self._batch
         return dataclasses.replace(self._batch, positions=self.ops.ids(positions))

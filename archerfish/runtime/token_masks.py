@@ -50,14 +50,15 @@ class MaskFinder:
 
     def begin(self, sequence: Sequence, token: int | None = None) -> None:
         """Find what may follow all tokens of a sequence, and one that it is about to get."""
+        before: PendingMask | None = sequence.mask
+        if before is not None and before.num_output == len(sequence.tokens) - sequence.num_prompt + (token is not None):
+            return
         output = sequence.tokens[sequence.num_prompt :].tolist()
         if token is not None:
             output.append(token)
-        before: PendingMask | None = sequence.mask
-        if before is None or before.num_output != len(output):
-            sequence.mask = mask = PendingMask(sequence, output, self.vocab_size, before)
-            self._open.add(mask._future)
-            mask._future.add_done_callback(self._end)
+        sequence.mask = mask = PendingMask(sequence, output, self.vocab_size, before)
+        self._open.add(mask._future)
+        mask._future.add_done_callback(self._end)
 
     def _end(self, future: Future[BaseException | None]) -> None:
         self._open.discard(future)

@@ -49,7 +49,6 @@ class AdmissionLimits:
     """Sizes; 0 stands for no limit."""
 
     max_queued_requests: int = 4096
-    max_queued_tokens: int = 0  # of prompts and of the output expected
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0  # of all n sequences
     max_wait_s: float = 0.0  # what a request without a deadline may be expected to wait
@@ -139,7 +138,6 @@ class Admission:
         self.limits = limits or AdmissionLimits()
         self.max_running = max_running  # sequences that the engine runs at once
         self.rate = ServiceRate()
-        self.num_refused: dict[str, int] = {}  # by code
         self.margin = 1.0  # by which expected times are stretched before they are held against a deadline
         self._clock = clock
         self._lines: dict[str, _Line] = {}  # of tenants that have something waiting
@@ -184,36 +182,26 @@ class Admission:
     ) -> Entry:
         """Let a request in, or say at once why not and when to come back.
 
-        max_tokens: of each sequence; 0 for one that only reads, such as an embedding. Without num_prompt_tokens they are
-        estimated from the bytes, and the limit of prompt tokens is checked when the prompt has been tokenised.
+        max_tokens: of each sequence. Without num_prompt_tokens they are estimated from the bytes, and the limit of prompt
+        tokens is checked when the prompt has been tokenised.
         """
         if max_tokens < 0 or num_sequences < 1 or (deadline_s is not None and not deadline_s > 0):
             raise InvalidInputError("max_tokens must be at least 0, n at least 1, and deadline_s above 0.")
         self._check_sizes(num_prompt_tokens or 0, max_tokens * num_sequences)
         num_tokens = self.estimate_tokens(num_prompt_bytes) if num_prompt_tokens is None else num_prompt_tokens
         num_bytes = num_prompt_bytes if num_prompt_tokens is None else 0
-        ticket = Entry(self, tenant, num_bytes, num_tokens, max_tokens, num_sequences)
-        try:
-            self._check_queue(tenant, num_tokens + ticket.expected_output)
-            self._check_time(tenant, num_tokens, max_tokens, deadline_s)
-        except RefusedError as error:
-            self.num_refused[error.code] = self.num_refused.get(error.code, 0) + 1
-            raise
-        ticket.deadline_s = deadline_s
-        ticket.arrived = self._law.enter()
-        self._count(ticket, num_tokens, ticket.expected_output, 1)
-        return ticket
+        entry = Entry(self, tenant, num_bytes, num_tokens, max_tokens, num_sequences)
+        self._check_queue(tenant)
+        self._check_time(tenant, num_tokens, max_tokens, deadline_s)
+        entry.deadline_s = deadline_s
+        entry.arrived = self._law.enter()
+        self._count(entry, num_tokens, entry.expected_output, 1)
+        return entry
 
-    def _check_queue(self, tenant: Tenant, num_tokens: float) -> None:
+    def _check_queue(self, tenant: Tenant) -> None:
         limits, num_queued = self.limits, self._num_queued
         if limits.max_queued_requests and num_queued >= limits.max_queued_requests:
             raise BusyError(f"The queue is full: {num_queued:,} requests wait.", self._one_leaves_s())
-        held = self._queued_prompt + self._queued_output
-        if limits.max_queued_tokens and num_queued and held + num_tokens > limits.max_queued_tokens:
-            surplus = held + num_tokens - limits.max_queued_tokens
-            raise BusyError(
-                f"The queue is full: requests with about {held:,.0f} tokens wait.", self._drain_s() * min(1.0, surplus / held)
-            )
         if not limits.max_queued_requests or num_queued < CROWDED * limits.max_queued_requests:
             return
         line = self._lines.get(tenant.name, _Line())
@@ -285,14 +273,14 @@ class Admission:
                 output += part * line.num_output_tokens
         return num, prompt, output
 
-    def _drain_s(self) -> float:
+    def drain_s(self) -> float:
         """Until everything that is there now has been served."""
         batch = max(1, min(self.max_running, self._running_sequences + self._queued_sequences))
         output_s = (self.remaining_output + self._queued_output) * (self.rate.decode_step_s(batch) or 0.0) / batch
         return self.rate.prefill_s(self._queued_prompt) + output_s
 
     def _one_leaves_s(self) -> float:
-        return self._drain_s() / max(1, self._num_running + self._num_queued)
+        return self.drain_s() / max(1, self._num_running + self._num_queued)
 
     # What happens
 
@@ -301,59 +289,59 @@ class Admission:
         self.rate.observe(num_prompt_tokens, num_output_tokens, seconds)
         self._running_output -= num_output_tokens
 
-    def _tokenized(self, ticket: Entry, num_prompt_tokens: int) -> None:
-        if ticket.is_open and ticket.is_queued:
-            self._count(ticket, num_prompt_tokens - ticket.num_prompt_tokens, 0.0, 0)
-        ticket.num_prompt_tokens = num_prompt_tokens
-        if ticket.num_bytes and num_prompt_tokens:
-            self._bytes_per_token.add(ticket.num_bytes / num_prompt_tokens)
+    def _tokenized(self, entry: Entry, num_prompt_tokens: int) -> None:
+        if entry.is_open and entry.is_queued:
+            self._count(entry, num_prompt_tokens - entry.num_prompt_tokens, 0.0, 0)
+        entry.num_prompt_tokens = num_prompt_tokens
+        if entry.num_bytes and num_prompt_tokens:
+            self._bytes_per_token.add(entry.num_bytes / num_prompt_tokens)
         self._check_sizes(num_prompt_tokens, 1)
 
-    def _started(self, ticket: Entry) -> None:
-        if ticket.is_open and ticket.is_queued:
-            self._leave_queue(ticket)
+    def _started(self, entry: Entry) -> None:
+        if entry.is_open and entry.is_queued:
+            self._leave_queue(entry)
             self._num_running += 1
-            self._running_sequences += ticket.num_sequences
-            self._running_output += ticket.expected_output
-            self._running_prompt += ticket.num_prompt_tokens
-            self._running_whole += ticket.expected_output
+            self._running_sequences += entry.num_sequences
+            self._running_output += entry.expected_output
+            self._running_prompt += entry.num_prompt_tokens
+            self._running_whole += entry.expected_output
 
-    def _leave_queue(self, ticket: Entry) -> None:
-        ticket.is_queued = False
-        self._count(ticket, -ticket.num_prompt_tokens, -ticket.expected_output, -1)
+    def _leave_queue(self, entry: Entry) -> None:
+        entry.is_queued = False
+        self._count(entry, -entry.num_prompt_tokens, -entry.expected_output, -1)
 
-    def _ended(self, ticket: Entry, num_output_tokens: int, reason: FinishReason) -> None:
-        if not ticket.is_open:
+    def _ended(self, entry: Entry, num_output_tokens: int, reason: FinishReason) -> None:
+        if not entry.is_open:
             return
-        ticket.is_open = False
-        if ticket.is_queued:
-            self._leave_queue(ticket)
+        entry.is_open = False
+        if entry.is_queued:
+            self._leave_queue(entry)
             self._running_output += num_output_tokens  # `observe` has subtracted them
         else:
             self._num_running -= 1
-            self._running_sequences -= ticket.num_sequences
-            self._running_output += num_output_tokens - ticket.expected_output
-            self._running_prompt -= ticket.num_prompt_tokens
-            self._running_whole -= ticket.expected_output
+            self._running_sequences -= entry.num_sequences
+            self._running_output += num_output_tokens - entry.expected_output
+            self._running_prompt -= entry.num_prompt_tokens
+            self._running_whole -= entry.expected_output
         if not self._num_running and not self._num_queued:
             self._running_output = self._running_prompt = self._running_whole = 0.0  # rounding errors end here
-        if num_output_tokens and ticket.max_output_tokens:
-            self._used_share.add(num_output_tokens / ticket.max_output_tokens, float(reason in ("stop", "length")))
-        if ticket.deadline_s is not None:
-            self.margin = next_margin(self.margin, ticket.deadline_s, self._clock() - ticket.arrived, reason == "deadline")
-        self._law.leave(ticket.arrived)
+        if num_output_tokens and entry.max_output_tokens:
+            self._used_share.add(num_output_tokens / entry.max_output_tokens, float(reason in ("stop", "length")))
+        if entry.deadline_s is not None and reason in ("stop", "length", "deadline"):  # others say nothing of the time
+            self.margin = next_margin(self.margin, entry.deadline_s, self._clock() - entry.arrived, reason == "deadline")
+        self._law.leave(entry.arrived)
 
-    def _count(self, ticket: Entry, num_prompt_tokens: float, num_output_tokens: float, num_requests: int) -> None:
-        line = self._lines.setdefault(ticket.tenant.name, _Line())
-        line.weight = ticket.tenant.weight
+    def _count(self, entry: Entry, num_prompt_tokens: float, num_output_tokens: float, num_requests: int) -> None:
+        line = self._lines.setdefault(entry.tenant.name, _Line())
+        line.weight = entry.tenant.weight
         line.num_requests += num_requests
-        line.num_sequences += num_requests * ticket.num_sequences
+        line.num_sequences += num_requests * entry.num_sequences
         self._num_queued += num_requests
-        self._queued_sequences += num_requests * ticket.num_sequences
+        self._queued_sequences += num_requests * entry.num_sequences
         line.num_prompt_tokens += num_prompt_tokens
         line.num_output_tokens += num_output_tokens
         if not line.num_requests:
-            del self._lines[ticket.tenant.name]
+            del self._lines[entry.tenant.name]
         self._queued_prompt += num_prompt_tokens
         self._queued_output += num_output_tokens
         if not self._lines:
@@ -386,7 +374,8 @@ class Admission:
             "running_requests": self._num_running,
             "queued_prompt_tokens": self._queued_prompt,
             "expected_output_tokens": self.remaining_output + self._queued_output,
-            "drain_seconds": self._drain_s(),
+            "drain_seconds": self.drain_s(),
+            "margin": self.margin,
             "prefill_tokens_per_second": self.rate.prefill_tokens_per_s or 0.0,
             "decode_tokens_per_second": self.rate.decode_tokens_per_s or 0.0,
             "mean_requests": law.mean_requests,

@@ -297,8 +297,8 @@ ANSWERS: dict[tuple[str, str], tuple[type[BaseModel] | str, tuple[int, ...]]] = 
     ("post", "/v1/rerank"): (Ranking, COMPUTING), ("post", "/similarity"): (Similarities, COMPUTING),
     ("post", "/tokenize"): (Tokens, COMPUTING), ("post", "/detokenize"): (Detokenized, COMPUTING),
     ("post", "/v1/cache/explain"): (Explanation, COMPUTING), ("get", "/v1/models"): (Models, LOOKING),
-    ("get", "/v1/models/{model_id}"): (Model, (401, 404, 503)), ("get", "/health"): (Health, ()), ("get", "/ready"): (Health,
-    ()),
+    ("get", "/v1/models/{model_id}"): (Model, (401, 404, 503)), ("get", "/health"): (Health, ()),
+    ("get", "/ready"): (Health, ()),
     ("get", "/stats"): (Figures, (401, 403, 503)), ("get", "/metrics"): (TEXT, (401, 403, 503)),
     ("get", "/admin/optimization"): (Options, OPERATING), ("patch", "/admin/optimization"): (Options, OPERATING),
 }  # fmt: skip

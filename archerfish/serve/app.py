@@ -18,10 +18,10 @@ from archerfish.serve.admin_routes import AdminRoutes
 from archerfish.serve.answers import state_answers
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Backend
-from archerfish.serve.errors import install_handlers, json_response, retry_headers
+from archerfish.serve.errors import RETRY_AFTER_S, install_handlers, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.identity import Identify, caller_of, note_blocked
-from archerfish.serve.limits import Blocked
+from archerfish.serve.limits import Blocked, retry_after
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
 from archerfish.serve.middleware import BodyLimit, RequestMetrics, Shed
@@ -36,7 +36,6 @@ from archerfish.serve.vector_routes import VectorRoutes
 from archerfish.serve.wire import Ping, Pong
 
 HEALTH_TIMEOUT_S = 10.0
-RETRY_AFTER_S = 1
 
 
 class StateRoutes:
@@ -76,11 +75,9 @@ class StateRoutes:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 answer = await self.catalog.backend.ask(Ping(request_id=self.catalog.new_id(), probe=probe))
         except (ArcherfishError, TimeoutError) as error:
-            headers, reason = None, f"no result within {HEALTH_TIMEOUT_S:g} s"
-            if isinstance(error, ArcherfishError):
-                headers, reason = retry_headers(error), error.message
-            headers = headers or {"Retry-After": str(RETRY_AFTER_S)}
-            return json_response({"status": "failing", "reason": reason}, 503, headers)
+            reason = error.message if isinstance(error, ArcherfishError) else f"no result within {HEALTH_TIMEOUT_S:g} s"
+            wait = retry_after(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
+            return json_response({"status": "failing", "reason": reason}, 503, {"Retry-After": wait})
         assert isinstance(answer, Pong)
         seconds = answer.seconds if probe is not None else time.perf_counter() - began
         return json_response({"status": "ok", "seconds": round(seconds, 6)})
@@ -119,7 +116,7 @@ def create_app(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results=results, keep_alive_s=config.keep_alive_s)
+    texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
     share = FrontShare(catalog, registry, results)
 
     @asynccontextmanager
@@ -142,7 +139,7 @@ def create_app(
     app.add_middleware(Identify, tenants=tenants, blocked=blocked)
     app.add_middleware(Shed)
     app.add_middleware(RequestMetrics, registry=registry)
-    install_handlers(app, lambda: RETRY_AFTER_S)
+    install_handlers(app)
     note_blocked(app, blocked)
     state_answers(app)
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,7 +94,7 @@ class Catalog:
             cards = await self.cards()
             found = next((card for kind in kinds for card in cards if card.kind == kind), None)
             if found is None:
-                raise InvalidParameterError(f"No {listed(kinds)} model is served here; see GET /v1/models.", "model")
+                raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
             return found
         card = await self.named(name)
         if card.kind not in kinds:
@@ -106,7 +106,3 @@ class Catalog:
         shown: dict[str, Any] = {"id": card.id, "object": "model", "created": self.started_at, "owned_by": "archerfish"}
         shown |= {"kind": card.kind, "max_length": card.max_length}
         return shown | {"dimension": card.dimension} if card.kind == "embedding" else shown
-
-
-def listed(kinds: Iterable[str]) -> str:
-    return " or ".join(kinds)

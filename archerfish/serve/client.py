@@ -73,6 +73,12 @@ class RemoteError(ArcherfishError):
         self.code, self.status = code, status  # type: ignore[misc]
         self.param, self.retry_after_s, self.blocked_s = param, retry_after_s, blocked_s
 
+    def again(self) -> RemoteError:
+        """The same for somebody else: an error that is raised belongs to who gets it."""
+        return RemoteError(
+            self.message, code=self.code, status=self.status, hint=self.hint, param=self.param, retry_after_s=self.retry_after_s
+        )
+
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
         return cls(
@@ -145,43 +151,38 @@ class AsyncClient:
 
     # Requests
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Part, None]:
+    def generate(self, request: Generate) -> AsyncGenerator[Part, None]:
         """Chunks if request.stream, then one Generated. Leaving the iterator cancels the request."""
         named = self._named(request)
         named.takes_bundles = True
-        waiting = await self._send(named)
-        is_open = True
-        try:
-            while is_open:
-                part = await waiting.get()
-                is_open = type(part) is Chunk
-                assert is_open or type(part) is Generated
-                yield part  # type: ignore[misc]
-        except RemoteError:
-            is_open = False
-            raise
-        finally:
-            self._leave(named.request_id, is_open)
+        return self._answers(named)
 
     async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
         """The one answer to any other message."""
-        named = self._named(message)
-        is_open = False
+        answers = self._answers(self._named(message))
         try:
             async with asyncio.timeout(timeout_s):
-                waiting = await self._send(named)
-                is_open = True
-                answer = await waiting.get()
-            is_open = False
-            assert isinstance(answer, Vectors | Report | Pong)
-            return answer
-        except RemoteError:
-            is_open = False
-            raise
+                answer: Answer = await anext(answers)
+                return answer
         except TimeoutError:
             raise self._gone(f"The engine process has not answered within {timeout_s:g} s.") from None
         finally:
-            self._leave(named.request_id, is_open)
+            await answers.aclose()
+
+    async def _answers(self, message: Message) -> AsyncGenerator[Any, None]:
+        """All of them, the last of which is no Chunk."""
+        waiting = await self._send(message)
+        is_open = True
+        try:
+            while is_open:
+                answer = await waiting.get()
+                is_open = type(answer) is Chunk
+                yield answer
+        except RemoteError:
+            is_open = False
+            raise
+        finally:
+            self._leave(message.request_id, is_open)
 
     def _named(self, message: M) -> M:
         """A copy with a request_id; the caller's own stays as it is."""
@@ -248,6 +249,8 @@ class AsyncClient:
         except TimeoutError:
             what = f"Nothing answers at {self.address} after {self._connect_s:g} s"
             raise self._gone(f"{what}; an engine process with other keys would not.") from None
+        finally:
+            self._arrivals.remove(arrival)
 
     def _open(self) -> None:
         opened = open_socket(zmq.DEALER)
@@ -308,8 +311,7 @@ class AsyncClient:
                 self._arrive(Failed(request_id="", code="not_allowed", message=message, status=403, hint=hint))
 
     def _arrive(self, failed: Failed | None) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
+        for arrival in self._arrivals:
             if not arrival.done():
                 arrival.set_result(None) if failed is None else arrival.set_exception(RemoteError.of(failed))
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +44,22 @@ class Waker:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+
+
+class Beside(Executor):
+    """Threads whose jobs wake the loop when they are done."""
+
+    def __init__(self, name: str, num_threads: int, waker: Waker) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"archerfish-{name}")
+        self._waker = waker
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = self._threads.submit(fn, *args, **kwargs)
+        future.add_done_callback(lambda _: self._waker.wake())
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
 
 
 @dataclass(eq=False)

@@ -59,9 +59,10 @@ class Watch:
         # Time in which this process was busy, and did not read what clients had sent, does not count.
         self._now += min(now - self._looked_at, 2 * self.patience.pause_s)
         self._looked_at = now
+        # The next look first: if one connection cannot be looked at, the others still are.
+        self._timer = loop.call_later(self.patience.pause_s, self._look, loop, connections) if connections else None
         for connection in list(connections):
             connection.look(self._now)
-        self._timer = loop.call_later(self.patience.pause_s, self._look, loop, connections) if connections else None
 
 
 class Connection(HttpToolsProtocol):
@@ -117,6 +118,9 @@ class Connection(HttpToolsProtocol):
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
 
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg, "bad_request")
+
     # What the watch calls
 
     def look(self, now: float) -> None:
@@ -160,6 +164,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self.transport.is_closing():
+            return
+        if any(cycle.response_started and not cycle.response_complete for cycle in [*self._earlier, self.cycle] if cycle):
+            self.transport.abort()  # in the middle of an answer there is no place for another
             return
         answer = error_response(status, message, code, headers={"Connection": "close"})
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]

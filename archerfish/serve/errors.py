@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -21,6 +21,7 @@ from archerfish.serve.limits import retry_after
 
 logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 413: "input_too_large"}
+RETRY_AFTER_S = 1.0  # where an error that will pass does not say when
 MAX_MESSAGE = 1000  # characters: a message may repeat what a client sent, which may be long
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_KINDS = {
@@ -63,54 +64,64 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 def error_response(
     status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None, *, path: str = ""
 ) -> Response:
+    return json_response(error_body(status, message, code, param, path), status, headers)
+
+
+def error_body(status: int, message: str, code: str, param: str | None, path: str) -> dict[str, Any]:
     """path: of the request, which says whose shape the error has."""
     message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
-    param = None if param is None else param[:MAX_MESSAGE]
     if is_anthropic(path):
-        return json_response(anthropic_error(status, message), status, headers)
-    if status == 429:
-        kind = "rate_limit_error"
-    else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-    return json_response({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    param = None if param is None else param[:MAX_MESSAGE]
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def is_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
-def anthropic_error(status: int, message: str) -> dict[str, Any]:
-    kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def retry_headers(error: ArcherfishError) -> dict[str, str] | None:
+def headers_of(error: ArcherfishError) -> dict[str, str] | None:
+    """When to try again, or how to say who one is."""
+    if error.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
     seconds = getattr(error, "retry_after_s", None)
+    if seconds is None and error.status in (429, 503):
+        seconds = RETRY_AFTER_S
     return None if seconds is None else {"Retry-After": retry_after(seconds)}
 
 
-def failure_response(error: ArcherfishError, headers: Mapping[str, str] | None = None, *, path: str = "") -> Response:
-    """An error of ours; headers: of one that does not say itself when to try again."""
-    param = getattr(error, "param", None)
-    return error_response(error.status, str(error), error.code, param, retry_headers(error) or headers, path=path)
+def told(error: Exception) -> ArcherfishError:
+    """What is not ours says nothing about itself to the client; the server logs its traceback."""
+    unexpected = "The server failed to answer this request; its log says why."
+    return error if isinstance(error, ArcherfishError) else ArcherfishError(unexpected, hint="")
 
 
-def install_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
+def failure_body(error: Exception, path: str = "") -> dict[str, Any]:
+    shown = told(error)
+    return error_body(shown.status, str(shown), shown.code, getattr(shown, "param", None), path)
+
+
+def failure_response(error: Exception, *, path: str = "") -> Response:
+    shown = told(error)
+    return json_response(failure_body(shown, path), shown.status, headers_of(shown))
+
+
+def install_handlers(app: FastAPI) -> None:
     """Make the app answer all errors in their shape."""
-
-    async def ours(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ArcherfishError)
-        if error.status >= 500 and retry_headers(error) is None:
-            logger.error("%s %s: %s", request.method, request.scope["path"], error)
-        headers = {"Retry-After": str(retry_after_s())} if error.status in (429, 503) else None
-        return failure_response(error, headers, path=request.scope["path"])
-
-    app.add_exception_handler(ArcherfishError, ours)
+    app.add_exception_handler(ArcherfishError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteHTTPException, _http)
     app.add_exception_handler(ClientGoneError, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    if told(error).status >= 500 and getattr(error, "retry_after_s", None) is None:
+        logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold anything
+    return failure_response(error, path=request.scope["path"])
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -153,10 +164,5 @@ async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-def unexpected() -> ArcherfishError:
-    """What is not ours says nothing about itself to the client; the server logs its traceback."""
-    return ArcherfishError("The server failed to answer this request; its log says why.", hint="")
-
-
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return failure_response(unexpected(), path=request.scope["path"])
+    return failure_response(error, path=request.scope["path"])

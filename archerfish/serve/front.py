@@ -120,7 +120,10 @@ def run_app(
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve an app until a signal; running requests are answered first, but `on_stop` is called before."""
-    server = make_server(app, listener, config, on_ready, on_stop)
+    run_server(make_server(app, listener, config, on_ready, on_stop), listener)
+
+
+def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
     with quiet_signals(server):
         server.run(sockets=[listener])
 
@@ -156,8 +159,7 @@ def main() -> int:
         server.should_exit = True
 
     threading.Thread(target=watch_parent, name="archerfish-parent", daemon=True).start()
-    with quiet_signals(server):
-        server.run(sockets=[listener])
+    run_server(server, listener)
     return 0
 
 

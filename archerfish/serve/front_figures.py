@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from archerfish.errors import InvalidInputError
-from archerfish.observe.metrics import Metric, Sample
-from archerfish.serve.figures import GivenMetric, read_metrics
+from archerfish.observe.metrics import GivenMetric, Metric, Sample
+from archerfish.serve.figures import read_metrics
 
 ALIVE_S = 10.0  # a front end that was not heard of for longer runs nothing any more
 MAX_SOURCES = 256  # whose figures are kept apart

@@ -21,15 +21,18 @@ from archerfish.serve.limits import RateLimits, Reservation
 from archerfish.serve.service_rate import Average, Ratio
 from archerfish.serve.tenants import Tenant
 
+MAX_RETRY_AFTER_S = 60.0
+USUAL_OUTPUT = 512  # tokens that are reserved for an answer whose length is left open; it pays in the end for what it had
+
 
 class Pass:
     """A request that was let in, until it is over. Methods are for the thread of its `Gate`; the counts are for any."""
 
-    __slots__ = ("_reservation", "_ticket", "num_output", "num_prompt", "reason")
+    __slots__ = ("_entry", "_reservation", "num_output", "num_prompt", "reason")
 
-    def __init__(self, ticket: Entry, reservation: Reservation) -> None:
-        self._ticket, self._reservation = ticket, reservation
-        self.num_prompt = ticket.num_prompt_tokens
+    def __init__(self, entry: Entry, reservation: Reservation) -> None:
+        self._entry, self._reservation = entry, reservation
+        self.num_prompt = entry.num_prompt_tokens
         self.num_output = 0  # tokens of the answer so far
         self.reason: FinishReason = "abort"  # why it ended, unless somebody says otherwise before it does
 
@@ -37,16 +40,16 @@ class Pass:
         """The real length of the prompt; InputTooLargeError where it is over the limit."""
         self._reservation.change(num_prompt + self._reservation.num_tokens - self.num_prompt)
         self.num_prompt = num_prompt
-        self._ticket.tokenized(num_prompt)
+        self._entry.tokenized(num_prompt)
 
     def started(self) -> None:
         """Its first token has come."""
-        self._ticket.started()
+        self._entry.started()
 
     def ended(self) -> None:
         """It is over; once is enough."""
         if self._reservation.is_open:
-            self._ticket.ended(self.num_output, self.reason)
+            self._entry.ended(self.num_output, self.reason)
             self._reservation.settle(self.num_prompt + self.num_output)
 
 
@@ -73,22 +76,27 @@ class Gate:
         most = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
         known = num_prompt_tokens is not None
         num_prompt = num_prompt_tokens if num_prompt_tokens is not None else admission.estimate_tokens(num_prompt_bytes)
-        reservation = self.rates.admit(tenant, num_prompt + most * num_sequences)
+        reserved = min(most, USUAL_OUTPUT) if max_tokens is None else most
+        reservation = self.rates.admit(tenant, num_prompt + reserved * num_sequences)
         if not admission.num_queued and not admission.num_running:
             self._since = self._clock()
         try:
-            ticket = admission.admit(
+            entry = admission.admit(
                 tenant, most, num_sequences=num_sequences, num_prompt_tokens=num_prompt if known else None,
                 num_prompt_bytes=num_prompt_bytes, deadline_s=deadline_s,
             )
         except BaseException:
             reservation.cancel()
             raise
-        return Pass(ticket, reservation)
+        return Pass(entry, reservation)
 
     def set_queue(self, max_requests: int) -> None:
         """Another limit of the queue, for those who come from now on."""
         self.admission.limits = replace(self.admission.limits, max_queued_requests=max_requests)
+
+    def retry_after_s(self) -> float:
+        """When to come back for who was refused for want of room, or of time."""
+        return min(MAX_RETRY_AFTER_S, self.admission.drain_s())
 
     def watch(self, num_prompt: int, num_output: int) -> None:
         """Learn from the counters of the engine how fast it is: tokens of prompts computed and tokens brought, in all."""
@@ -96,7 +104,8 @@ class Gate:
             return
         now = self._clock()
         before, self._seen = self._seen, (num_prompt, num_output)
-        self.admission.observe(num_prompt - before[0], num_output - before[1], now - self._since)
+        if self.admission.num_queued or self.admission.num_running:  # else a probe after an idle time, which would count
+            self.admission.observe(num_prompt - before[0], num_output - before[1], now - self._since)
         self._since = now
 
 
@@ -112,7 +121,8 @@ class ReadingPass:
         self._gate, self._reservation = gate, reservation
         self.num_texts, self.num_tokens = num_texts, num_tokens
         self._num_bytes = num_bytes  # of which the tokens are estimated; 0 where they were counted
-        self.deadline_s, self.is_late, self.arrived = deadline_s, False, gate.clock()
+        self.deadline_s, self.arrived = deadline_s, gate.clock()
+        self.is_late: bool | None = None  # whether its answer came too late; None: there was none
 
     def tokenized(self, num_tokens: int) -> None:
         """How many tokens there really are."""
@@ -168,6 +178,10 @@ class ReadingGate:
         num_ahead = min(self.num_texts, self.num_requests * num_texts)
         return num_ahead / self.num_texts * self.num_tokens * (self._speed.value or 0.0)
 
+    def retry_after_s(self) -> float:
+        """When all that is inside now has been read."""
+        return min(MAX_RETRY_AFTER_S, self.num_tokens * (self._speed.value or 0.0))
+
     def _check_time(self, num_texts: int, num_tokens: int, deadline_s: float | None) -> None:
         wait_s = self.wait_s(num_texts)
         total_s = wait_s + num_tokens * (self._speed.value or 0.0)
@@ -182,7 +196,7 @@ class ReadingGate:
     def observe(self, num_tokens: int) -> None:
         """So many tokens have been read since the last time, or since work began."""
         now = self.clock()
-        if now > self._since:
+        if now > self._since and self.num_requests:  # without any: a probe after an idle time
             self._speed.add(now - self._since, num_tokens)
         self._since = now
 
@@ -194,5 +208,5 @@ class ReadingGate:
         self.num_requests -= 1
         self.num_texts -= entry.num_texts
         self.num_tokens -= entry.num_tokens
-        if entry.deadline_s is not None:
+        if entry.deadline_s is not None and entry.is_late is not None:
             self.margin = next_margin(self.margin, entry.deadline_s, self.clock() - entry.arrived, entry.is_late)

@@ -64,8 +64,6 @@ class Order:
     def message(self, address: dict[str, Any]) -> Generate:
         """As it is sent. Stop strings are found here, so they make chunks necessary."""
         params = {name: value for name, usual in USUAL.items() if (value := getattr(self.params, name)) != usual}
-        if self.params.max_tokens is None:
-            params["max_tokens"] = None
         return Generate(
             token_ids=self.prompt_ids, params=params, stream=self.is_streamed or bool(self.params.stop), wants_ids=True,
             priority=self.priority, deadline_s=self.deadline_s, **address,
@@ -246,12 +244,9 @@ class EventWriter(Protocol):
 class TextService:
     """What the routes for text share: the models, their tokenizers, and how orders are carried out."""
 
-    def __init__(
-        self, catalog: Catalog, texts: ServedTexts | None = None, results: ResultCache | None = None, *,
-        keep_alive_s: float = 0.0,
-    ) -> None:
+    def __init__(self, catalog: Catalog, results: ResultCache | None = None, *, keep_alive_s: float = 0.0) -> None:
         self.catalog, self.keep_alive_s = catalog, keep_alive_s
-        self.texts = texts or ServedTexts()
+        self.texts = ServedTexts()
         self.results = results or ResultCache()  # which is off
 
     async def model(self, name: str | None) -> ServedText:
@@ -267,7 +262,7 @@ class TextService:
         pieces: list[list[Piece]] = [[] for _ in answer.writings]
         async with self._messages(request, answer) as messages:
             async for message in messages:
-                for piece in await aside(lambda message=message: answer.take(message), size_of(message)):  # type: ignore[misc]
+                for piece in await aside(partial(answer.take, message), size_of(message)):
                     pieces[piece.index].append(piece)
                 if answer.is_cut:
                     break

@@ -7,36 +7,35 @@ threads beside it. `engine_process` is the process.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from archerfish.config import HubConfig
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, MachineError, StoppedError
+from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
 from archerfish.sched.policy import FairShare
 from archerfish.serve import wire
 from archerfish.serve.admission import AdmissionLimits
+from archerfish.serve.callers import Callers, tenant_of_key
 from archerfish.serve.client import open_socket, set_keys
-from archerfish.serve.compute import ComputeThread, Waker
+from archerfish.serve.compute import Beside, ComputeThread, Waker
 from archerfish.serve.figures import Figures, as_values
 from archerfish.serve.front_figures import FrontFigures
 from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import HostConfig, admit_only, check_address
+from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, Shelf, Slot, make_slot
 from archerfish.serve.probing import Prober
-from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants
 from archerfish.serve.ticket import Ticket
 from archerfish.serve.vitals import BEAT_S, ComputeWatch
 from archerfish.serve.wire import (
@@ -58,41 +57,12 @@ from archerfish.serve.wire import (
 )
 
 logger = logging.getLogger("archerfish.serve")
-P = ParamSpec("P")
-T = TypeVar("T")
 MESSAGE = int(zmq.POLLIN)
-MAX_RECEIVED = 256  # messages of one round: a flood does not keep the models waiting
+MAX_RECEIVED = 64  # messages of one round: a flood keeps the models waiting for a few milliseconds
 IDLE_POLL_MS = 1000
 GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
 SWITCH_S = 0.0005  # how long the computing thread waits for the interpreter's lock while the loop has it; usual are 5 ms
 LEAST_WAIT_S = 1.0  # that a refused client is told
-
-
-class NotAllowedError(CallerError):
-    """Something that only front ends and operators may do."""
-
-    status, code = 403, "not_allowed"
-
-
-def tenant_of_key(credentials: str) -> str:
-    """The tenant that an API key stands for where nobody says otherwise: its hash."""
-    return hashlib.sha256(credentials.encode(errors="surrogatepass")).hexdigest()[:32] if credentials else ""
-
-
-class Beside(Executor):
-    """Threads whose jobs wake the loop when they are done."""
-
-    def __init__(self, name: str, num_threads: int, waker: Waker) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"archerfish-{name}")
-        self._waker = waker
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future = self._threads.submit(fn, *args, **kwargs)
-        future.add_done_callback(lambda _: self._waker.wake())
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
 
 
 class EngineHost:
@@ -108,7 +78,9 @@ class EngineHost:
         self.figures, self.front_figures = Figures(), FrontFigures(clock)
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
+        self.clock = clock
         self.reader: Executor = Beside("read", 2, self.waker)
+        self.compiler: Executor = Beside("grammars", 2, self.waker)
         self.writer: Executor = Beside("write", 1, self.waker)
         self.shelf = Shelf(
             self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock, live=self.live_tickets
@@ -116,9 +88,8 @@ class EngineHost:
         self.watch = ComputeWatch(self.compute, config.hang_s)
         self.prober = Prober(self.shelf, self.compute, self.watch, self, clock)
         self.on_beat: Callable[[str], None] | None = None  # told about every BEAT_S what there is to complain of
-        self.tenants = Tenants.from_file(config.api_keys_file) if config.api_keys_file else Tenants()
+        self.callers = Callers(config, tenant_of)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
-        self._tenant_of, self._clock = tenant_of, clock
         self._posted: deque[Callable[[], None]] = deque()
         self._outbox: deque[tuple[Ticket, Message]] = deque()
         self._tickets: dict[bytes, dict[str, Ticket]] = {}  # of each client with live requests
@@ -127,6 +98,7 @@ class EngineHost:
         self._monitor: zmq.Socket[bytes] | None = None
         self._guard: ThreadAuthenticator | None = None
         self._next_beat = float("-inf")
+        self._num_moves = 0  # rounds in which a model got on
         self._stops_at: float | None = None  # while draining: when what still runs is given up
         self._thread: threading.Thread | None = None
         self.num_lost_clients = 0
@@ -143,18 +115,22 @@ class EngineHost:
             ))  # fmt: skip
 
     def gate_of(self, engine: LLMEngine) -> Gate:
-        """In front of a model that writes; its scheduler learns the shares of tenants, where it asks for them."""
-        policy = engine.scheduler.policy
-        if isinstance(policy, FairShare):
-            policy.set_weights({tenant.name: tenant.weight for tenant in self.tenants.all()})
+        """In front of a model that writes."""
+        self._share_out(engine)
         limits = replace(self.limits, max_queued_requests=engine.config.max_queue_size)
         return Gate(
-            self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self._clock
+            self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self.clock
         )
+
+    def _share_out(self, engine: LLMEngine) -> None:
+        """Tell a scheduler that asks for it the shares of tenants as they are now."""
+        policy = engine.scheduler.policy
+        if isinstance(policy, FairShare):
+            policy.set_weights({tenant.name: tenant.weight for tenant in self.callers.tenants.all()})
 
     def reading_gate(self) -> ReadingGate:
         """In front of a model that writes nothing."""
-        return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self._clock)
+        return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self.clock)
 
     def live_tickets(self) -> Iterator[Ticket]:
         return (ticket for tickets in self._tickets.values() for ticket in tickets.values())
@@ -169,9 +145,9 @@ class EngineHost:
             logger.error("A request failed.", exc_info=error)
         status = getattr(error, "status", 500)
         wait_s: float | None = getattr(error, "retry_after_s", None)
-        if wait_s is None and status in (429, 503) and ticket.retry_after_s is not None:
-            wait_s = ticket.retry_after_s()
         if status in (429, 503):
+            if wait_s is None and ticket.retry_after_s is not None:
+                wait_s = ticket.retry_after_s()
             wait_s = max(LEAST_WAIT_S, wait_s or 0.0)
         self.answer(ticket, Failed.of(ticket.message.request_id, error, wait_s))
 
@@ -229,6 +205,7 @@ class EngineHost:
         has_moved = False
         for hosted in self.shelf:
             has_moved = hosted.advance() or has_moved
+        self._num_moves += has_moved
         self._look_for_gone()
         self._flush()
         self.figures.settle()
@@ -239,12 +216,15 @@ class EngineHost:
 
     def _beat(self) -> None:
         """Say that the loop moves, and what is known of the compute thread."""
-        now = self._clock()
+        now = self.clock()
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S
+        for hosted in self.shelf:
+            if isinstance(hosted, HostedLLM):
+                self._share_out(hosted.engine)
         has_work = any(hosted.has_work for hosted in self.shelf)
-        complaint = self.watch.look(now, has_work=has_work, is_loading=self.shelf.is_loading)
+        complaint = self.watch.look(now, has_work=has_work, is_loading=self.shelf.is_loading, num_moves=self._num_moves)
         if complaint:
             logger.error("%s", complaint)
         if self.on_beat is not None:
@@ -252,7 +232,7 @@ class EngineHost:
 
     def _pause_ms(self) -> int:
         """Until the next thing that no event announces."""
-        now = self._clock()
+        now = self.clock()
         times = [*self._gone_checks, *([] if self._stops_at is None else [self._stops_at])]
         return max(1, min([IDLE_POLL_MS, *(int(1000 * (moment - now)) + 1 for moment in times)]))
 
@@ -265,11 +245,11 @@ class EngineHost:
     def _is_done(self) -> bool:
         if self._stops_at is None:
             return False
-        return not self._tickets or self._clock() >= self._stops_at
+        return not self._tickets or self.clock() >= self._stops_at
 
     def stop(self, grace_s: float | None = None) -> None:
         """Refuse what comes, finish what runs, then end. May be called in any thread and by a signal's handler."""
-        stops_at = self._clock() + (self.config.grace_s if grace_s is None else grace_s)
+        stops_at = self.clock() + (self.config.grace_s if grace_s is None else grace_s)
         self._stops_at = stops_at if self._stops_at is None else min(self._stops_at, stops_at)
         self.waker.wake()
 
@@ -280,8 +260,8 @@ class EngineHost:
                 self.fail(ticket, stopped)
         self._flush()
         self.shelf.close()
-        self.reader.shutdown()
-        self.writer.shutdown()
+        for threads in (self.reader, self.compiler, self.writer):
+            threads.shutdown()
         self.compute.close()
         self._close_sockets(1000)
         self.waker.close()
@@ -363,7 +343,7 @@ class EngineHost:
     def _look_for_gone(self) -> None:
         """After a connection has broken: whoever cannot be sent to any more is gone."""
         assert self._monitor is not None
-        now = self._clock()
+        now = self.clock()
         while has_message(self._monitor):
             self._monitor.recv_multipart(zmq.NOBLOCK)
             self._gone_checks = [now + wait for wait in GONE_CHECKS_S]
@@ -408,7 +388,7 @@ class EngineHost:
             self._send(client, Failed.of(message.request_id, twice))
             return
         takes_bundles = isinstance(message, Generate) and message.takes_bundles
-        ticket = Ticket(client, message, arrived=self._clock(), takes_bundles=takes_bundles)
+        ticket = Ticket(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
         self._tickets.setdefault(client, {})[message.request_id] = ticket
         try:
             self._handle(ticket, message)
@@ -421,12 +401,12 @@ class EngineHost:
         elif isinstance(message, Query):
             self._query(ticket, message)
         elif isinstance(message, Charge):
-            self._check_operator(message.credentials)
-            _, caller = self._tenant(message.credentials, message.tenant)
+            self.callers.check_operator(message.credentials)
+            _, caller = self.callers.find(message.credentials, message.tenant)
             self.rates.charge(caller, message.num_tokens, is_spent=message.is_spent)
             self.answer(ticket, Report(request_id=message.request_id))
         elif isinstance(message, Configure):
-            self._check_operator(message.credentials)
+            self.callers.check_operator(message.credentials)
             kinds = (*GENERATION, *SCORES)
             hosted = self._loaded(self.shelf.find(message.model, kinds))
             self.answer(ticket, Report(request_id=message.request_id, values=hosted.configure(message.options)))
@@ -436,7 +416,7 @@ class EngineHost:
     def _work(self, ticket: Ticket, message: Generate | Embed | Score | Explain) -> None:
         if self._stops_at is not None:
             raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
-        ticket.tenant, ticket.caller = self._tenant(message.credentials, message.tenant)
+        ticket.tenant, ticket.caller = self.callers.find(message.credentials, message.tenant)
         if isinstance(message, Explain):
             self.shelf.submit(self.shelf.find(message.model, GENERATION), ticket, lambda hosted, one: hosted.explain(one))
             return
@@ -448,30 +428,6 @@ class EngineHost:
             raise StoppedError(f"The model {slot.name} is not loaded.", hint="Send it a request first.")
         return slot.hosted
 
-    # Who asks
-
-    def _is_front_end(self, credentials: str) -> bool:
-        wanted = self.config.front_end_pass.encode()
-        return bool(wanted) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), wanted)
-
-    def _tenant(self, credentials: str, tenant: str) -> tuple[str, Tenant]:
-        """Whose cached contexts a request may share, and what its sender may do."""
-        if self._is_front_end(credentials):
-            return tenant, self.tenants.named(tenant) or replace(ANONYMOUS, name=tenant)
-        if tenant:
-            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
-        if self.tenants.has_keys:
-            caller = self.tenants.find(credentials)
-            return caller.name, caller
-        own = self._tenant_of(credentials)
-        return own, replace(ANONYMOUS, name=own)
-
-    def _check_operator(self, credentials: str) -> None:
-        """Without a pass, who reaches a private socket is one."""
-        is_private = not self.config.front_end_pass and self.config.address.startswith(("ipc:", "inproc:"))
-        if not is_private and not self._is_front_end(credentials):
-            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
-
     # Questions about the process
 
     def _query(self, ticket: Ticket, message: Query) -> None:
@@ -479,7 +435,7 @@ class EngineHost:
         if message.about == "models":
             values = {"models": [slot.card() for slot in self.shelf.slots]}
         elif message.about in ("stats", "metrics", "options"):
-            self._check_operator(message.credentials)
+            self.callers.check_operator(message.credentials)
             if message.source:
                 self.front_figures.take(message.source, message.values)
             values = self._report(message.about)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.engine.packing import TokenizedText
-from archerfish.errors import (
-    ArcherfishError,
-    InvalidInputError,
-    OverloadedError,
-    StoppedError,
-    UnknownOptionError,
-    UnsupportedModelError,
-)
-from archerfish.serve.admission import TooLateError
+from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
+from archerfish.serve.admission import BusyError, TooLateError
 from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate, ReadingPass
 from archerfish.serve.limits import RefusedError
-from archerfish.serve.ticket import MAX_RETRY_AFTER_S, Desk, Ticket, read_aside
+from archerfish.serve.service_rate import JobCost
+from archerfish.serve.ticket import Desk, Ticket, read_aside
 from archerfish.serve.wire import Embed, Score, Vectors
 
 Array = npt.NDArray[np.float32]
 FIRST_BUDGET, LEAST_BUDGET, MOST_BUDGET = 1024, 64, 1 << 16  # tokens of a job
 MAX_JOB_TEXTS = 2048
+MAX_QUICK_BYTES = 1024  # texts of so many are read by the loop itself: less work than to hand them to another thread
 
 
 class Encoder(Protocol):
@@ -57,16 +50,15 @@ class Encoding:
     texts: list[TokenizedText]
     normalize: bool | None
     finish: Callable[[Array], Array]
+    entry: ReadingPass | None
     rows: Array | None = None
     num_taken: int = 0
     num_done: int = 0
     is_alone: bool = False  # after a job with others has failed
-    entry: ReadingPass | None = None
-    deadline: float = math.inf
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(text.token_ids) for text in self.texts)
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(len(text.token_ids) for text in self.texts)
 
 
 Job = list[tuple[Encoding, int]]
@@ -83,12 +75,12 @@ class HostedEncoder:
     """An embedding model or cross-encoder among the models of a process.
 
     Texts of all requests that wait go into jobs together, one text of each request in turn, so that a long list delays a short
-    one little. A job has as many tokens as take `latency_s` at the rate measured last.
+    one little. A job has as many tokens as take `latency_s`, or more where so few would hardly be worth a job (`JobCost`).
     """
 
     def __init__(
         self, engine: Encoder, lane: Lane, desk: Desk, figures: Figures, gate: ReadingGate, *, latency_s: float = 0.05,
-        max_queue_texts: int = 8192, clock: Callable[[], float] = time.monotonic,
+        max_queue_texts: int = 8192,
     ) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
@@ -96,10 +88,10 @@ class HostedEncoder:
         self.budget = FIRST_BUDGET
         self.num_queued = 0  # texts of requests that are not done, on their way through the reader included
         self.num_texts = self.num_tokens = 0  # computed
-        self._desk, self._figures, self._clock = desk, figures, clock
-        self._queue: deque[Encoding] = deque()
+        self._desk, self._figures, self._clock = desk, figures, desk.clock
+        self._queue: deque[Encoding] = deque()  # those of which a job has not had all texts; requests may be over
         self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
-        self._tokens_per_s = 0.0
+        self._cost = JobCost()
 
     @property
     def name(self) -> str:
@@ -116,32 +108,32 @@ class HostedEncoder:
 
     def submit(self, ticket: Ticket) -> None:
         inputs, normalize, finish = self._wishes(ticket.message)
-        if self.num_queued + len(inputs) > self.max_queue_texts and self.num_queued:
-            self._figures.refused(self.name, OverloadedError.code)
-            raise OverloadedError(f"The queue of {self.name} is full: {self.num_queued:,} texts wait.")
-        entry = self._admit(ticket, inputs) if ticket.on_end is None else None
+        num_tokens = sum(len(text) for text in inputs if isinstance(text, list))
+        num_bytes = sum(size_of(text) for text in inputs)
+        entry = None if ticket.on_end is not None else self._admit(ticket, len(inputs), num_tokens, num_bytes)
         self.num_queued += len(inputs)
         ticket.release = lambda: self._leave(len(inputs), entry)
 
         def read() -> Callable[[], None]:
-            encoding = Encoding(ticket, self.engine.tokenize(inputs), normalize, finish, entry=entry)
-            if ticket.message.deadline_s is not None:
-                encoding.deadline = ticket.arrived + ticket.message.deadline_s
+            encoding = Encoding(ticket, self.engine.tokenize(inputs), normalize, finish, entry)
             return lambda: self._enter(encoding)
 
-        read_aside(self._desk, ticket, read)
+        if num_bytes + num_tokens <= MAX_QUICK_BYTES:
+            read()()
+        else:
+            read_aside(self._desk, ticket, read)
 
-    def _admit(self, ticket: Ticket, inputs: Sequence[Any]) -> ReadingPass:
+    def _admit(self, ticket: Ticket, num_texts: int, num_tokens: int, num_bytes: int) -> ReadingPass:
         """Before anything is spent on the texts."""
-        num_tokens = sum(len(text) for text in inputs if isinstance(text, list))
-        num_bytes = sum(size_of(text) for text in inputs)
         deadline_s = ticket.message.deadline_s
         if deadline_s is not None and not deadline_s > 0:
             raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
+        left_s = ticket.left_s(self._clock())
         try:
-            return self.gate.admit(
-                ticket.caller, len(inputs), num_tokens=num_tokens, num_bytes=num_bytes, deadline_s=deadline_s
-            )
+            if self.num_queued + num_texts > self.max_queue_texts and self.num_queued:
+                wait_s = self.gate.retry_after_s()
+                raise BusyError(f"The queue of {self.name} is full: {self.num_queued:,} texts wait.", wait_s)
+            return self.gate.admit(ticket.caller, num_texts, num_tokens=num_tokens, num_bytes=num_bytes, deadline_s=left_s)
         except RefusedError as error:
             self._figures.refused(self.name, error.code)
             raise
@@ -169,34 +161,36 @@ class HostedEncoder:
         if encoding.entry is not None:
             encoding.entry.tokenized(encoding.num_tokens)
         if encoding.texts:
-            encoding.ticket.release = lambda: self._leave(len(encoding.texts), encoding.entry, encoding)
             self._queue.append(encoding)
         else:
             self._desk.answer(encoding.ticket, Vectors(request_id=encoding.ticket.message.request_id, model=self.name))
 
-    def _leave(self, num_texts: int, entry: ReadingPass | None, encoding: Encoding | None = None) -> None:
+    def _leave(self, num_texts: int, entry: ReadingPass | None) -> None:
         """A request is over, answered or not."""
         self.num_queued -= num_texts
         if entry is not None:
             entry.ended()
-        if encoding is not None and encoding.num_taken < len(encoding.texts):
-            self._queue = deque(one for one in self._queue if one is not encoding)
 
     def advance(self) -> bool:
         """Take in the job that is done and start the next; whether there was anything to do."""
-        has_moved = False
+        has_moved, rows = False, None
         if self._running is not None and self._running[1].done():
-            job, future = self._running
-            self._running = None
-            self._take_in(job, future)
+            (job, future), self._running = self._running, None
             has_moved = True
+            if (error := future.exception()) is not None:
+                self._fail(job, error)
+            else:
+                rows, seconds = future.result()
+                self._learn(job, seconds)
         if self._running is None and self._queue:
-            self._drop_late()
+            self._drop_vain()
         if self._running is None and self._queue:
-            job = self._next_job()
-            texts = [encoding.texts[place] for encoding, place in job]
-            self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
+            following = self._next_job()
+            texts = [encoding.texts[place] for encoding, place in following]
+            self._running = following, self.lane.submit(self._compute, texts, following[0][0].normalize)
             has_moved = True
+        if rows is not None:
+            self._take_in(job, rows)  # while the next is computed
         return has_moved
 
     def use_idle_time(self) -> bool:
@@ -208,54 +202,57 @@ class HostedEncoder:
         rows = self.engine.compute(texts, normalize)
         return rows, self._clock() - started
 
-    def _drop_late(self) -> None:
-        """Nobody waits any more for what has not begun at its deadline."""
-        now = self._clock()
-        late = [encoding for encoding in self._queue if encoding.deadline <= now and not encoding.num_taken]
-        for encoding in late:
-            if encoding.entry is not None:
-                encoding.entry.is_late = True
+    def _drop_vain(self) -> None:
+        """Leave out requests that are over, and refuse those whose next job would end after their deadline."""
+        end = self._clock() + self._cost.seconds(min(self.budget, self.gate.num_tokens))
+        kept: deque[Encoding] = deque()
+        for encoding in self._queue:
+            ticket = encoding.ticket
+            if ticket.is_over:
+                continue
+            if encoding.num_taken or ticket.deadline > end:
+                kept.append(encoding)
+                continue
+            assert encoding.entry is not None
+            encoding.entry.is_late = True
             self._figures.refused(self.name, TooLateError.code)
             message = "The deadline of this request passed before its turn."
-            self._desk.fail(encoding.ticket, TooLateError(message, self.gate.wait_s(len(encoding.texts))))
-        if late:
-            self._queue = deque(encoding for encoding in self._queue if encoding.num_taken or encoding.deadline > now)
+            self._desk.fail(ticket, TooLateError(message, self.gate.wait_s(len(encoding.texts))))
+        self._queue = kept
 
     def _next_job(self) -> Job:
-        """One text of each request in turn, while the budget lasts; what does not fit is first next time."""
+        """One text of each request in turn, while the budget lasts; what does not fit or go together is first next time."""
         queue, room = self._queue, self.budget
-        first, num_passed = queue[0], 0
+        first, apart = queue[0], []
         job: Job = []
-        while num_passed < len(queue) and len(job) < MAX_JOB_TEXTS:
+        while queue and len(job) < MAX_JOB_TEXTS:
             encoding = queue[0]
             size = len(encoding.texts[encoding.num_taken].token_ids)
-            is_apart = encoding is not first and (
+            if job and size > room:
+                break
+            queue.popleft()
+            if encoding is not first and (
                 encoding.is_alone or first.is_alone or encoding.normalize is not first.normalize
-            )
-            if job and (size > room or is_apart):
-                queue.rotate(-1)
-                num_passed += 1
+            ):
+                apart.append(encoding)
                 continue
             job.append((encoding, encoding.num_taken))
             encoding.num_taken += 1
             room -= size
-            num_passed = 0
-            queue.popleft()
             if encoding.num_taken < len(encoding.texts):
                 queue.append(encoding)
+        queue.extendleft(reversed(apart))
         return job
 
-    def _take_in(self, job: Job, future: Future[tuple[Array, float]]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._fail(job, error)
-            return
-        rows, seconds = future.result()
+    def _learn(self, job: Job, seconds: float) -> None:
         num_tokens = sum(len(encoding.texts[place].token_ids) for encoding, place in job)
         self.num_texts += len(job)
         self.num_tokens += num_tokens
-        self._adapt(num_tokens, seconds)
+        self._cost.add(num_tokens, seconds)
+        self.budget = max(LEAST_BUDGET, int(min(MOST_BUDGET, self._cost.worthwhile(self.latency_s))))
         self.gate.observe(num_tokens)
+
+    def _take_in(self, job: Job, rows: Array) -> None:
         for row, (encoding, place) in zip(rows, job, strict=True):
             if encoding.ticket.is_over:
                 continue
@@ -266,21 +263,15 @@ class HostedEncoder:
             if encoding.num_done == len(encoding.texts):
                 self._finish(encoding, encoding.rows)
 
-    def _adapt(self, num_tokens: int, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        rate = num_tokens / seconds
-        self._tokens_per_s = rate if not self._tokens_per_s else self._tokens_per_s + (rate - self._tokens_per_s) / 4
-        if num_tokens * 2 >= self.budget or seconds > self.latency_s:  # a small job says little about large ones
-            self.budget = max(LEAST_BUDGET, min(MOST_BUDGET, int(self._tokens_per_s * self.latency_s)))
-
     def _finish(self, encoding: Encoding, rows: Array) -> None:
         ticket = encoding.ticket
         try:
             found = np.ascontiguousarray(encoding.finish(rows), dtype="<f4")
-        except ArcherfishError as error:
+        except Exception as error:
             self._desk.fail(ticket, error)
             return
+        if encoding.entry is not None:
+            encoding.entry.is_late = self._clock() > ticket.deadline
         self._figures.embedded(self.name, self._clock() - ticket.arrived)
         self._desk.answer(ticket, Vectors(
             request_id=ticket.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
@@ -289,20 +280,16 @@ class HostedEncoder:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """A job that failed is tried again request by request, so that one fails alone."""
-        encodings = list(dict.fromkeys(encoding for encoding, _ in job if not encoding.ticket.is_over))
+        encodings = dict.fromkeys(encoding for encoding, _ in job)
         if len(encodings) == 1:
-            self._desk.fail(encodings[0].ticket, error)
-            self._queue = deque(encoding for encoding in self._queue if encoding is not encodings[0])
+            self._desk.fail(job[0][0].ticket, error)
+            self._queue = deque(encoding for encoding in self._queue if encoding is not job[0][0])
             return
         for encoding in encodings:
             encoding.is_alone = True
             encoding.num_taken = encoding.num_done = 0
             if encoding not in self._queue:
                 self._queue.append(encoding)
-
-    def retry_after_s(self) -> float:
-        waiting = sum(encoding.num_tokens for encoding in self._queue)
-        return max(1.0, min(MAX_RETRY_AFTER_S, math.ceil(waiting / self._tokens_per_s))) if self._tokens_per_s else 1.0
 
     def probe(self, ticket: Ticket) -> None:
         """Answer after a real pass over one word."""
@@ -330,7 +317,8 @@ class HostedEncoder:
     def stats(self) -> dict[str, Any]:
         return {
             "queue_texts": self.num_queued, "queue_capacity": self.max_queue_texts, "num_texts": self.num_texts,
-            "num_tokens": self.num_tokens, "tokens_per_second": self._tokens_per_s, "job_tokens": self.budget,
+            "num_tokens": self.num_tokens, "tokens_per_second": self._cost.tokens_per_s, "job_tokens": self.budget,
+            "drain_seconds": self.gate.retry_after_s(), "margin": self.gate.margin,
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from archerfish.background import in_background
+from archerfish.engine.counts import engine_counts
 from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
@@ -21,7 +20,7 @@ from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
-from archerfish.serve.ticket import MAX_RETRY_AFTER_S, Desk, Ticket, read_aside
+from archerfish.serve.ticket import Desk, Ticket, read_aside
 from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Report
 
 PROBE_TENANT = "\0probe"  # no key's hash and no front end's name for one
@@ -35,17 +34,13 @@ class HostedLLM:
 
     kind = "generation"
 
-    def __init__(
-        self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
-        self._desk, self._figures, self._clock = desk, figures, clock
+        self.desk, self.figures = desk, figures
         self._ids = itertools.count()
         self._is_warm = False
+        self._num_written = 0  # tokens, in all
         self.heard: list[tuple[Answering, TextDelta]] | None = None  # while the loop advances: what it has brought so far
-        self._last_end = clock()
-        self._end_s = 0.0  # from one end of a request to the next while there is work: a running mean
 
     @property
     def name(self) -> str:
@@ -74,12 +69,12 @@ class HostedLLM:
         message: Generate = ticket.message
         if not isinstance(message, Generate):
             raise InvalidInputError(f"{self.name} writes text; it has no vectors.", hint="Name an embedding model.")
-        answering = Answering(self, ticket, self._desk, self._figures, self._clock)
+        answering = Answering(self, ticket)
         if ticket.on_end is None:
             answering.entry = self._admit(ticket, message)
             ticket.release = answering.entry.ended
-        ids = message.token_ids
-        if ids is not None and len(ids) <= MAX_QUICK_TOKENS and "grammar" not in message.params:
+        ids, has_grammar = message.token_ids, "grammar" in message.params
+        if ids is not None and len(ids) <= MAX_QUICK_TOKENS and not has_grammar:
             self._enter(self._prepare(answering), answering)
             return
 
@@ -87,21 +82,22 @@ class HostedLLM:
             live = self._prepare(answering)
             return lambda: self._enter(live, answering)
 
-        read_aside(self._desk, ticket, read)
+        read_aside(self.desk, ticket, read, self.desk.compiler if has_grammar else None)
 
     def _admit(self, ticket: Ticket, message: Generate) -> Pass:
         """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
         params, ids = message.params, message.token_ids
         max_tokens, num_sequences = params.get("max_tokens", SamplingParams.max_tokens), params.get("n", 1)
+        left_s = ticket.left_s(self.desk.clock())
         try:
             return self.gate.admit(
                 ticket.caller, max_tokens=max_tokens if type(max_tokens) is int and max_tokens > 0 else None,
                 num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
                 num_prompt_tokens=None if ids is None else len(ids), num_prompt_bytes=size_of_prompt(message),
-                deadline_s=message.deadline_s if message.deadline_s is None or message.deadline_s > 0 else None,
+                deadline_s=left_s if left_s is None or left_s > 0 else None,
             )
         except RefusedError as error:
-            self._figures.refused(self.name, error.code)
+            self.figures.refused(self.name, error.code)
             raise
 
     def _prepare(self, answering: Answering) -> LiveRequest:
@@ -123,20 +119,18 @@ class HostedLLM:
         assert prompt is not None
         return self.engine.prepare_request(
             prompt, params, listener=answering.hear, wants_text=not message.wants_ids, request_id=f"host-{next(self._ids)}",
-            priority=answering.ticket.caller.capped(message.priority), deadline_s=message.deadline_s,
-            namespace=Namespace(answering.ticket.tenant),
+            priority=answering.ticket.caller.capped(message.priority), namespace=Namespace(answering.ticket.tenant),
+            deadline_s=answering.ticket.left_s(self.desk.clock()),
         )
 
     def _enter(self, live: LiveRequest, answering: Answering) -> None:
-        if not self.engine.has_work:
-            self._last_end = self._clock()
         answering.live, entry = live, answering.entry
         try:
             if entry is not None:
                 entry.tokenized(len(live.request.prompt_token_ids))
             self.engine.submit(live)
         except OverloadedError as error:
-            self._figures.refused(self.name, error.code)
+            self.figures.refused(self.name, error.code)
             raise
         answering.is_heard_in_loop = not live.has_text
         answering.is_plain = answering.message.stream and entry is not None
@@ -157,14 +151,17 @@ class HostedLLM:
             self.heard = None
             self._tell(heard)
         if has_moved:
-            self.gate.watch(*self.engine.scheduler.tokens_done)
+            done = self.engine.scheduler.tokens_done
+            if done[1] != self._num_written:  # a step has succeeded, also of a device, which is no job of the lane
+                self._num_written, self.lane.last_done = done[1], self.desk.clock()
+            self.gate.watch(*done)
         return has_moved
 
     def _tell(self, heard: list[tuple[Answering, TextDelta]]) -> None:
         """Answer with all that was heard: one look at the clock and one lock for a step, and little for a token."""
         if not heard:
             return
-        now, answer = self._clock(), self._desk.answer
+        now, answer = self.desk.clock(), self.desk.answer
         gaps: list[float] = []
         for answering, delta in heard:
             last = answering.last_token
@@ -177,7 +174,7 @@ class HostedLLM:
                 gaps.append(now - last)
                 answering.last_token = now
                 answer(answering.ticket, Chunk(request_id=answering.message.request_id, index=delta.index, token_ids=token_ids))
-        self._figures.gaps(self.name, gaps)
+        self.figures.gaps(self.name, gaps)
 
     def use_idle_time(self) -> bool:
         if not self._is_warm:
@@ -189,16 +186,6 @@ class HostedLLM:
         """The first grammar finds the vocabulary read; a model that can have none says so when one comes."""
         with contextlib.suppress(ArcherfishError):
             self.engine.grammars.warm_up()
-
-    def note_end(self) -> None:
-        """A request has ended; in any thread."""
-        now = self._clock()
-        gap, self._last_end = now - self._last_end, now
-        self._end_s = gap if not self._end_s else self._end_s + (gap - self._end_s) / 16
-
-    def retry_after_s(self) -> float:
-        """How long the queue will take, judged by the requests that ended last."""
-        return max(1.0, min(MAX_RETRY_AFTER_S, math.ceil(self.engine.scheduler.num_queued * self._end_s)))
 
     def probe(self, ticket: Ticket) -> None:
         """Answer after a real step: one token after one token."""
@@ -217,9 +204,9 @@ class HostedLLM:
         def read() -> Callable[[], None]:
             record = self.engine.explain(prompt, Namespace(ticket.tenant))
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
-            return lambda: self._desk.answer(ticket, report)
+            return lambda: self.desk.answer(ticket, report)
 
-        read_aside(self._desk, ticket, read)
+        read_aside(self.desk, ticket, read)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -227,17 +214,8 @@ class HostedLLM:
         return changed
 
     def stats(self) -> dict[str, Any]:
-        counted, cached = self.engine.scheduler.stats(), self.engine.cache_stats()
-        blocks, cache = self.engine.scheduler.blocks, self.engine.scheduler.cache
-        num_used = blocks.num_total - blocks.num_free - cache.num_evictable
         return {
-            **asdict(self.engine.engine_stats()), "cache": asdict(cached),
-            "num_prompt_tokens": cached.hits + cached.misses,
-            "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
-            "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
-            "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
-            "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
-            "kv_bytes_held": (blocks.num_total - blocks.num_free) * (self.engine.facts.memory.num_bytes / blocks.num_total),
+            **engine_counts(self.engine), "admission": self.gate.admission.figures(),
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 
@@ -251,9 +229,6 @@ class Answering:
 
     model: HostedLLM
     ticket: Ticket
-    desk: Desk
-    figures: Figures
-    clock: Callable[[], float]
     message: Generate = field(init=False)
     live: LiveRequest | None = None
     entry: Pass | None = None
@@ -270,25 +245,24 @@ class Answering:
         if heard is not None and self.is_heard_in_loop:
             heard.append((self, delta))
         else:
-            self.tell(delta, self.clock())
+            self.tell(delta, self.model.desk.clock())
 
     def tell(self, delta: TextDelta, now: float) -> None:
         """Answer with what has come."""
-        if delta.output is not None:
-            self.model.note_end()
-        ticket = self.ticket
+        ticket, desk = self.ticket, self.model.desk
         if ticket.is_over:
             return
         is_first = not self.last_token
         if self.entry is not None:
             self.entry.num_output += len(delta.token_ids)
             if is_first and delta.token_ids:
-                self.desk.post(self.entry.started)
+                desk.post(self.entry.started)
         if delta.token_ids and ticket.on_end is None:
-            self.figures.token(self.model.name, now - (ticket.arrived if is_first else self.last_token), is_first=is_first)
+            since = ticket.arrived if is_first else self.last_token
+            self.model.figures.token(self.model.name, now - since, is_first=is_first)
             self.last_token = now
         if self.message.stream:
-            self.desk.answer(ticket, self._chunk(delta, is_first))
+            desk.answer(ticket, self._chunk(delta, is_first))
         if delta.output is not None:
             self._end(delta)
 
@@ -304,7 +278,7 @@ class Answering:
         if is_first and self.live is not None and 0 in self.live.sequences:
             chunk.num_cached_tokens = self.live.sequences[0].num_cached
         if delta.finish_reason == "deadline" and not self.last_token:
-            chunk.retry_after_s = self.model.retry_after_s()
+            chunk.retry_after_s = self.model.gate.retry_after_s()
         return chunk
 
     def _end(self, delta: TextDelta) -> None:
@@ -314,14 +288,14 @@ class Answering:
         if self.entry is not None:
             self.entry.reason = result.finish_reason or "abort"
         if self.ticket.on_end is None:
-            self.figures.ended(self.model.name, result)
+            self.model.figures.ended(self.model.name, result)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
-            self.desk.fail(self.ticket, error or RuntimeError("a sequence ended with an error"))
+            self.model.desk.fail(self.ticket, error or RuntimeError("a sequence ended with an error"))
             return
         if "abort" in reasons:  # not by the client: its ticket would be over
             error = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
-            self.desk.fail(self.ticket, error)
+            self.model.desk.fail(self.ticket, error)
             return
         answer = Generated(
             request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
@@ -338,12 +312,12 @@ class Answering:
                 told.logprobs = None if output.logprobs is None else flat(output.logprobs)
             answer.outputs.append(told)
         if "deadline" in reasons and not self.last_token:
-            answer.retry_after_s = self.model.retry_after_s()
+            answer.retry_after_s = self.model.gate.retry_after_s()
         if message.token_ids is None:
             answer.prompt_token_ids = result.prompt_token_ids
         if result.prompt_logprobs is not None:
             answer.prompt_logprobs = flat(result.prompt_logprobs)
-        self.desk.answer(self.ticket, answer)
+        self.model.desk.answer(self.ticket, answer)
 
 
 def size_of_prompt(message: Generate) -> int:

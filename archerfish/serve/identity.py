@@ -40,7 +40,7 @@ class Identify:
             elif scope["method"] == "POST":
                 self.blocked.check(tenant)
         except ArcherfishError as error:
-            await refusal(scope["path"], error)(scope, receive, send)
+            await failure_response(error, path=scope["path"])(scope, receive, send)
             return
         scope.setdefault("state", {})[STATE] = tenant
         await self.app(scope, receive, send)
@@ -58,12 +58,6 @@ def note_blocked(app: FastAPI, blocked: Blocked) -> None:
         return found
 
     app.add_exception_handler(RemoteError, noting)
-
-
-def refusal(path: str, error: ArcherfishError) -> Response:
-    """In the shape of whose route it is."""
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return failure_response(error, headers, path=path)
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from archerfish.errors import InputTooLargeError, InvalidOptionError, ServiceError
 from archerfish.serve.tenants import Tenant
@@ -85,20 +84,9 @@ class TokenBucket:
     def is_full(self) -> bool:
         return self._full_at <= self.now()
 
-    @property
-    def seconds_until_full(self) -> float:
-        return max(0.0, self._full_at - self.now())
-
     def free_at(self, amount: float) -> float:
-        """The moment from which on `take` of this amount succeeds, if nothing else is taken before."""
+        """The moment from which on this amount can be had, if nothing else is taken before."""
         return self._full_at - (self.burst - amount) / self.rate if amount <= self.burst else math.inf
-
-    def take(self, amount: float) -> bool:
-        """Whether there was that much; if so, it is gone."""
-        if self.free_at(amount) > self.now():
-            return False
-        self.add(-amount)
-        return True
 
     def add(self, amount: float) -> None:
         """Give back what was taken and not used; below 0: take more, whether it is there or not."""
@@ -110,15 +98,6 @@ class TokenBucket:
         level, now = self.level, self.now()
         self.rate, self.burst = rate, burst
         self._full_at = now + (burst - level) / rate
-
-
-@dataclass(frozen=True)
-class BucketFigures:
-    """One limit of a tenant as it stands."""
-
-    limit: float  # a minute
-    remaining: float
-    reset_s: float  # until all of it is there again
 
 
 class Reservation:
@@ -184,7 +163,6 @@ class RateLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
-        self.num_refused: dict[str, int] = {}  # by "requests" and "tokens"
 
     def admit(self, tenant: Tenant, num_tokens: int) -> Reservation:
         """Reserve a request and its estimated tokens, prompt and output; refused, nothing is taken."""
@@ -213,30 +191,11 @@ class RateLimits:
             tokens.add(-num_tokens)
 
     def _refuse(self, tenant: Tenant, kind: str, bucket: TokenBucket, amount: float, blocked_s: float) -> None:
-        self.num_refused[kind] = self.num_refused.get(kind, 0) + 1
         wish = "" if kind == "requests" else f" This request may take about {amount:,.0f} of them."
         raise RateLimitedError(
             f"{tenant.name!r} is over its limit of {bucket.burst:,.0f} {kind} a minute.{wish}",
             bucket.free_at(amount) - bucket.now(), max(0.0, blocked_s),
         )
-
-    def figures(self, tenant: Tenant) -> dict[str, BucketFigures]:
-        """Of the limits that the tenant has, by "requests" and "tokens"."""
-        limits = (("requests", tenant.requests_per_minute), ("tokens", tenant.tokens_per_minute))
-        buckets = {kind: self._bucket(tenant.name, kind, per_minute) for kind, per_minute in limits}
-        return {
-            kind: BucketFigures(bucket.burst, max(0.0, bucket.level), bucket.seconds_until_full)
-            for kind, bucket in buckets.items() if bucket is not None
-        }  # fmt: skip
-
-    def headers(self, tenant: Tenant) -> dict[str, str]:
-        """OpenAI's x-ratelimit headers."""
-        found: dict[str, str] = {}
-        for kind, figures in self.figures(tenant).items():
-            found[f"x-ratelimit-limit-{kind}"] = str(math.floor(figures.limit))
-            found[f"x-ratelimit-remaining-{kind}"] = str(math.floor(figures.remaining))
-            found[f"x-ratelimit-reset-{kind}"] = f"{figures.reset_s:.3f}s"
-        return found
 
     def _bucket(self, name: str, kind: str, per_minute: float) -> TokenBucket | None:
         if not per_minute:

@@ -12,60 +12,38 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from archerfish.errors import ArcherfishError
 from archerfish.serve.charges import charge, set_right
-from archerfish.serve.errors import anthropic_error, json_response, unexpected
+from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response
 from archerfish.serve.generation import Answer, Choice, Piece, TextService, checked_params
 from archerfish.serve.openai_routes import chat_order
 from archerfish.serve.openai_schemas import (
     CONTENT,
-    STRING,
-    UNUSED,
     ToolBody,
-    UnsupportedParameterError,
     check_members,
+    format_grammar,
     function_call,
     function_tool,
-    response_grammar,
+    lines_of,
+    parts_of,
 )
-from archerfish.serve.schemas import BodyRoute, _kind, _text, _wrong
+from archerfish.serve.schemas import STRING, UNUSED, BodyRoute, kind_of, text_at, wrong
 from archerfish.serve.served_texts import chat_size
 from archerfish.serve.sse import dumped, quoted
 
 TOOL_KEYS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
 
-def blocks_of(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Content as blocks of these types; a string is one of text."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": _text(content, where)}]
-    if not isinstance(content, list):
-        raise _wrong(f"{where} must be a string or a list of blocks, not {_kind(content)}.")
-    for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
-            what = f"of type {kind!r}" if isinstance(kind, str) else _kind(block)
-            raise _wrong(f"{where}[{index}] is {what}, which is not supported here: {', '.join(kinds)} blocks are.")
-        if kind == "text":
-            _text(block.get("text"), f"{where}[{index}].text")
-    return content
-
-
-def block_text(blocks: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(block["text"] for block in blocks if block["type"] == "text")
-
-
 def anthropic_messages(value: Any) -> list[dict[str, Any]]:
     """A conversation as chat templates expect it: results of tools are messages of their own."""
     if not isinstance(value, list) or not value:
-        raise _wrong("messages must be a list of messages that is not empty.")
+        raise wrong("messages must be a list of messages that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
-            raise _wrong(f"{where}.role must be user or assistant; a system prompt goes into system.")
+            raise wrong(f"{where}.role must be user or assistant; a system prompt goes into system.")
         if role == "user":
             messages += user_messages(message.get("content"), f"{where}.content", names)
         else:
@@ -74,28 +52,28 @@ def anthropic_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def user_messages(content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    blocks = blocks_of(content, where, ("text", "tool_result"))
+    blocks = parts_of(content, where, "tool_result")
     found: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if block["type"] == "tool_result":
             inside = f"{where}[{index}]"
-            call_id = _text(block.get("tool_use_id"), f"{inside}.tool_use_id")
-            result = block_text(blocks_of(block.get("content") or "", f"{inside}.content", ("text",)))
+            call_id = text_at(block.get("tool_use_id"), f"{inside}.tool_use_id")
+            result = lines_of(parts_of(block.get("content") or "", f"{inside}.content"))
             found.append({"role": "tool", "content": result, "tool_call_id": call_id, "name": names.get(call_id, "")})
-    if not found or any(block["type"] == "text" for block in blocks):
-        found.append({"role": "user", "content": block_text(blocks)})
+    if len(found) < len(blocks) or not blocks:
+        found.append({"role": "user", "content": lines_of(blocks)})
     return found
 
 
 def assistant_message(content: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
-    blocks = blocks_of(content, where, ("text", "tool_use"))
-    message: dict[str, Any] = {"role": "assistant", "content": block_text(blocks)}
+    blocks = parts_of(content, where, "tool_use")
+    message: dict[str, Any] = {"role": "assistant", "content": lines_of(blocks)}
     for index, block in enumerate(blocks):
         if block["type"] == "tool_use":
             inside = f"{where}[{index}]"
-            call_id, name = _text(block.get("id"), f"{inside}.id"), _text(block.get("name"), f"{inside}.name")
+            call_id, name = text_at(block.get("id"), f"{inside}.id"), text_at(block.get("name"), f"{inside}.name")
             if not isinstance(block.get("input"), dict):
-                raise _wrong(f"{inside}.input must be an object, not {_kind(block.get('input'))}.")
+                raise wrong(f"{inside}.input must be an object, not {kind_of(block.get('input'))}.")
             names[call_id] = name
             message.setdefault("tool_calls", []).append(function_call(call_id, name, block["input"]))
     return message
@@ -103,13 +81,13 @@ def assistant_message(content: Any, where: str, names: dict[str, str]) -> dict[s
 
 def anthropic_tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise _wrong(f"tools must be a list, not {_kind(value)}.")
+        raise wrong(f"tools must be a list, not {kind_of(value)}.")
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(value):
         if not isinstance(tool, dict):
-            raise _wrong(f"tools[{index}] must be an object, not {_kind(tool)}.")
+            raise wrong(f"tools[{index}] must be an object, not {kind_of(tool)}.")
         if tool.get("type") not in (None, "custom"):
-            raise _wrong(f"tools[{index}] is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
+            raise wrong(f"tools[{index}] is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
         check_members(tool, TOOL_KEYS, f"tools[{index}]")
         tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
     return tools
@@ -122,17 +100,17 @@ def anthropic_choice(value: Any) -> str:
         return "required" if kind == "any" else str(kind)
     if kind == "tool" and isinstance(value.get("name"), str):
         return f"={value['name']}"
-    raise _wrong("tool_choice must be an object whose type is auto, any, none, or tool with a name.")
+    raise wrong("tool_choice must be an object whose type is auto, any, none, or tool with a name.")
 
 
 def system_text(value: Any) -> str:
-    return block_text(blocks_of(value, "system", ("text",)))
+    return lines_of(parts_of(value, "system"))
 
 
 def sequences_of(value: Any) -> list[str]:
     if not isinstance(value, list):
-        raise _wrong(f"stop_sequences must be a list of strings, not {_kind(value)}.")
-    return [_text(item, f"stop_sequences[{index}]") for index, item in enumerate(value)]
+        raise wrong(f"stop_sequences must be a list of strings, not {kind_of(value)}.")
+    return [text_at(item, f"stop_sequences[{index}]") for index, item in enumerate(value)]
 
 
 ROLE = {"enum": ["user", "assistant"]}
@@ -170,11 +148,7 @@ class CountBody(ToolBody):
     }  # fmt: skip
 
     def stated_format(self) -> dict[str, Any] | None:
-        wanted = self.output_config or {}
-        unknown = [name for name, value in wanted.items() if name != "format" and value is not None]
-        if unknown:
-            raise UnsupportedParameterError(f"output_config.{unknown[0]} is not supported.", "output_config")
-        return response_grammar(wanted.get("format"), "output_config.format")
+        return format_grammar(self.output_config, "output_config")
 
 
 class MessagesBody(CountBody):
@@ -223,7 +197,7 @@ class MessagesRoutes:
         taken = await charge(self.service.catalog, request, chat_size(messages, options))
         token_ids = await text.encode_chat(messages, "messages", options)
         await set_right(self.service.catalog, request, taken, len(token_ids))
-        num_opening = len(await text.encode(opening, "messages", False)) if opening else 0
+        num_opening = len(await text.encode(opening, "messages", False, plain=True)) if opening else 0
         return json_response({"input_tokens": len(token_ids) + num_opening})
 
 
@@ -324,8 +298,7 @@ class MessageEvents:
         return opening + self._stop() + event("message_delta", delta=delta, usage=usage_of(answers[0])) + event("message_stop")
 
     def error(self, error: Exception) -> bytes:
-        told = error if isinstance(error, ArcherfishError) else unexpected()
-        return event("error", **{"error": anthropic_error(told.status, str(told))["error"]})
+        return event("error", error=failure_body(error, ANTHROPIC_PATH)["error"])
 
 
 def event(kind: str, **values: Any) -> bytes:

@@ -13,6 +13,7 @@ from archerfish.serve.errors import BodyTooLargeError, error_response, failure_r
 
 BEAT_S, KEPT = 0.05, 0.8  # of a loop's beats, and what of its lag counts after one more
 MOST_LAG_S = 1.0  # of late beats together: a loop that is 0.2 s behind all the time has as much
+MOST_BEAT_S = 0.4 * MOST_LAG_S  # of one beat: a pause, however long, is no load, nor are three in a row
 
 
 class BodyLimit:
@@ -50,8 +51,7 @@ class BodyLimit:
 class LoopLag:
     """How far an event loop is behind, while somebody wants to know: its late beats together, the last counting most."""
 
-    def __init__(self, beat_s: float = BEAT_S) -> None:
-        self._beat_s = beat_s
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due = self.seconds = 0.0
         self.num_watching = 0
@@ -68,12 +68,12 @@ class LoopLag:
 
     def _plan(self) -> None:
         assert self._loop is not None
-        self._due = self._loop.time() + self._beat_s
+        self._due = self._loop.time() + BEAT_S
         self._loop.call_at(self._due, self._beat)
 
     def _beat(self) -> None:
         assert self._loop is not None
-        self.seconds = KEPT * self.seconds + max(0.0, self._loop.time() - self._due)
+        self.seconds = KEPT * self.seconds + min(MOST_BEAT_S, max(0.0, self._loop.time() - self._due))
         if self.num_watching:
             self._plan()
         else:
@@ -86,15 +86,15 @@ class Shed:
     What it reads of a request is its head, so that a refusal costs a small part of an answer.
     """
 
-    def __init__(self, app: ASGIApp, lag: LoopLag | None = None, most_lag_s: float = MOST_LAG_S) -> None:
-        self.app, self.lag, self.most_lag_s = app, lag or LoopLag(), most_lag_s
+    def __init__(self, app: ASGIApp, lag: LoopLag | None = None) -> None:
+        self.app, self.lag = app, lag or LoopLag()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         lag = self.lag
-        if lag.seconds > self.most_lag_s and lag.num_watching:
+        if lag.seconds > MOST_LAG_S and lag.num_watching:
             error = BusyError("This server is behind with its work.", lag.seconds)
             await failure_response(error, path=scope["path"])(scope, receive, send)
             return

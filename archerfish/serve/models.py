@@ -18,6 +18,7 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError, did_you_mean
+from archerfish.serve.admission import BusyError
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, ReadingGate
@@ -33,6 +34,7 @@ Load = Callable[[Lane], Hosted]
 GENERATION: tuple[Kind, ...] = ("generation",)
 VECTORS: tuple[Kind, ...] = ("embedding",)
 SCORES: tuple[Kind, ...] = ("cross-encoder", "embedding")
+MAX_WAITING, LOADING_S = 1024, 5.0  # requests for a model that is being loaded, and what others are told to wait
 
 
 class UnknownModelError(ModelNotFoundError):
@@ -123,12 +125,19 @@ class Shelf:
         slot.num_requests += 1
         ticket.slot = slot
         if slot.hosted is not None:
-            ticket.retry_after_s = slot.hosted.retry_after_s
-            act(slot.hosted, ticket)
+            self._hand(slot.hosted, ticket, act)
             return
+        if len(slot.waiting) >= MAX_WAITING:
+            slot.waiting = [one for one in slot.waiting if not one.is_over]
+        if len(slot.waiting) >= MAX_WAITING:
+            raise BusyError(f"The model {slot.name} is being loaded, and {MAX_WAITING:,} requests wait for it.", LOADING_S)
         ticket.model_work = act
         slot.waiting.append(ticket)
         self.load(slot)
+
+    def _hand(self, hosted: Hosted, ticket: Ticket, act: Callable[[Hosted, Ticket], None]) -> None:
+        ticket.retry_after_s = hosted.gate.retry_after_s
+        act(hosted, ticket)
 
     def load(self, slot: Slot) -> None:
         """Load in a thread of its own; requests that wait for it go on when it is there."""
@@ -191,7 +200,7 @@ class Shelf:
         for ticket in waiting:
             if not ticket.is_over and ticket.model_work is not None:
                 try:
-                    self.submit(slot, ticket, ticket.model_work)
+                    self._hand(hosted, ticket, ticket.model_work)
                 except Exception as error:
                     self._desk.fail(ticket, error)
 

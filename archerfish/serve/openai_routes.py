@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
-from archerfish.errors import ArcherfishError, InputTooLargeError
-from archerfish.serve.errors import InvalidParameterError, failure_response, json_response, unexpected
+from archerfish.errors import InputTooLargeError
+from archerfish.serve.errors import InvalidParameterError, failure_body, json_response
 from archerfish.serve.generation import (
     Answer,
     Choice,
@@ -26,7 +26,7 @@ from archerfish.serve.generation import (
     checked_params,
     openai_reason,
 )
-from archerfish.serve.openai_schemas import ChatBody, CompletionBody, ToolBody, UnsupportedParameterError
+from archerfish.serve.openai_schemas import ChatBody, CompletionBody, ToolBody
 from archerfish.serve.schemas import BodyRoute
 from archerfish.serve.served_texts import ServedText
 from archerfish.serve.sse import dumped, quoted
@@ -36,12 +36,6 @@ DONE = b"data: [DONE]\n\n"
 END = b"}\n\n"
 YIELD_PROMPTS = 32  # prompts of a request that are tokenized before other requests get a turn
 RESERVED = ("self", "tokenizer", "messages", "tools")  # no values for a template
-
-
-def error_event(error: Exception) -> bytes:
-    """An error in the middle of a stream."""
-    told = error if isinstance(error, ArcherfishError) else unexpected()
-    return b"data: " + bytes(failure_response(told).body) + b"\n\n"
 
 
 class OpenAIRoutes:
@@ -55,12 +49,11 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """The next message of a conversation."""
-        order = await chat_order(self.service, body, body.messages, body.chat_template_kwargs)
-        if body.stream and body.prompt_logprobs is not None:
-            raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
+        names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})
+        order = await chat_order(self.service, body, body.messages, body.chat_template_kwargs, names=names)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "", "created": int(time.time()), "model": order.model_id}
         if body.stream:
-            return await self.service.stream(request, [order], ChatEvents(order, head, has_usage(body)))
+            return await self.service.stream(request, [order], ChatEvents(order, head, body.include_usage))
         [(answer, choices)] = await self.service.complete(request, [order])
         shown = {
             **head, "object": "chat.completion", "choices": [chat_choice(order, choice) for choice in choices],
@@ -73,9 +66,9 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionBody) -> Response:
         """What comes after a text."""
         text = await self.service.model(body.model)
-        if len(body.prompt) > self.config.max_texts_per_request:
-            most = self.config.max_texts_per_request
-            raise InputTooLargeError(f"There are {len(body.prompt):,} prompts; a request takes at most {most:,}.")
+        num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
+        if num_choices > most:
+            raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
         params = checked_params(body.sampling())
         orders: list[Order] = []
         for place, prompt in enumerate(body.prompt):
@@ -102,10 +95,6 @@ class OpenAIRoutes:
         return json_response({**head, "choices": shown, "usage": usage})
 
 
-def has_usage(body: ChatBody | CompletionBody) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
-
-
 async def chat_order(
     service: TextService, body: ToolBody, messages: Sequence[dict[str, Any]], template_values: dict[str, Any] | None = None,
     *, param: str = "messages", names: dict[str, str] | None = None, opening: str = "",
@@ -123,7 +112,7 @@ async def chat_order(
     text.check_size(sum(len(message["content"]) for message in messages), param)
     prompt_ids = await text.encode_chat(messages, param, options)
     if opening:
-        prompt_ids = prompt_ids + text.need_tokenizer(param).encode(opening, add_special_tokens=False, plain=True)
+        prompt_ids = prompt_ids + await text.encode(opening, param, False, plain=True)
     text.check_length(prompt_ids, param)
     return checked_order(Order(text, prompt_ids, params, parser, body.priority, body.deadline_s, bool(body.stream)))
 
@@ -168,14 +157,14 @@ def shown_stop(ended: Choice | Piece) -> str | int | None:
 
 
 def chat_logprobs(order: Order, logprobs: Sequence[Logprob] | None) -> dict[str, Any] | None:
-    if order.params.logprobs is None:
-        return None
-    content: list[dict[str, Any]] = []
-    for token_id, logprob, _, top in logprobs or ():
-        entry = token_logprob(order.text, token_id, logprob)
-        entry["top_logprobs"] = [token_logprob(order.text, *likely) for likely in top]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+    return None if order.params.logprobs is None else {"content": chosen_logprobs(order, logprobs), "refusal": None}
+
+
+def chosen_logprobs(order: Order, logprobs: Sequence[Logprob] | None) -> list[dict[str, Any]]:
+    return [
+        {**token_logprob(order.text, token_id, logprob), "top_logprobs": [token_logprob(order.text, *likely) for likely in top]}
+        for token_id, logprob, _, top in logprobs or ()
+    ]
 
 
 def token_logprob(text: ServedText, token_id: int, logprob: float) -> dict[str, Any]:
@@ -203,13 +192,31 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ChatEvents:
+class ChunkEvents:
+    """What the two kinds of chunks have in common; head: what stands in each of them."""
+
+    def __init__(self, head: dict[str, Any], include_usage: bool) -> None:
+        self._include_usage = include_usage
+        self._head = b"data: " + dumped(head)[:-1] + b',"choices":['
+        self._tail = (b'],"usage":null' if include_usage else b"]") + END
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        usage = self._head + b'],"usage":' + quoted(self.usage(answers)) + END if self._include_usage else b""
+        return usage + DONE
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return usage_of(answers)
+
+    def error(self, error: Exception) -> bytes:
+        return b"data: " + dumped(failure_body(error)) + b"\n\n"
+
+
+class ChatEvents(ChunkEvents):
     """A conversation's next message in chunks."""
 
     def __init__(self, order: Order, head: dict[str, Any], include_usage: bool) -> None:
-        self._order, self._include_usage = order, include_usage
-        self._head = b"data: " + dumped({**head, "object": "chat.completion.chunk"})[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null' if include_usage else b"]") + END
+        super().__init__({**head, "object": "chat.completion.chunk"}, include_usage)
+        self._order = order
         self._choices = [b'%s{"index":%d,"delta":{' % (self._head, index) for index in range(order.params.n)]
         self._texts = [start + b'"content":' for start in self._choices]
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail
@@ -256,13 +263,6 @@ class ChatEvents:
                 deltas.append(b'"tool_calls":[{"index":%d,"function":{"arguments":%s}}]' % (part.index, quoted(part.text)))
         return deltas
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        usage = self._head + b'],"usage":' + quoted(usage_of(answers)) + END if self._include_usage else b""
-        return usage + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return error_event(error)
-
 
 # Completions
 
@@ -288,7 +288,7 @@ def completion_choice(answer: Answer, choice: Choice, echo: str, body: Completio
     if body.prompt_logprobs is not None:
         shown["prompt_logprobs"] = prompt_logprobs(order, answer)
     if body.return_token_ids:
-        shown |= {"prompt_token_ids": order.prompt_ids, "token_ids": choice.token_ids}
+        shown |= {"prompt_token_ids": order.prompt_ids, "token_ids": [] if is_hidden else choice.token_ids}
     return shown
 
 
@@ -304,15 +304,13 @@ def listed_logprobs(text: ServedText, logprobs: Sequence[tuple[Any, ...]], offse
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
-class CompletionEvents:
+class CompletionEvents(ChunkEvents):
     """Texts after prompts in chunks; the choices of prompt i are n * i and on."""
 
     def __init__(self, orders: Sequence[Order], head: dict[str, Any], body: CompletionBody, echoes: Sequence[str]) -> None:
+        super().__init__(head, body.include_usage)
         self._orders, self._echoes, self._body = orders, echoes, body
-        self._include_usage = has_usage(body)
         self._num_each = orders[0].params.n
-        self._head = b"data: " + dumped(head)[:-1] + b',"choices":['
-        self._tail = (b'],"usage":null' if self._include_usage else b"]") + END
         self._choices = [b'%s{"index":%d,"text":' % (self._head, place) for place in range(len(orders) * self._num_each)]
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._tail
         self._offsets = [0] * len(self._choices)
@@ -335,12 +333,8 @@ class CompletionEvents:
         if piece.finish_reason is not None:
             rest |= {"finish_reason": openai_reason(piece.finish_reason, False), "stop_reason": shown_stop(piece)}
         if self._body.return_token_ids:
-            rest["token_ids"] = piece.token_ids
+            rest["token_ids"] = [] if is_hidden else piece.token_ids
         return self._choices[place] + quoted(text) + b"," + quoted(rest)[1:] + self._tail
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        usage = quoted(usage_of(answers, self._body.max_tokens == 0))
-        return (self._head + b'],"usage":' + usage + END if self._include_usage else b"") + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return error_event(error)
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        return usage_of(answers, self._body.max_tokens == 0)

@@ -13,9 +13,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from archerfish.errors import did_you_mean
 from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve.errors import InvalidParameterError
-from archerfish.serve.schemas import Body, _kind, _text, _token_ids, _wrong
+from archerfish.serve.schemas import INPUTS, STRING, UNUSED, Body, inputs_at, kind_of, text_at, wrong
 
-STRING = {"type": "string"}
 TEXT_KINDS = ("text", "input_text", "output_text")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
@@ -35,10 +34,10 @@ class UnsupportedParameterError(InvalidParameterError):
 
 def stop_strings(value: Any) -> list[str]:
     if value is None or isinstance(value, str):
-        return [] if value is None else [_text(value, "stop")]
+        return [] if value is None else [text_at(value, "stop")]
     if not isinstance(value, list):
-        raise _wrong(f"stop must be a string or a list of strings, not {_kind(value)}.")
-    return [_text(item, f"stop[{index}]") for index, item in enumerate(value)]
+        raise wrong(f"stop must be a string or a list of strings, not {kind_of(value)}.")
+    return [text_at(item, f"stop[{index}]") for index, item in enumerate(value)]
 
 
 def biases(value: Any) -> dict[int, float] | None:
@@ -46,10 +45,10 @@ def biases(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise _wrong(f"logit_bias must be an object of token ids and numbers, not {_kind(value)}.")
+        raise wrong(f"logit_bias must be an object of token ids and numbers, not {kind_of(value)}.")
     for token_id in value:
         if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10):
-            raise _wrong(f"logit_bias must be an object of token ids and numbers; {token_id!r} is no token id.")
+            raise wrong(f"logit_bias must be an object of token ids and numbers; {token_id!r} is no token id.")
     return {int(token_id): bias for token_id, bias in value.items()}
 
 
@@ -132,7 +131,7 @@ class StreamOptions(Body):
     """stream_options."""
 
     include_usage: bool = False
-    include_obfuscation: bool = Field(False, description="Accepted and not used.")
+    include_obfuscation: bool = Field(False, description=UNUSED)
 
 
 def response_grammar(value: Any, where: str = "response_format") -> dict[str, Any] | None:
@@ -156,54 +155,69 @@ def response_grammar(value: Any, where: str = "response_format") -> dict[str, An
     raise InvalidParameterError(f"{where} must be an object whose type is {known}.", where)
 
 
-def part_texts(content: Any, where: str) -> str:
-    """The text of a message's content: a string, or a list of text parts, which become lines."""
+def format_grammar(value: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    """The grammar of the format in a parameter that could say more than we have."""
+    given = value or {}
+    for name, member in given.items():
+        if name != "format" and member is not None and (name, member) != ("verbosity", "medium"):
+            raise UnsupportedParameterError(f"{where}.{name} is not supported.", where)
+    return response_grammar(given.get("format"), f"{where}.format")
+
+
+def parts_of(content: Any, where: str, *others: str) -> list[dict[str, Any]]:
+    """The content of a message as parts: a string is one, and what is no text must be of one of these types."""
     if isinstance(content, str):
-        return _text(content, where)
+        return [{"type": "text", "text": text_at(content, where)}]
     if not isinstance(content, list):
-        raise _wrong(f"{where} must be a string or a list of text parts, not {_kind(content)}.")
-    texts: list[str] = []
+        raise wrong(f"{where} must be a string or a list of parts, not {kind_of(content)}.")
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXT_KINDS:
-            what = f"of type {kind!r}" if isinstance(kind, str) else _kind(part)
-            raise _wrong(f"{where}[{index}] is {what}, which is not supported: only text parts are.")
-        texts.append(_text(part.get("text"), f"{where}[{index}].text"))
-    return "\n".join(texts)
+        if kind in TEXT_KINDS:
+            text_at(part.get("text"), f"{where}[{index}].text")
+        elif kind not in others:
+            what = f"of type {kind!r}" if isinstance(kind, str) else kind_of(part)
+            known = " and ".join(("text", *others))
+            raise wrong(f"{where}[{index}] is {what}, which is not supported here: {known} parts are.")
+    return content
+
+
+def lines_of(parts: Sequence[dict[str, Any]]) -> str:
+    """The texts among parts."""
+    return "\n".join(part["text"] for part in parts if part["type"] in TEXT_KINDS)
 
 
 def chat_messages(value: Any) -> list[dict[str, Any]]:
     """A conversation as chat templates expect it."""
     if not isinstance(value, list) or not value:
-        raise _wrong("messages must be a list of messages that is not empty.")
+        raise wrong("messages must be a list of messages that is not empty.")
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     return [chat_message(message, f"messages[{index}]", names) for index, message in enumerate(value)]
 
 
 def chat_message(message: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _wrong(f"{where} must be an object, not {_kind(message)}.")
+        raise wrong(f"{where} must be an object, not {kind_of(message)}.")
     check_members(message, MESSAGE_KEYS, where)
     role = message.get("role")
     if role not in ROLES:
         stated = f"not {role!r}" if isinstance(role, str) else "which is missing"
-        raise _wrong(f"{where}.role must be system, developer, user, assistant or tool, {stated}.")
+        raise wrong(f"{where}.role must be system, developer, user, assistant or tool, {stated}.")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content = message.get("content")
     if content is not None or role != "assistant":
         if content is None:
-            raise _wrong(f"{where}.content is missing.")
-        content = part_texts(content, f"{where}.content")
+            raise wrong(f"{where}.content is missing.")
+        content = lines_of(parts_of(content, f"{where}.content"))
     calls = tool_calls(message.get("tool_calls"), f"{where}.tool_calls", names) if role == "assistant" else []
     if content is None and not calls:
-        raise _wrong(f"{where} has neither content nor tool_calls.")
+        raise wrong(f"{where} has neither content nor tool_calls.")
     found["content"] = content or ""
     if calls:
         found["tool_calls"] = calls
     if isinstance(message.get("name"), str):
         found["name"] = message["name"]
     if role == "tool":
-        call_id = _text(message.get("tool_call_id"), f"{where}.tool_call_id")
+        call_id = text_at(message.get("tool_call_id"), f"{where}.tool_call_id")
         found["tool_call_id"] = call_id
         found.setdefault("name", names.get(call_id, ""))
     return found
@@ -214,14 +228,14 @@ def tool_calls(value: Any, where: str, names: dict[str, str]) -> list[dict[str, 
     if not value:
         return []
     if not isinstance(value, list):
-        raise _wrong(f"{where} must be a list, not {_kind(value)}.")
+        raise wrong(f"{where} must be a list, not {kind_of(value)}.")
     calls: list[dict[str, Any]] = []
     for index, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
-            raise _wrong(f"{where}[{index}] must be an object with a function.")
-        name = _text(function.get("name"), f"{where}[{index}].function.name")
-        arguments = _text(function.get("arguments"), f"{where}[{index}].function.arguments")
+            raise wrong(f"{where}[{index}] must be an object with a function.")
+        name = text_at(function.get("name"), f"{where}[{index}].function.name")
+        arguments = text_at(function.get("arguments"), f"{where}[{index}].function.arguments")
         call_id = call.get("id") if isinstance(call.get("id"), str) else ""
         names[str(call_id)] = name
         calls.append(function_call(str(call_id), name, arguments))
@@ -237,16 +251,16 @@ def function_tools(value: Any) -> list[dict[str, Any]]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise _wrong(f"tools must be a list, not {_kind(value)}.")
+        raise wrong(f"tools must be a list, not {kind_of(value)}.")
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(value):
         where = f"tools[{index}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind != "function":
-            raise _wrong(f"{where} must be an object of type function; {kind!r} is not supported.")
+            raise wrong(f"{where} must be an object of type function; {kind!r} is not supported.")
         function = tool.get("function", tool)
         if not isinstance(function, dict):
-            raise _wrong(f"{where}.function must be an object, not {_kind(function)}.")
+            raise wrong(f"{where}.function must be an object, not {kind_of(function)}.")
         check_members(function, FUNCTION_KEYS if function is not tool else ("type", *FUNCTION_KEYS), where)
         tools.append(function_tool(function.get("name"), function.get("description"), function.get("parameters"), where))
     return tools
@@ -256,15 +270,15 @@ def check_members(given: dict[str, Any], known: Sequence[str], where: str) -> No
     """Refuse members that are not known, unless they are empty: clients repeat objects with all their fields."""
     for key, value in given.items():
         if key not in known and value:
-            raise _wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, known)}".strip())
+            raise wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, known)}".strip())
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    if not _text(name, f"{where}.name"):
-        raise _wrong(f"{where}.name must not be empty.")
+    if not text_at(name, f"{where}.name"):
+        raise wrong(f"{where}.name must not be empty.")
     if parameters is not None and not isinstance(parameters, dict):
-        raise _wrong(f"{where}: the schema of the parameters must be an object, not {_kind(parameters)}.")
-    described = "" if description is None else _text(description, f"{where}.description")
+        raise wrong(f"{where}: the schema of the parameters must be an object, not {kind_of(parameters)}.")
+    described = "" if description is None else text_at(description, f"{where}.description")
     schema = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": described, "parameters": schema}}
 
@@ -278,7 +292,7 @@ def chosen_tool(value: Any) -> str:
         name = name.get("name") if isinstance(name, dict) else None
         if isinstance(name, str):
             return f"={name}"
-    raise _wrong('tool_choice must be "auto", "none", "required" or an object that names a function.')
+    raise wrong('tool_choice must be "auto", "none", "required" or an object that names a function.')
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -298,25 +312,8 @@ Tools = Annotated[
 ToolChoice = Annotated[str, PlainValidator(chosen_tool), WithJsonSchema({"anyOf": [STRING, {"type": "object"}]})]
 
 
-def prompts(value: Any) -> list[str | list[int]]:
-    if isinstance(value, str):
-        return [_text(value, "prompt")]
-    if not isinstance(value, list) or not value:
-        what = "an empty list" if value == [] else _kind(value)
-        raise _wrong(f"prompt must be a string, a list of strings, or token ids, not {what}.")
-    if type(value[0]) is int:
-        return [_token_ids(value, "prompt")]
-    if isinstance(value[0], list):
-        return [_token_ids(item, f"prompt[{index}]") for index, item in enumerate(value)]
-    return [_text(item, f"prompt[{index}]") for index, item in enumerate(value)]
-
-
-IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-STRINGS = {"type": "array", "items": STRING, "minItems": 1}
 Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(prompts),
-    WithJsonSchema({"anyOf": [STRING, STRINGS, IDS, {"type": "array", "items": IDS, "minItems": 1}]}),
+    list[str | list[int]], PlainValidator(lambda value: inputs_at(value, "prompt")), WithJsonSchema(INPUTS)
 ]
 
 
@@ -341,10 +338,32 @@ class ToolBody(TextBody):
         return choice
 
 
-UNUSED = "Accepted and not used."
+class ChoicesBody(TextBody):
+    """What chat and completions have in common."""
+
+    n: int | None = stated(minimum=1, maximum=MAX_N)
+    stop: Stops = Field([])
+    prompt_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
+    response_format: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description=UNUSED)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def stated_format(self) -> dict[str, Any] | None:
+        return response_grammar(self.response_format)
+
+    def sampling(self) -> dict[str, Any]:
+        if self.stream and self.prompt_logprobs is not None:
+            raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameterError("stream_options is for streams; set stream to true.", "stream_options")
+        return super().sampling()
 
 
-class ChatBody(ToolBody):
+class ChatBody(ToolBody, ChoicesBody):
     """POST /v1/chat/completions, as OpenAI has it."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -354,24 +373,15 @@ class ChatBody(ToolBody):
     }  # fmt: skip
 
     messages: Messages
-    n: int | None = stated(minimum=1, maximum=MAX_N)
     max_tokens: int | None = stated(minimum=1)
     max_completion_tokens: int | None = stated(description="The same, as OpenAI names it now.", minimum=1)
-    stop: Stops = Field([])
     logprobs: bool | None = None
     top_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
-    prompt_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
-    response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Values for the chat template.")
-    user: str | None = Field(None, description=UNUSED)
     metadata: dict[str, Any] | None = Field(None, description=UNUSED)
     safety_identifier: str | None = Field(None, description=UNUSED)
     prompt_cache_key: str | None = Field(None, description=UNUSED)
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
-
-    def stated_format(self) -> dict[str, Any] | None:
-        return response_grammar(self.response_format)
 
     def sampling(self) -> dict[str, Any]:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -383,26 +393,17 @@ class ChatBody(ToolBody):
         return {**found, "logprobs": self.top_logprobs or 0} if self.logprobs else found
 
 
-class CompletionBody(TextBody):
+class CompletionBody(ChoicesBody):
     """POST /v1/completions, as OpenAI has it."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
 
     prompt: Prompts
-    n: int | None = stated(minimum=1, maximum=MAX_N)
     max_tokens: int | None = stated(16, "0, with echo, gives the prompt alone.", minimum=0)
-    stop: Stops = Field([])
     logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
-    prompt_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = None
-    response_format: dict[str, Any] | None = None
     return_token_ids: bool = Field(False, description="Give token ids beside the text.")
     add_special_tokens: bool = Field(True, description="Whether tokens such as that of the beginning are put before a text.")
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description=UNUSED)
-
-    def stated_format(self) -> dict[str, Any] | None:
-        return response_grammar(self.response_format)
 
     def sampling(self) -> dict[str, Any]:
         found = {**super().sampling(), "max_tokens": self.max_tokens}
@@ -412,8 +413,8 @@ class CompletionBody(TextBody):
             found["max_tokens"] = 1  # the engine has no smaller number; it is not shown
         if self.logprobs is not None:
             found["logprobs"] = self.logprobs
+            if self.echo and self.stream:
+                raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
             if self.echo:
                 found.setdefault("prompt_logprobs", self.logprobs)
-        if self.stream and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
-            raise UnsupportedParameterError("Logprobs of a prompt are not streamed; leave out stream.", "stream")
         return found

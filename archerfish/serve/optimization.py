@@ -56,11 +56,6 @@ class OptimizationConfig(Options):
         super().__post_init__()
         eviction_policy(self.eviction_policy)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Options by our names or the seed's, such as an admin route gets them."""
-        return cls(**cls._read(values))
-
     def updated(self, values: Mapping[str, Any]) -> Self:
         """These options with some changed, by our names or the seed's."""
         return self.replace(**self._read(values))

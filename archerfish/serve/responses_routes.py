@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,20 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from archerfish.errors import ArcherfishError
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve.errors import failure_response, json_response, unexpected
-from archerfish.serve.generation import Answer, Call, Choice, Logprob, Order, Piece, TextService
-from archerfish.serve.openai_routes import chat_order, new_call_id, token_logprob
+from archerfish.serve.errors import failure_body, json_response
+from archerfish.serve.generation import Answer, Call, Logprob, Order, Piece, TextService
+from archerfish.serve.openai_routes import chat_order, chosen_logprobs, new_call_id
 from archerfish.serve.openai_schemas import (
-    STRING,
-    UNUSED,
     Stops,
     ToolBody,
     UnsupportedParameterError,
     chat_message,
+    format_grammar,
     function_call,
-    response_grammar,
     stated,
 )
-from archerfish.serve.schemas import Body, BodyRoute, _kind, _text, _wrong
+from archerfish.serve.schemas import STRING, UNUSED, Body, BodyRoute, kind_of, text_at, wrong
 from archerfish.serve.sse import dumped, quoted
 
 LOGPROBS = "message.output_text.logprobs"
@@ -39,9 +35,9 @@ STATEFUL = "This server keeps no responses: send the whole conversation in input
 def input_messages(value: Any) -> list[dict[str, Any]]:
     """Items of input as a conversation; calls that follow each other become one message of the assistant."""
     if isinstance(value, str):
-        return [{"role": "user", "content": _text(value, "input")}]
+        return [{"role": "user", "content": text_at(value, "input")}]
     if not isinstance(value, list) or not value:
-        raise _wrong("input must be a string or a list of items that is not empty.")
+        raise wrong("input must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for index, item in enumerate(value):
@@ -51,9 +47,9 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
             known = {key: item[key] for key in item if key not in ("type", "id", "status", "phase")}
             messages.append(chat_message(known, where, names))
         elif kind == "function_call":
-            call_id, name = _text(item.get("call_id"), f"{where}.call_id"), _text(item.get("name"), f"{where}.name")
+            call_id, name = text_at(item.get("call_id"), f"{where}.call_id"), text_at(item.get("name"), f"{where}.name")
             names[call_id] = name
-            call = function_call(call_id, name, _text(item.get("arguments"), f"{where}.arguments"))
+            call = function_call(call_id, name, text_at(item.get("arguments"), f"{where}.arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -61,8 +57,8 @@ def input_messages(value: Any) -> list[dict[str, Any]]:
             result = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
             messages.append(chat_message(result, where, names))
         else:
-            what = f"of type {kind!r}" if isinstance(kind, str) else _kind(item)
-            raise _wrong(f"{where} is {what}, which is not supported: messages, function_call and function_call_output are.")
+            what = f"of type {kind!r}" if isinstance(kind, str) else kind_of(item)
+            raise wrong(f"{where} is {what}, which is not supported: messages, function_call and function_call_output are.")
     return messages
 
 
@@ -104,11 +100,7 @@ class ResponsesBody(ToolBody):
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def stated_format(self) -> dict[str, Any] | None:
-        wanted = {name: value for name, value in (self.text or {}).items() if (name, value) != ("verbosity", "medium")}
-        unknown = [name for name, value in wanted.items() if name != "format" and value is not None]
-        if unknown:
-            raise UnsupportedParameterError(f"text.{unknown[0]} is not supported.", "text")
-        return response_grammar(wanted.get("format"), "text.format")
+        return format_grammar(self.text, "text")
 
     def check_stateless(self) -> None:
         if self.store:
@@ -143,9 +135,10 @@ class ResponsesRoutes:
         if body.stream:
             return await self.service.stream(request, [order], ResponseEvents(order, blank))
         [(answer, [choice])] = await self.service.complete(request, [order])
-        message_id = new_id("msg")
-        output = [message_item(message_id, order, choice)] if choice.text or not choice.calls else []
+        has_message = choice.text or not choice.calls
+        output = [message_item(new_id("msg"), order, choice.text, choice.logprobs)] if has_message else []
         output += [call_item(new_id("fc"), new_call_id(), call.name, call.arguments) for call in choice.calls]
+        output[-1]["status"] = status_of(choice.finish_reason)
         return json_response(ended(blank, answer, choice.finish_reason, output))
 
 
@@ -170,32 +163,30 @@ def blank_response(body: ResponsesBody, order: Order) -> dict[str, Any]:
 
 def ended(blank: dict[str, Any], answer: Answer, finish_reason: str, output: list[dict[str, Any]]) -> dict[str, Any]:
     """The whole response."""
-    is_whole = finish_reason == "stop"
+    status = status_of(finish_reason)
     usage = {
         "input_tokens": answer.num_prompt,
         "input_tokens_details": {"cached_tokens": answer.num_cached, "cache_write_tokens": 0},
         "output_tokens": answer.num_output, "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.num_prompt + answer.num_output,
     }
-    status = {"status": "completed" if is_whole else "incomplete"}
-    details = None if is_whole else {"reason": "max_output_tokens"}
-    return {**blank, **status, "incomplete_details": details, "output": output, "usage": usage}
+    details = None if status == "completed" else {"reason": "max_output_tokens"}
+    return {**blank, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+
+
+def status_of(finish_reason: str) -> str:
+    """Of a response, and of its last item."""
+    return "completed" if finish_reason == "stop" else "incomplete"
 
 
 def text_part(order: Order, text: str, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": listed(order, logprobs)}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": chosen_logprobs(order, logprobs)}
 
 
-def listed(order: Order, logprobs: Sequence[Logprob] | None) -> list[dict[str, Any]]:
-    return [
-        {**token_logprob(order.text, token_id, logprob), "top_logprobs": [token_logprob(order.text, *likely) for likely in top]}
-        for token_id, logprob, _, top in logprobs or ()
-    ]
-
-
-def message_item(item_id: str, order: Order, choice: Choice, status: str = "") -> dict[str, Any]:
-    status = status or ("completed" if choice.finish_reason == "stop" else "incomplete")
-    content = [text_part(order, choice.text, choice.logprobs)]
+def message_item(
+    item_id: str, order: Order, text: str, logprobs: Sequence[Logprob], status: str = "completed"
+) -> dict[str, Any]:
+    content = [text_part(order, text, logprobs)]
     return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
 
 
@@ -222,13 +213,11 @@ class ResponseEvents:
         return self._event("response.created", response=self._blank) + self._event("response.in_progress", response=self._blank)
 
     def piece(self, number: int, piece: Piece) -> bytes:
-        if piece.finish_reason is not None:
-            self._finish_reason = piece.finish_reason
-        if piece.parts is None:
-            return self._write_text(piece.text, piece.logprobs) if piece.text or piece.logprobs else b""
         written = b""
         logprobs = piece.logprobs
-        for part in piece.parts:
+        if piece.parts is None and (piece.text or logprobs):
+            written = self._write_text(piece.text, logprobs)
+        for part in piece.parts or ():
             if part.kind == "text":
                 written += self._write_text(part.text, logprobs)
                 logprobs = None
@@ -237,6 +226,7 @@ class ResponseEvents:
             else:
                 self._arguments.append(part.text)
                 written += self._delta % (self._next(), quoted(part.text))
+        self._finish_reason = piece.finish_reason or "stop"  # what ends before is whole
         return written
 
     def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
@@ -244,7 +234,7 @@ class ResponseEvents:
         assert self._text is not None
         self._text.append(text)
         self._logprobs += logprobs or ()
-        shown = quoted(listed(self._order, logprobs)) if logprobs else b"[]"
+        shown = quoted(chosen_logprobs(self._order, logprobs)) if logprobs else b"[]"
         return opening + self._delta % (self._next(), shown, quoted(text))
 
     def _open_message(self) -> bytes:
@@ -254,7 +244,7 @@ class ResponseEvents:
         head = b'event: %s\ndata: {"type":"%s","content_index":0,"output_index":%d' % (kind, kind, place)
         head += b',"item_id":"%s"' % self._item_id.encode()
         self._delta = head + b',"sequence_number":%d,"logprobs":%s,"delta":%s}\n\n'
-        item = {**message_item(self._item_id, self._order, Choice(0), "in_progress"), "content": []}
+        item = {**message_item(self._item_id, self._order, "", (), "in_progress"), "content": []}
         part = text_part(self._order, "", ())
         added = self._event("response.output_item.added", output_index=place, item=item)
         return added + self._event(
@@ -275,16 +265,15 @@ class ResponseEvents:
         """Events for the end of the item that is open."""
         place = len(self._output)
         where = {"item_id": self._item_id, "output_index": place}
+        status = status_of(self._finish_reason)
         if self._text is not None:
-            choice = Choice(0, "".join(self._text), logprobs=self._logprobs, finish_reason=self._finish_reason)
-            item = message_item(self._item_id, self._order, choice)
+            item = message_item(self._item_id, self._order, "".join(self._text), self._logprobs, status)
             part = item["content"][0]
-            done = {"text": choice.text, "logprobs": part["logprobs"]}
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
             written = self._event("response.output_text.done", **where, content_index=0, **done)
             written += self._event("response.content_part.done", **where, content_index=0, part=part)
             self._text, self._logprobs = None, []
         elif self._call is not None:
-            status = "completed" if self._finish_reason == "stop" else "incomplete"
             item = call_item(self._item_id, self._call_id, self._call.name, "".join(self._arguments), status)
             done = {"arguments": item["arguments"], "name": self._call.name}
             written = self._event("response.function_call_arguments.done", **where, **done)
@@ -302,8 +291,7 @@ class ResponseEvents:
         return written + self._event(f"response.{whole['status']}", response=whole)
 
     def error(self, error: Exception) -> bytes:
-        told = error if isinstance(error, ArcherfishError) else unexpected()
-        body = json.loads(bytes(failure_response(told).body))["error"]
+        body = failure_body(error)["error"]
         failed = {**self._blank, "status": "failed", "error": {"code": body["code"], "message": body["message"]}}
         written = self._event("error", code=body["code"], message=body["message"], param=body["param"])
         return written + self._event("response.failed", response=failed)

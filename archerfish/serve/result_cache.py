@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from archerfish.cache.adaptive import AdaptiveCache, AdaptiveCacheStats
+from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
 from archerfish.serve.wire import Chunk, Generate, Generated, Output
 
@@ -86,17 +86,16 @@ class ResultCache:
     ) -> None:
         self._options: dict[str, Any] = {"window_size": window_size, "min_hit_rate": min_hit_rate, "clock": clock}
         self._caches: dict[str, AdaptiveCache[bytes, bytes]] = {}
-        self._num_front_ends = num_front_ends
-        self._set_limits(max_bytes, ttl_seconds, max_tenants)
+        self._num_front_ends, self._max_tenants = num_front_ends, max_tenants
+        self._set_limits(max_bytes, ttl_seconds)
         AdaptiveCache(max_bytes, ttl_seconds, **self._options)  # so that wrong options show now
 
-    def _set_limits(self, max_bytes: int, ttl_seconds: float, max_tenants: int) -> None:
-        if max_bytes < 0 or not ttl_seconds > 0 or max_tenants < 1:
+    def _set_limits(self, max_bytes: int, ttl_seconds: float) -> None:
+        if max_bytes < 0 or not ttl_seconds > 0:
             raise InvalidOptionError(
-                "Of a ResultCache max_bytes must be at least 0, ttl_seconds above 0 and max_tenants at least 1: "
-                f"{max_bytes}, {ttl_seconds}, {max_tenants}."
+                f"Of a ResultCache max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}."
             )
-        self.max_bytes, self.ttl_seconds, self.max_tenants = max_bytes, ttl_seconds, max_tenants
+        self.max_bytes, self.ttl_seconds = max_bytes, ttl_seconds
 
     @property
     def is_enabled(self) -> bool:
@@ -104,17 +103,13 @@ class ResultCache:
 
     @property
     def _tenant_bytes(self) -> int:
-        return self.max_bytes // self._num_front_ends // self.max_tenants
+        return self.max_bytes // self._num_front_ends // self._max_tenants
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(cache.num_bytes for cache in self._caches.values())
-
-    def get(self, namespace: str, key: bytes, max_age_s: float | None = None) -> tuple[Generated, float] | None:
-        """A whole answer and its age in seconds. It took no time, and all of its prompt was cached."""
+    def get(self, namespace: str, key: bytes, max_age_s: float | None = None) -> Generated | None:
+        """A whole answer. It took no time, and all of its prompt was cached."""
         cache = self._cache(namespace)
-        found = None if cache is None else cache.get_with_age(key, max_age_s)
-        return None if found is None else (_decoder.decode(found[0]), found[1])
+        found = None if cache is None else cache.get(key, max_age_s)
+        return None if found is None else _decoder.decode(found)
 
     def put(self, namespace: str, key: bytes, answer: Generated) -> bool:
         """Keep a whole answer, all of whose outputs are complete. Whether it was kept."""
@@ -129,36 +124,18 @@ class ResultCache:
         if not self.is_enabled:
             return None
         cache = self._caches.get(namespace)
-        if cache is None and len(self._caches) < self.max_tenants:
+        if cache is None and len(self._caches) < self._max_tenants:
             cache = AdaptiveCache(self._tenant_bytes, self.ttl_seconds, **self._options)
             self._caches[namespace] = cache
         return cache
 
-    def resize(self, max_bytes: int | None = None, ttl_seconds: float | None = None, max_tenants: int | None = None) -> None:
-        """Other limits from now on: what does not fit is evicted, the rest stays. With fewer tenants the latest lose theirs."""
-        self._set_limits(
-            self.max_bytes if max_bytes is None else max_bytes,
-            self.ttl_seconds if ttl_seconds is None else ttl_seconds,
-            self.max_tenants if max_tenants is None else max_tenants,
-        )
-        for namespace in list(self._caches)[self.max_tenants if self.is_enabled else 0 :]:
-            del self._caches[namespace]
+    def resize(self, max_bytes: int, ttl_seconds: float) -> None:
+        """Other limits from now on: what does not fit is evicted, the rest stays."""
+        self._set_limits(max_bytes, ttl_seconds)
+        if not self.is_enabled:
+            self._caches.clear()
         for cache in self._caches.values():
             cache.resize(self._tenant_bytes, self.ttl_seconds)
-
-    def clear(self, namespace: str | None = None) -> None:
-        """Forget the answers of a tenant, or all: when a model has other weights, say."""
-        for name, cache in self._caches.items():
-            if namespace in (None, name):
-                cache.clear()
-
-    def evict_expired(self) -> int:
-        return sum(cache.evict_expired() for cache in self._caches.values())
-
-    def get_stats(self, namespace: str) -> AdaptiveCacheStats | None:
-        """Of one tenant; None where it has no cache."""
-        cache = self._caches.get(namespace)
-        return None if cache is None else cache.get_stats()
 
     def totals(self) -> dict[str, int]:
         """Of all tenants together, for operators."""
@@ -206,17 +183,14 @@ def replay(answer: Generated, request: Generate) -> Iterator[Chunk | Generated]:
 
 async def generate_cached(
     cache: ResultCache, generate: Callable[[Generate], AsyncIterator[Chunk | Generated]], request: Generate, *, model: str,
-    namespace: str, control: CacheControl | None = None, on_hit: Callable[[float], None] | None = None,
+    namespace: str, control: CacheControl,
 ) -> AsyncIterator[Chunk | Generated]:
-    """What `generate` (of a Backend) gives for a request, out of the cache where it can be. on_hit gets the age in seconds."""
-    control = control or CacheControl()
+    """What `generate` (of a Backend) gives for a request, out of the cache where it can be."""
     is_wanted = cache.is_enabled and (control.may_read or control.may_store)
     key = key_of(request, model) if is_wanted else None
     found = cache.get(namespace, key, control.max_age_s) if key is not None and control.may_read else None
     if found is not None:
-        if on_hit is not None:
-            on_hit(found[1])
-        for message in replay(found[0], request):
+        for message in replay(found, request):
             yield message
         return
     recording = Recording() if key is not None and control.may_store else None

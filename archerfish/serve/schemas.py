@@ -18,90 +18,84 @@ from archerfish.errors import did_you_mean
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def _wrong(message: str) -> PydanticCustomError:
+def wrong(message: str) -> PydanticCustomError:
     # The message goes in as a value, because a template would give braces in it a meaning.
     return PydanticCustomError("wrong_value", "{message}", {"message": message})
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
-def _text(value: Any, where: str) -> str:
+def text_at(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise _wrong(f"{where} must be a string, not {_kind(value)}.")
+        raise wrong(f"{where} must be a string, not {kind_of(value)}.")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise _wrong(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from None
+            raise wrong(f"{where} is not valid Unicode: it holds half of a surrogate pair.") from None
     return value
 
 
-def _token_ids(value: Any, where: str) -> list[int]:
+def token_ids_at(value: Any, where: str) -> list[int]:
     if not isinstance(value, list) or not value:
-        raise _wrong(f"{where} must be a list of token ids that is not empty.")
+        raise wrong(f"{where} must be a list of token ids that is not empty.")
     for position, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
-            raise _wrong(f"{where}[{position}] must be a token id.")
+            raise wrong(f"{where}[{position}] must be a token id.")
     return value
 
 
-def _embedding_input(value: Any) -> list[str | list[int]]:
+def inputs_at(value: Any, where: str) -> list[str | list[int]]:
+    """One text or one list of token ids, or several of them."""
     if isinstance(value, str):
-        return [_text(value, "input")]
-    if not isinstance(value, list):
-        raise _wrong(f"input must be a string, a list of strings, or lists of token ids, not {_kind(value)}.")
-    if not value:
-        raise _wrong("input must not be an empty list.")
+        return [text_at(value, where)]
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else kind_of(value)
+        raise wrong(f"{where} must be a string, a list of strings, or token ids, not {what}.")
     if type(value[0]) is int:
-        return [_token_ids(value, "input")]
-    if isinstance(value[0], list):
-        return [_token_ids(item, f"input[{index}]") for index, item in enumerate(value)]
-    return [_text(item, f"input[{index}]") for index, item in enumerate(value)]
+        return [token_ids_at(value, where)]
+    check = token_ids_at if isinstance(value[0], list) else text_at
+    return [check(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
-def _texts(value: Any, where: str) -> list[str]:
+def texts_at(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not value:
-        raise _wrong(f"{where} must be a list of strings that is not empty.")
-    return [_text(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        raise wrong(f"{where} must be a list of strings that is not empty.")
+    return [text_at(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
-def _documents(value: Any) -> list[str]:
+def documents_of(value: Any) -> list[str]:
     if not isinstance(value, list) or not value:
-        raise _wrong("documents must be a list that is not empty.")
+        raise wrong("documents must be a list that is not empty.")
     return [
-        _text(item["text"], f"documents[{index}].text")
+        text_at(item["text"], f"documents[{index}].text")
         if isinstance(item, dict) and set(item) == {"text"}
-        else _text(item, f"documents[{index}]")
+        else text_at(item, f"documents[{index}]")
         for index, item in enumerate(value)
     ]
 
 
-_STRING = {"type": "string"}
-_STRINGS = {"type": "array", "items": _STRING, "minItems": 1}
-_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+UNUSED = "Accepted and not used."
+STRING = {"type": "string"}
+STRINGS = {"type": "array", "items": STRING, "minItems": 1}
+IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+INPUTS = {"anyOf": [STRING, STRINGS, IDS, {"type": "array", "items": IDS, "minItems": 1}]}
+DOCUMENT = {"anyOf": [STRING, {"type": "object", "properties": {"text": STRING}, "required": ["text"]}]}
 EmbeddingInput = Annotated[
-    list[str | list[int]],
-    PlainValidator(_embedding_input),
-    WithJsonSchema({"anyOf": [_STRING, _STRINGS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}),
+    list[str | list[int]], PlainValidator(lambda value: inputs_at(value, "input")), WithJsonSchema(INPUTS)
 ]
-OneText = Annotated[str, PlainValidator(lambda value: _text(value, "query")), WithJsonSchema(_STRING)]
+OneText = Annotated[str, PlainValidator(lambda value: text_at(value, "query")), WithJsonSchema(STRING)]
 OneOrMore = Annotated[
     str | list[str],
-    PlainValidator(lambda value: _texts(value, "source") if isinstance(value, list) else _text(value, "source")),
-    WithJsonSchema({"anyOf": [_STRING, _STRINGS]}),
+    PlainValidator(lambda value: texts_at(value, "source") if isinstance(value, list) else text_at(value, "source")),
+    WithJsonSchema({"anyOf": [STRING, STRINGS]}),
 ]
-Sentences = Annotated[list[str], PlainValidator(lambda value: _texts(value, "sentences")), WithJsonSchema(_STRINGS)]
+Sentences = Annotated[list[str], PlainValidator(lambda value: texts_at(value, "sentences")), WithJsonSchema(STRINGS)]
 Documents = Annotated[
-    list[str],
-    PlainValidator(_documents),
-    WithJsonSchema({
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": [_STRING, {"type": "object", "properties": {"text": _STRING}, "required": ["text"]}]},
-    }),
+    list[str], PlainValidator(documents_of), WithJsonSchema({"type": "array", "minItems": 1, "items": DOCUMENT})
 ]
 
 
@@ -164,7 +158,7 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
     deadline_s: Deadline = None
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: str | None = Field(None, description=UNUSED)
 
 
 class RerankBody(Body):

@@ -39,35 +39,36 @@ class ServedText:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self._opened = Lazy(lambda: TextTokenizer.find(card.directory) if card.directory else None)
+        self._opened = Lazy(self._open)
         self._template = Lazy(lambda: ChatTemplate.find(card.directory, card.id))
-        self._longest = 1  # characters of the longest token
         self._tokens: dict[int, tuple[str, list[int]]] = {}
 
     async def open(self) -> ServedText:
         """Read the files, if they have not been."""
         if not self._opened.is_made:
-            await asyncio.to_thread(self._open)
+            await asyncio.to_thread(self._opened.get)
         return self
 
-    def _open(self) -> None:
-        tokenizer = self._opened.get()
-        if tokenizer is not None:
-            _ = tokenizer.special_tokens, tokenizer.decoder_kinds
-            self._longest = max(len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.vocab_size))
+    def _open(self) -> tuple[TextTokenizer | None, int]:
+        """The tokenizer, and the characters of its longest token."""
+        tokenizer = TextTokenizer.find(self.card.directory) if self.card.directory else None
+        if tokenizer is None:
+            return None, 1
+        _ = tokenizer.special_tokens, tokenizer.decoder_kinds  # which are made now, not in the event loop
+        return tokenizer, max(len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.vocab_size))
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        return self._opened.get()
+        return self._opened.get()[0]
 
     def need_tokenizer(self, param: str) -> TextTokenizer:
         if self.tokenizer is None:
             raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.", param)
         return self.tokenizer
 
-    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         tokenizer = self.need_tokenizer(param)
-        return await aside(lambda: tokenizer.encode(text, add_special_tokens), len(text))
+        return await aside(lambda: tokenizer.encode(text, add_special_tokens, plain=plain), len(text))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], param: str, options: dict[str, Any]) -> list[int]:
         """Tokens of a conversation up to where the answer begins."""
@@ -87,7 +88,7 @@ class ServedText:
 
     def check_size(self, num_characters: int, param: str) -> None:
         """Refuse what must be too long before it is tokenized."""
-        least = -(-num_characters // self._longest)
+        least = -(-num_characters // self._opened.get()[1])
         if least >= self.card.max_length:
             raise ContextLengthError(least, self.card.max_length, param, at_least=True)
 

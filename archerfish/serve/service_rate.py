@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 MEMORY = 64  # observations after which one weighs about a third of the newest
 LEAST_PREFILL_SHARE = 0.1  # of a step that does both, where decoding alone seems to take all of it
+LEAST_TOKEN_SHARE = 0.25  # of a job's time that its tokens take, however little jobs of several sizes seem to differ
+SAME_SIZE = 0.003  # squared spread of sizes, against their mean, below which jobs say little of what tokens add
+WORTH, MOST_WORTH = 3.0, 3.0  # what tokens of a job should take, for what the job itself takes; and at most, for its time
 
 
 class Average:
@@ -69,11 +73,11 @@ class ServiceRate:
 
     def decode_step_s(self, batch: int) -> float | None:
         """Of a step that brings every sequence of a batch a token; None before the first."""
-        if not self._steps:
+        sizes = list(self._steps)  # in one go: who makes text asks too, in its own thread
+        if not sizes:
             return None
         wanted = (max(1, batch) - 1).bit_length()
-        size = max((size for size in self._steps if size <= wanted), default=None)
-        return self._steps[min(self._steps) if size is None else size].value
+        return self._steps[max((size for size in sizes if size <= wanted), default=min(sizes))].value
 
     def prefill_s(self, num_tokens: float) -> float:
         return num_tokens * (self._prefill.value or 0.0)
@@ -88,6 +92,48 @@ class ServiceRate:
         return 1 / self._decode.value if self._decode.value else None
 
 
+class JobCost:
+    """Seconds that every job takes, and seconds that each of its tokens adds: a line through the last jobs.
+
+    A job is to have the tokens that take a given time. But where cores are contended for, every job may take that long by
+    itself, and jobs that are made smaller and smaller to be in time would do next to nothing.
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self._keep = 1 - 1 / memory
+        self._sums = [0.0] * 5  # of 1, tokens, seconds, tokens squared, tokens times seconds
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens > 0 and seconds > 0:
+            values = (1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds)
+            self._sums = [self._keep * total + value for total, value in zip(self._sums, values, strict=True)]
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds of a job without tokens, and of a token."""
+        num, tokens, seconds, squares, products = self._sums
+        if not num:
+            return 0.0, 0.0
+        tokens, seconds = tokens / num, seconds / num
+        prior = SAME_SIZE * tokens**2  # as if some jobs had told that tokens take all of the time
+        slope = (products / num - tokens * seconds + prior * seconds / tokens) / (squares / num - tokens**2 + prior)
+        token_s = min(1.0, max(LEAST_TOKEN_SHARE, slope * tokens / seconds)) * seconds / tokens
+        return seconds - token_s * tokens, token_s
+
+    def seconds(self, num_tokens: float) -> float:
+        """Of a job with so many tokens; 0 before the first."""
+        job_s, token_s = self._line()
+        return job_s + num_tokens * token_s
+
+    def worthwhile(self, seconds: float) -> float:
+        """How many tokens a job of so many seconds has, or one that takes longer and is worth it; any before the first."""
+        job_s, token_s = self._line()
+        return max(seconds - job_s, min(WORTH * job_s, MOST_WORTH * seconds)) / token_s if token_s else math.inf
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._sums[1] / self._sums[2] if self._sums[2] else 0.0
+
+
 @dataclass(frozen=True)
 class LittlesLawFigures:
     """Over one period: mean_requests * period_s == requests_per_s * period_s * mean_s + open_s, but for rounding."""
@@ -100,7 +146,7 @@ class LittlesLawFigures:
 
 
 class LittlesLaw:
-    """L, lambda and W out of one set of books: L = lambda W once nothing is left inside. Time before `reset` does not count."""
+    """L, lambda and W out of one set of books: L = lambda W once nothing is left inside."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -122,18 +168,11 @@ class LittlesLaw:
         return now
 
     def leave(self, entered: float) -> None:
-        now, since = self._advance(), max(entered, self._start)
+        now = self._advance()
         self._num_inside -= 1
-        self._entered_sum = self._entered_sum - since if self._num_inside else 0.0
+        self._entered_sum = self._entered_sum - entered if self._num_inside else 0.0
         self._num_left += 1
-        self._left_s += now - since
-
-    def reset(self) -> None:
-        """Begin a new period; who is inside counts from now on."""
-        now = self._start = self._advance()
-        self._num_left = 0
-        self._area = self._left_s = 0.0
-        self._entered_sum = self._num_inside * now
+        self._left_s += now - entered
 
     def figures(self) -> LittlesLawFigures:
         now = self._advance()

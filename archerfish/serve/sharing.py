@@ -12,9 +12,9 @@ import secrets
 from typing import Any
 
 from archerfish.errors import ArcherfishError
-from archerfish.observe.metrics import Metric, MetricRegistry, Sample
+from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
 from archerfish.serve.catalog import Catalog
-from archerfish.serve.figures import GivenMetric, as_values, read_metrics
+from archerfish.serve.figures import as_values, read_metrics
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Query, Report
 

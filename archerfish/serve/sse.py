@@ -1,4 +1,4 @@
-"""Server-sent events: bytes that are there go out in one write, a reader that stops reading is given up."""
+"""Server-sent events: bytes that are there go out in one write, and who writes them waits for who reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from archerfish.serve.presence import disconnected
 
 logger = logging.getLogger("archerfish.serve")
 MAX_WAITING_BYTES = 64 << 10  # events that wait for a reader; beyond, their producer waits
-STALL_S = 60.0  # how long it does
 COMMENT = b": keep-alive\n\n"  # which every reader of events skips
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 quoted = msgspec.json.Encoder().encode  # a text, or anything of texts and numbers, as JSON
@@ -30,37 +29,30 @@ def dumped(data: Any) -> bytes:
     return json.dumps(data, separators=(",", ":")).encode()
 
 
-class StalledReaderError(Exception):
-    """A client that is still there, but has not read for long."""
-
-
 class Outbox:
     """Bytes on their way to one client."""
 
-    def __init__(self, max_bytes: int = MAX_WAITING_BYTES, stall_s: float = STALL_S) -> None:
-        self._max_bytes, self._stall_s = max_bytes, stall_s
+    def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self._is_closed = False
         self.was_used = False
         self.num_quiet = 0  # looks of the timer since there was something
-        self._arrival: asyncio.Future[None] | None = None
-        self._room: asyncio.Future[None] | None = None
+        self._arrival, self._room = asyncio.Event(), asyncio.Event()
 
     def put(self, data: bytes) -> None:
         self.was_used = True
         self.num_quiet = 0
         self._parts.append(data)
         self._num_bytes += len(data)
-        if self._arrival is not None:
-            wake(self._arrival)
+        self._arrival.set()
 
     def close(self) -> None:
         """No more will come, or nobody reads it."""
         self._is_closed = True
-        for waiter in (self._arrival, self._room):
-            if waiter is not None:
-                wake(waiter)
+        self._arrival.set()
+        self._room.set()
 
     @property
     def is_full(self) -> bool:
@@ -68,45 +60,32 @@ class Outbox:
 
     async def has_bytes(self) -> bool:
         """Waits until there are some, or never will be."""
-        if not self._parts and not self._is_closed:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
-            self._arrival = None
+        while not self._parts and not self._is_closed:
+            self._arrival.clear()
+            await self._arrival.wait()
         return bool(self._parts)
 
     def take(self) -> bytes:
         """All that is there."""
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        data = b"".join(self._parts)
         self._parts.clear()
         self._num_bytes = 0
-        if self._room is not None:
-            wake(self._room)
+        self._room.set()
         return data
 
     async def room(self) -> None:
-        """Waits while it is full; for one producer, or several that wait in turn."""
-        try:
-            async with asyncio.timeout(self._stall_s):
-                while self.is_full and not self._is_closed:
-                    # Whoever waits leaves this future in place: others may have made it after the one that woke him.
-                    if self._room is None or self._room.done():
-                        self._room = asyncio.get_running_loop().create_future()
-                    await asyncio.shield(self._room)
-        except TimeoutError:
-            raise StalledReaderError from None
-
-
-def wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        """Waits while it is full. Who does not read at all is given up by the connection."""
+        while self.is_full and not self._is_closed:
+            self._room.clear()
+            await self._room.wait()
 
 
 class EventStream(Response):
     """An answer in events that `produce` puts into an Outbox as they come.
 
     `start` waits for the first of them, so that what goes wrong before it is an ordinary error; `tell` makes an event of a
-    later one. When the client goes or stops reading, `produce` is cancelled. Where nothing comes for `keep_alive_s`, a comment
-    is sent, the first event or not; 0 for none.
+    later one. When the client goes, `produce` is cancelled. Where nothing comes for `keep_alive_s`, a comment is sent, the
+    first event or not; 0 for none.
     """
 
     def __init__(
@@ -119,8 +98,6 @@ class EventStream(Response):
         self._produce, self._tell = produce, tell
         self._producer: asyncio.Task[None] | None = None
         self._gone: asyncio.Task[None] | None = None  # ends when the client has gone
-        self._limit: asyncio.Timeout | None = None
-        self._has_begun = False
         self._keep_alive_s = keep_alive_s
         self._timer: asyncio.TimerHandle | None = None
 
@@ -134,10 +111,9 @@ class EventStream(Response):
                 if self._gone.done():
                     raise ClientGoneError
                 await self._producer  # which raises what went wrong
-            self._has_begun = True
-        finally:
-            if not self._has_begun:
-                await self._end()
+        except BaseException:
+            await self._end()
+            raise
         return self
 
     def _wait_for_quiet(self) -> None:
@@ -154,10 +130,6 @@ class EventStream(Response):
     async def _run(self) -> None:
         try:
             await self._produce(self._outbox)
-        except StalledReaderError:
-            logger.warning("A client has not read its answer for %g s; it is given up.", STALL_S)
-            if self._limit is not None:
-                self._limit.reschedule(asyncio.get_running_loop().time())
         except Exception as error:
             if not self._outbox.was_used:
                 raise
@@ -172,13 +144,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._producer is not None, "start() comes first"
         try:
-            async with asyncio.timeout(None) as self._limit:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                while await self._outbox.has_bytes():
-                    await send({"type": "http.response.body", "body": self._outbox.take(), "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            pass  # without its end, the answer makes the server close the connection
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while await self._outbox.has_bytes():
+                await send({"type": "http.response.body", "body": self._outbox.take(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._end()
 
@@ -189,6 +158,6 @@ class EventStream(Response):
         await asyncio.gather(self._gone, self._producer, return_exceptions=True)
 
     def _leave(self) -> None:
-        if self._producer is not None:
-            self._producer.cancel()
+        assert self._producer is not None
+        self._producer.cancel()
         self._outbox.close()

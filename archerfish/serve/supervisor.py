@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import selectors
 import shutil
@@ -29,7 +28,7 @@ from typing import Any, Self
 import msgspec
 
 from archerfish.errors import ArcherfishError, MachineError, StoppedError
-from archerfish.serve.client import AsyncClient, Client
+from archerfish.serve.client import AsyncClient
 from archerfish.serve.host_config import HostConfig, check_address
 from archerfish.serve.vitals import BEAT_S, Pulse
 
@@ -88,13 +87,9 @@ class Supervisor:
 
     def client(self, **options: Any) -> AsyncClient:
         """A client for an event loop of this process."""
-        return AsyncClient(self.address, **{**self._client_options(), **options})
+        usual = {"server_key": self.config.public_key, "retry_after_s": max(1.0, self.start_s)}
+        return AsyncClient(self.address, **{**usual, **options})
 
-    def sync_client(self, **options: Any) -> Client:
-        return Client(self.address, **{**self._client_options(), **options})
-
-    def _client_options(self) -> dict[str, Any]:
-        return {"server_key": self.config.public_key, "retry_after_s": float(max(1, math.ceil(self.start_s)))}
 
     def _launch(self) -> None:
         started = time.monotonic()

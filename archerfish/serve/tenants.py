@@ -1,6 +1,6 @@
 """API keys and the tenants that they stand for.
 
-A file of keys is TOML, made and extended by `add_key`:
+A file of keys is TOML, made and extended by `archerfish keys`, which is `add_key`:
 
     salt = "5f0c..."                    # of this file, 32 bytes in hex
 
@@ -48,7 +48,8 @@ KEY_BYTES = SALT_BYTES = DIGEST_BYTES = 32
 LEAST_KEY_CHARS = 20  # of keys that people bring themselves
 MAX_KEY_CHARS = 512  # what is longer is not worth hashing
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-HOW_TO_MAKE_ONE = "archerfish.serve.tenants.add_key makes a key and writes its hash into a file."
+HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
+ENVIRONMENT = "env:"  # and the name of a variable with keys, where else the path of a file stands
 RELOAD_INTERVAL_S = 1.0  # how often the file is looked at
 
 
@@ -123,6 +124,13 @@ class Tenants:
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
+        """Of a file; or, for env:NAME, of keys that an environment variable holds, which every process of ours inherits."""
+        variable = str(path).removeprefix(ENVIRONMENT)
+        if variable != str(path):
+            tenants = cls.from_text(os.environ.get(variable, ""))
+            if not tenants.has_keys:
+                raise InvalidOptionError(f"The environment variable {variable} holds no API keys.", hint="Set it: name=key ...")
+            return tenants
         place = Path(path).expanduser()
         tenants = cls(None, place, clock)  # the stamp first: a change while the file is read is seen later
         tenants._book = _read(place)
@@ -132,12 +140,13 @@ class Tenants:
     def from_text(cls, text: str) -> Tenants:
         """Keys as an environment variable holds them: `name=key`, several of them with commas or blanks between.
 
-        A bare key is that of a tenant "default". All have no limits; the first one named "operator" may use the admin routes.
+        A bare key is that of a tenant "default". None has limits; one named "operator" may use the admin routes.
         """
-        pairs = [(name, key) if has_name else ("default", name) for name, has_name, key in map(_cut, _words(text))]
         salt = hashlib.blake2b(text.encode(), digest_size=SALT_BYTES, person=b"af-environment").digest()
         entries: list[dict[str, Any]] = []
-        for index, (name, key) in enumerate(pairs):
+        for index, word in enumerate(re.findall(r"[^,\s]+", text)):
+            name, mark, key = word.partition("=")
+            name, key = (name, key) if mark else ("default", word)
             if len(key) < LEAST_KEY_CHARS:
                 raise InvalidOptionError(
                     f"API key {index + 1} has {len(key)} characters; at least {LEAST_KEY_CHARS} are needed.",
@@ -254,15 +263,6 @@ def _write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise WriteError(f"The file of keys {path} cannot be written: {error.strerror}.") from error
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in re.split(r"[,\s]+", text) if word]
-
-
-def _cut(word: str) -> tuple[str, bool, str]:
-    name, mark, key = word.partition("=")
-    return name, bool(mark), key if mark else name
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -12,23 +12,23 @@ from starlette.responses import Response
 from archerfish.serve.charges import charge, set_right
 from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.generation import TextService
-from archerfish.serve.openai_schemas import IDS, STRING, Messages, Tools
+from archerfish.serve.openai_schemas import Messages, Tools
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.schemas import Body, BodyRoute, _kind, _text, _token_ids, _wrong
+from archerfish.serve.schemas import IDS, STRING, Body, BodyRoute, kind_of, text_at, token_ids_at, wrong
 from archerfish.serve.served_texts import ServedText, aside, chat_size
 from archerfish.serve.wire import Explain, Report
 
 
 def text_or_ids(value: Any) -> str | list[int] | None:
     if value is None or isinstance(value, str):
-        return None if value is None else _text(value, "prompt")
+        return None if value is None else text_at(value, "prompt")
     if not isinstance(value, list):
-        raise _wrong(f"prompt must be a string or a list of token ids, not {_kind(value)}.")
-    return _token_ids(value, "prompt")
+        raise wrong(f"prompt must be a string or a list of token ids, not {kind_of(value)}.")
+    return token_ids_at(value, "prompt")
 
 
 def ids_or_none(value: Any) -> list[int]:
-    return [] if value == [] else _token_ids(value, "tokens")
+    return [] if value == [] else token_ids_at(value, "tokens")
 
 
 Prompt = Annotated[str | list[int] | None, PlainValidator(text_or_ids), WithJsonSchema({"anyOf": [STRING, IDS]})]
@@ -39,7 +39,7 @@ class TokenizeBody(Body):
     """POST /tokenize, as vLLM has it: a prompt, or the messages of a conversation."""
 
     model: str | None = None
-    prompt: Annotated[str, PlainValidator(lambda value: _text(value, "prompt")), WithJsonSchema(STRING)] | None = None
+    prompt: Annotated[str, PlainValidator(lambda value: text_at(value, "prompt")), WithJsonSchema(STRING)] | None = None
     messages: Messages | None = None
     tools: Tools = Field([])
     add_special_tokens: bool = Field(True, description="Whether tokens such as that of the beginning are put before a prompt.")
@@ -77,9 +77,13 @@ class TextRoutes:
         """Token ids of a text."""
         text = await self._any_model(body.model)
         token_ids = await self._token_ids(request, text, body, body.add_special_tokens)
-        strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
-        shown = {"count": len(token_ids), "max_model_len": text.card.max_length, "tokens": token_ids, "token_strs": strings}
-        return json_response(shown)
+
+        def answer() -> Response:
+            strings = [text.token(token_id)[0] for token_id in token_ids] if body.return_token_strs else None
+            counts = {"count": len(token_ids), "max_model_len": text.card.max_length}
+            return json_response({**counts, "tokens": token_ids, "token_strs": strings})
+
+        return await aside(answer, len(token_ids))
 
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
         """The text of token ids."""

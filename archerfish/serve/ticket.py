@@ -6,6 +6,7 @@ runs in other threads and leaves its results for the loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -13,8 +14,6 @@ from typing import Any, Protocol
 
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Message
-
-MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -35,11 +34,23 @@ class Ticket:
     model_work: Callable[[Any, Ticket], None] | None = None  # what to do with it once its model is loaded
     on_end: Callable[[Message], None] | None = None  # of a request of our own
 
+    @property
+    def deadline(self) -> float:
+        """The moment, which counts from the arrival; infinite for a request that has none."""
+        return math.inf if self.message.deadline_s is None else self.arrived + self.message.deadline_s
+
+    def left_s(self, now: float) -> float | None:
+        """What is left of its time; a deadline that makes no sense stays as it is."""
+        deadline_s: float | None = self.message.deadline_s
+        return deadline_s if deadline_s is None or deadline_s < 0 else max(0.0, deadline_s - (now - self.arrived))
+
 
 class Desk(Protocol):
     """What a model sees of its host. `answer`, `fail` and `post` may be called in any thread."""
 
     reader: Executor  # threads for texts on their way in; the loop wakes after each job
+    compiler: Executor  # the same for grammars, which may take seconds
+    clock: Callable[[], float]
 
     def answer(self, ticket: Ticket, message: Message) -> None:
         """Send an answer with all others of this round; any but a Chunk is the last."""
@@ -50,7 +61,9 @@ class Desk(Protocol):
         """Have the loop do something."""
 
 
-def read_aside(desk: Desk, ticket: Ticket, work: Callable[[], Callable[[], None]]) -> None:
+def read_aside(
+    desk: Desk, ticket: Ticket, work: Callable[[], Callable[[], None]], executor: Executor | None = None
+) -> None:
     """Do something with texts in another thread, then what it returns in the loop, unless the request is over by then."""
 
     def settle(act: Callable[[], None]) -> None:
@@ -70,4 +83,4 @@ def read_aside(desk: Desk, ticket: Ticket, work: Callable[[], Callable[[], None]
         else:
             desk.post(lambda: settle(act))
 
-    desk.reader.submit(run)
+    (executor or desk.reader).submit(run)

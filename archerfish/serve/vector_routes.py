@@ -17,8 +17,10 @@ from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.presence import unless_gone
+from archerfish.serve.refusals import Refusals
 from archerfish.serve.schemas import BodyRoute, EmbeddingsBody, RerankBody, SimilarityBody
 from archerfish.serve.wire import Embed, Score, Vectors
 
@@ -33,6 +35,7 @@ class VectorRoutes:
         self.catalog, self.config = catalog, config
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
+        self.refusals = Refusals()
         self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/embeddings", response_model=None)(self.embeddings)
         self.router.post("/v1/rerank", response_model=None)(self.rerank)
@@ -61,7 +64,7 @@ class VectorRoutes:
             message = Score(
                 query=body.query, documents=body.documents, deadline_s=body.deadline_s, **self.catalog.address(request, card)
             )
-            rows, num_tokens = read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
+            rows, num_tokens = await self.ask(request, message)
             scores = rows[:, 0]
         else:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
@@ -91,7 +94,19 @@ class VectorRoutes:
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the tokens that they took."""
         message = Embed(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return read_vectors(await unless_gone(request, self.catalog.backend.ask(message)))
+        return await self.ask(request, message)
+
+    async def ask(self, request: Request, message: Embed | Score) -> tuple[Array, int]:
+        """What the backend computes, and the tokens that it took; refused here where it has just refused the same."""
+        self.refusals.check(message.model, message.tenant)
+        try:
+            answer = await unless_gone(request, self.catalog.backend.ask(message))
+        except RemoteError as error:
+            self.refusals.hear(message.model, message.tenant, error)
+            raise
+        assert isinstance(answer, Vectors)
+        rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
+        return rows.astype(np.float32, copy=False), answer.num_tokens
 
     def check_number(self, number: int, param: str) -> None:
         if number > self.config.max_texts_per_request:
@@ -104,12 +119,6 @@ class VectorRoutes:
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
         return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def read_vectors(answer: object) -> tuple[Array, int]:
-    assert isinstance(answer, Vectors)
-    rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
-    return rows.astype(np.float32, copy=False), answer.num_tokens
 
 
 def shorten(rows: Array, dimensions: int | None) -> Array:

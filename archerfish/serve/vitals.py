@@ -48,10 +48,13 @@ class ComputeWatch:
         self._compute, self._hang_s = compute, hang_s
         self._stall = Stall()
 
-    def look(self, now: float, *, has_work: bool, is_loading: bool) -> str:
-        """What there is to complain of; empty: nothing. has_work: of the models, whether or not it has become a job."""
+    def look(self, now: float, *, has_work: bool, is_loading: bool, num_moves: int = 0) -> str:
+        """What there is to complain of; empty: nothing. has_work: of the models, whether or not it has become a job.
+
+        num_moves: how often models have got on, which they do without jobs where a device computes.
+        """
         has_work = has_work or self._compute.has_work
-        seconds = self._stall.look(now, self._compute.num_done, has_work=has_work)
+        seconds = self._stall.look(now, self._compute.num_done + num_moves, has_work=has_work)
         return self.complaint(seconds, is_loading=is_loading)
 
     def complaint(self, seconds: float, *, is_loading: bool = False) -> str:

@@ -38,6 +38,10 @@ def open_gguf(path: Path) -> ModelSource:
     reader = open_reader(path)
     fields = {name: field_value(path, field) for name, field in reader.fields.items()}
     kind = fields.get("general.architecture")
+    if "rwkv" in str(kind):
+        from archerfish.store.rwkv_source import read_rwkv_gguf
+
+        return read_rwkv_gguf(path, reader)
     architecture = find_architecture(str(path), kind)
     by_name = {str(tensor.name): tensor for tensor in reader.tensors}
     if fields.get("split.count", 0) not in (0, 1):

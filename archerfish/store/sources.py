@@ -30,6 +30,7 @@ TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 WEIGHT_NAMES = ("model.safetensors", SAFETENSORS_INDEX, "pytorch_model.bin", TORCH_INDEX)
 WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "*.pth", "*.pt", "*.bin")
 NOT_WEIGHT_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+RWKV_TENSOR = re.compile(r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$")  # as BlinkDL and Hugging Face name them
 # Constants that old versions of transformers saved beside the weights; every model rebuilds them.
 BUFFERS = re.compile(r"(^|\.)(position_ids|embeddings\.token_type_ids|rotary_emb\.inv_freq|attn\.masked_bias)$")
 
@@ -47,6 +48,10 @@ def open_source(path: Path) -> ModelSource:
 
         return open_gguf(weights)
     kind, files, tensors = read_tensors(weights)
+    if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
+        from archerfish.store.rwkv_source import read_rwkv_tensors
+
+        return read_rwkv_tensors(path, weights, kind, files, tensors)
     kept, skipped = without_buffers(tensors)
     root = path if path.is_dir() else directory
     return ModelSource(

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from archerfish.bench import generate
-from archerfish.bench.generate import Job, Report, measure_latency, measure_prefix, measure_throughput, mixed_jobs
+from archerfish.bench.generate import (
+    Job,
+    Report,
+    latency_benchmark,
+    measure_latency,
+    measure_prefix,
+    measure_throughput,
+    mixed_jobs,
+)
 from archerfish.cli.main import main
 from archerfish.config import EngineConfig
 from tests.engine.tiny_llama import TINY
@@ -64,7 +72,8 @@ def test_prefix_counts_hits_and_passes(config: EngineConfig) -> None:
 
 def test_latency_has_a_moment_for_every_token(config: EngineConfig) -> None:
     report = Report()
-    measure_latency(config, report, 1, {"peer": lambda prompt, num_output: [0.1 * (i + 1) for i in range(num_output)]})
+    peer = {"peer": lambda prompt, num_output: [0.1 * (i + 1) for i in range(num_output)]}
+    measure_latency(config, report, latency_benchmark(1), peer)
     assert report.samples["peer: gap p50, ms"] == [pytest.approx(100), pytest.approx(100)]
     assert report.samples["archerfish: first token after 40 tokens, ms"][0] > 0
 

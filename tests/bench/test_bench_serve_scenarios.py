@@ -25,9 +25,10 @@ from archerfish.bench.serve_http import Address, Pool
 from archerfish.bench.serve_load import Load
 from archerfish.bench.serve_plots import HEIGHT, WIDTH, Series, chart, page, ticks
 from archerfish.bench.serve_processes import ProcessUse, ServerProcess, tree_bytes
-from archerfish.bench.serve_report import Limits, Target
+from archerfish.bench.serve_report import Limits
 from archerfish.bench.serve_requests import Shape
 from archerfish.bench.serve_server import Server, ServerOptions, choose_models, in_use
+from archerfish.bench.targets import PerformanceTarget
 from archerfish.cli import bench_serve
 from archerfish.cli.main import main
 from archerfish.errors import InvalidOptionError, ServiceError
@@ -368,7 +369,7 @@ def test_lines_stay_inside_their_chart(points: list[tuple[float, float | None]])
 def test_the_page_shows_what_was_found_and_needs_nothing_else() -> None:
     found = run_bench(answering, ["chat8", "table"], BenchOptions(rounds=1, num_warmup=0, duration_s=1.0))
     found.notes.append("<b>a remark</b>")
-    found.targets.append(("s", "x", Target("not looked at", None, True, 1.0)))
+    found.targets.append(("s", "x", PerformanceTarget("not looked at", 1.0, at_least=True).judged(None)))
     text = page(found, "heading")
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     titles = [ElementTree.fromstring(drawing).findtext("title") for drawing in drawings]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from archerfish.cli.keys import LIMITS
 from archerfish.cli.main import main
-from archerfish.serve.tenants import Tenants
+from archerfish.serve.tenants import Tenant, Tenants
 
 
 def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +24,14 @@ def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (root.name, root.is_operator) == ("root", True)
     assert key not in file.read_text(encoding="utf-8")
     assert "only time" in shown.err
+
+
+def test_the_help_says_what_holds_without_an_option() -> None:
+    plain = Tenant(name="x", namespace="")
+    for name, (_, description) in LIMITS.items():
+        default = getattr(plain, name)
+        shown = "no limit" if name.endswith("_minute") and not default else f"{default:g}"
+        assert description.endswith(f"(default: {shown})")
 
 
 def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,7 +212,7 @@ def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> FastAPI
     app.include_router(MessagesRoutes(service).router)
     app.include_router(TextRoutes(service).router)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    install_handlers(app, lambda: 7)
+    install_handlers(app)
     return app
 
 

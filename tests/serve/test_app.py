@@ -255,10 +255,10 @@ def test_refusals_of_the_engine_are_counted(tmp_path: Path) -> None:
         encoder.gate.clear()
         first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
         await entered(encoder)
-        assert (await client.post(EMBEDDINGS, json={"input": "second"})).status_code == 429
+        assert (await client.post(EMBEDDINGS, json={"input": "second"})).status_code == 503
         lines = (await client.get("/metrics")).text.splitlines()
         assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words"} 1.0' in lines
-        assert 'archerfish_requests_total{route="/v1/embeddings",status="429"} 1.0' in lines
+        assert 'archerfish_requests_total{route="/v1/embeddings",status="503"} 1.0' in lines
         encoder.gate.set()
         await first
 

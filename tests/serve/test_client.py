@@ -190,7 +190,7 @@ def test_who_leaves_cancels(address: str, way: str) -> None:
 
 def test_a_request_id_in_use_is_refused_and_messages_stay_the_callers(address: str) -> None:
     async def test() -> None:
-        engine = Scripted(address, lambda message: [])
+        engine = Scripted(address, lambda message: [Pong(request_id="7")] if isinstance(message, Ping) else [])
         async with AsyncClient(address) as client:
             message = Query(request_id="7")
             task = asyncio.create_task(client.ask(message))
@@ -198,8 +198,10 @@ def test_a_request_id_in_use_is_refused_and_messages_stay_the_callers(address: s
             with pytest.raises(InvalidInputError, match="live request"):
                 await client.ask(Query(request_id="7"))
             assert message == Query(request_id="7")
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            pinging = asyncio.create_task(client.ask(Ping(request_id="8")))
+            assert await task == Pong(v=1, request_id="7")  # which the second one with this name has not taken away
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
         engine.die()
 
     run(test)
@@ -252,6 +254,7 @@ def test_nobody_there_is_told_after_a_while(address: str) -> None:
             with pytest.raises(RemoteError, match="Nothing answers") as caught:
                 await client.ask(Ping(request_id=""))
             assert caught.value.status == 503
+            assert not client._arrivals and not client._waiting
 
     run(test)
 

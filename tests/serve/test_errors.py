@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from archerfish.serve.app import create_app
+from archerfish.serve.client import Answer, Question, RemoteError
 from archerfish.serve.tenants import Tenants, add_key
 
 from .client import WORDS, app_of, error_of, host_with, with_client, words_host
+from .fake_backend import FakeBackend
 from .hosting import WordEncoder, add_llm
 
 JSON = {"Content-Type": "application/json"}
@@ -26,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
         (EMBEDDINGS, {"inputs": "x"}, "inputs", "Unknown parameter 'inputs'. Did you mean 'input'?"),
         (EMBEDDINGS, {"input": "x", "{message}": 1}, "{message}", "Unknown parameter '{message}'."),
         (EMBEDDINGS, {"input": "x", "\ud800": 1}, "\\ud800", "Unknown parameter '\\ud800'."),
-        (EMBEDDINGS, {"input": []}, "input", "input must not be an empty list."),
+        (EMBEDDINGS, {"input": []}, "input", "not an empty list."),
         (EMBEDDINGS, {"input": None}, "input", "not null."),
         (EMBEDDINGS, {"input": {"a": 1}}, "input", "not an object."),
         (EMBEDDINGS, {"input": ["a", 3]}, "input", "input[1] must be a string, not a number."),
@@ -235,3 +238,19 @@ def test_after_the_stop_the_answer_is_503() -> None:
         assert "retry-after" in answer.headers
 
     asyncio.run(main())
+
+
+class Broken(FakeBackend):
+    async def ask(self, message: Question) -> Answer:
+        raise RemoteError("Broken.", status=500)
+
+
+def test_nobody_writes_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        transport = httpx.ASGITransport(create_app(Broken()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.get("/v1/models/x%0D%1B[2KERROR%20all%20is%20lost")).status_code == 500
+
+    asyncio.run(main())
+    [told] = [record.getMessage() for record in caplog.records if "all is lost" in record.getMessage()]
+    assert told.isprintable()

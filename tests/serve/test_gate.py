@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from archerfish.errors import InputTooLargeError
+from archerfish.sequence import FinishReason
 from archerfish.serve.admission import AdmissionLimits, BusyError, TooLateError
 from archerfish.serve.gate import Gate
 from archerfish.serve.limits import RateLimitedError, RateLimits
@@ -95,3 +96,44 @@ def test_a_prompt_over_the_limit_is_found_when_it_is_tokenised() -> None:
         one.tokenized(21)
     one.ended()
     assert gate.admission.num_queued == 0
+
+
+def test_only_answers_teach_how_sure_an_expected_time_is() -> None:
+    clock = Clock()
+    gate = gate_with(clock)
+    margins = []
+    reasons: list[FinishReason] = ["deadline", "abort", "error", "length"]
+    for reason in reasons:
+        one = gate.admit(ANONYMOUS, max_tokens=5, num_sequences=1, num_prompt_tokens=10, deadline_s=10.0)
+        clock.now += 0.1
+        one.reason = reason
+        one.ended()
+        margins.append(gate.admission.margin)
+    assert margins[0] == margins[1] == margins[2] > 1.0
+    assert 1.0 <= margins[3] < margins[2]
+
+
+def test_probes_of_an_idle_model_do_not_make_it_seem_slow() -> None:
+    clock = Clock()
+    gate = gate_with(clock)
+    one = gate.admit(ANONYMOUS, max_tokens=5, num_sequences=1, num_prompt_tokens=10)
+    clock.now += 1.0
+    gate.watch(10, 1)
+    one.ended()
+    for number in range(1, 100):
+        clock.now += 10.0
+        gate.watch(10 + 2 * number, 1 + number)
+    assert gate.admission.rate.prefill_tokens_per_s == pytest.approx(10.0)
+    gate.admit(ANONYMOUS, max_tokens=5, num_sequences=1, num_prompt_tokens=10, deadline_s=2.0)
+
+
+def test_an_answer_whose_length_is_left_open_does_not_take_all_tokens_of_a_minute() -> None:
+    clock, tenant = Clock(), Tenant(name="t", namespace="n", tokens_per_minute=2000)
+    gate = Gate(RateLimits(clock), AdmissionLimits(), max_running=2, max_tokens=8192, clock=clock)
+    passes = [gate.admit(tenant, max_tokens=None, num_sequences=1, num_prompt_tokens=100) for _ in range(2)]
+    for one in passes:
+        one.num_output, one.reason = 1500, "stop"
+        one.ended()
+    with pytest.raises(RateLimitedError) as caught:  # 3,200 were used, which are paid for now
+        gate.admit(tenant, max_tokens=None, num_sequences=1, num_prompt_tokens=100)
+    assert caught.value.retry_after_s == pytest.approx((3200 - 2000 + 612) * 60 / 2000)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidInputError, InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError
@@ -36,6 +36,7 @@ from tests.engine.tiny_llama import prompts
 from tests.serve.hosting import (
     ENDLESS,
     GREEDY,
+    LIMIT_S,
     LONG,
     Raw,
     WordEncoder,
@@ -250,6 +251,29 @@ def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
     talk(host, test)
 
 
+def test_slow_grammars_hold_up_no_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, may_end = make_host(tmp_path), threading.Event()
+    engine = add_llm(host, tmp_path, has_text=True)
+    add_encoder(host, WordEncoder())
+
+    def compile_slowly(grammar: Any) -> Any:
+        assert may_end.wait(LIMIT_S)
+        raise InvalidInputError("The grammar is not valid.")
+
+    monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
+
+    async def test(client: AsyncClient) -> None:
+        grammar = {"grammar": {"kind": "regex", "value": "a+"}}
+        slow = [asyncio.create_task(failure(client, Generate(request_id="", prompt="a", params=grammar))) for _ in range(9)]
+        _, last = await whole(client, prompt="the cats")
+        assert last.num_output_tokens == 8
+        await client.ask(Embed(request_id="", texts=["a"]))
+        may_end.set()
+        assert {error.status for error in await asyncio.gather(*slow)} == {400}
+
+    talk(host, test)
+
+
 def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, max_len=4096)
@@ -385,7 +409,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
             pass
         # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
         wanted: list[tuple[Any, int]] = [
-            (Embed(request_id="", texts=["b"]), 429), (Generate(request_id="", token_ids=[7], params=LONG), 503)
+            (Embed(request_id="", texts=["b"]), 503), (Generate(request_id="", token_ids=[7], params=LONG), 503)
         ]
         for message, status in wanted:
             error = await failure(client, message)

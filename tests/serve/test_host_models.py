@@ -19,7 +19,8 @@ from archerfish.serve.figures import read_metrics
 from archerfish.serve.hosted_encoder import LEAST_BUDGET
 from archerfish.serve.metrics import family_of
 from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
-from archerfish.serve.vitals import YOUNG_FACTOR
+from archerfish.serve.tenants import add_key
+from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     Embed,
@@ -89,7 +90,11 @@ def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -
     assert words.jobs == [["a", "b"]]
 
 
-def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(tmp_path: Path) -> None:
+def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bound in ("LEAST_BUDGET", "MOST_BUDGET"):
+        monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
@@ -98,8 +103,6 @@ def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(tmp_pat
         encoder.gate.clear()
         first = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(iter(host.shelf))
-        hosted.budget = 4  # type: ignore[union-attr]
         long = asyncio.create_task(client.ask(Embed(request_id="", texts=[f"long{i}" for i in range(9)])))
         await reached(client, "words", 10)
         short = asyncio.create_task(client.ask(Embed(request_id="", texts=["short0", "short1"])))
@@ -349,6 +352,25 @@ def test_options_change_while_requests_run(tmp_path: Path) -> None:
     talk(host, test)
     assert engine.scheduler.max_queue_size == 7
     engine.scheduler.cache.check([])
+
+
+def test_shares_follow_the_file_of_keys(tmp_path: Path) -> None:
+    keys_file, clock = tmp_path / "keys.toml", FakeClock()
+    add_key(keys_file, "alice", weight=2.0)
+    host = make_host(tmp_path, api_keys_file=str(keys_file), front_end_pass="pass", clock=clock)
+    policy: Any = add_llm(host, tmp_path, scheduling_policy="fair-share").scheduler.policy
+    assert policy.weights == {"alice": 2.0}
+    add_key(keys_file, "bob", weight=3.0)
+    host.callers.tenants.reload()
+
+    async def test(client: AsyncClient) -> None:
+        await client.ask(Ping(request_id=""))
+        clock.now += BEAT_S
+        for _ in range(2):
+            await client.ask(Ping(request_id=""))
+        assert policy.weights == {"alice": 2.0, "bob": 3.0}
+
+    talk(host, test)
 
 
 # Loading

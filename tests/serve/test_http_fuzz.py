@@ -27,7 +27,7 @@ from .fuzzed_requests import FuzzedRequest, fuzzed
 from .hosting import WordEncoder, add_llm
 
 LIMIT_S = 60  # of one request
-ALLOWED = {200, 400, 403, 404, 405, 413, 429, 504}
+ALLOWED = {200, 400, 403, 404, 405, 413, 429, 503, 504}
 AT_ONCE = 8
 MAX_BODY = 1 << 20
 COMPLETION = {"prompt": "Hi", "max_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -19,6 +19,7 @@ from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import ModelSpec
+from archerfish.serve.hosted_encoder import MAX_QUICK_BYTES
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
 from archerfish.serve.models import Slot
@@ -27,7 +28,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_tokenizers import byte_fallback
 
 from .client import PASS, app_of, client_of
-from .hosting import LIMIT_S, WordEncoder, add_encoder, make_host, stats, talk, whole
+from .hosting import LIMIT_S, WordEncoder, add_encoder, failure, make_host, stats, talk, whole
 
 
 def tiny_spec(directory: Path) -> ModelSpec:
@@ -152,6 +153,64 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
     assert host.shelf.num_unloaded == 1
 
 
+def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.models.MAX_WAITING", 3)
+    host, may_load = make_host(tmp_path), threading.Event()
+    add_encoder(host, WordEncoder("slow"), loads="demand")
+    [slot] = host.shelf.slots
+    slot.load = noted(slot.load, lambda: assert_true(may_load.wait(LIMIT_S)))
+
+    async def test(client: AsyncClient) -> None:
+        waiting = [asyncio.create_task(client.ask(Embed(request_id="", texts=[name]))) for name in "abc"]
+        while len(slot.waiting) < 3:
+            await asyncio.sleep(0)
+        error = await failure(client, Embed(request_id="", texts=["d"]))
+        assert (error.status, error.code) == (503, "overloaded")
+        assert error.retry_after_s is not None
+        waiting[0].cancel()
+        await client.ask(Ping(request_id=""))  # by which the engine process knows that one has gone
+        waiting.append(asyncio.create_task(client.ask(Embed(request_id="", texts=["e"]))))
+        await client.ask(Ping(request_id=""))
+        may_load.set()
+        assert [isinstance(answer, Vectors) for answer in await asyncio.gather(*waiting[1:])] == [True] * 3
+
+    talk(host, test)
+    assert slot.num_requests == 5
+
+
+def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: Path) -> None:
+    class Clock:
+        now = 100.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock, may_load = Clock(), threading.Event()
+    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), clock=clock)
+    host.load_models()
+    encoder = WordEncoder("words")
+    add_encoder(host, encoder, loads="demand")
+    for slot in host.shelf.slots:
+        slot.load = noted(slot.load, lambda: assert_true(may_load.wait(LIMIT_S)))
+
+    async def test(client: AsyncClient) -> None:
+        written = asyncio.create_task(whole(client, model="tiny", token_ids=[5, 6], deadline_s=10.0))
+        read = asyncio.create_task(failure(client, Embed(request_id="", model="words", texts=["x"], deadline_s=10.0)))
+        while not all(slot.waiting for slot in host.shelf.slots):
+            await asyncio.sleep(0)
+        clock.now += 11
+        may_load.set()
+        assert (await written)[1].outputs[0].finish_reason == "deadline"
+        assert (await read).code == "deadline_unreachable"
+        assert encoder.jobs == []
+
+    talk(host, test)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
 # Room
 
 
@@ -194,7 +253,8 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
     limit(host, monkeypatch, 10)
 
     async def test(client: AsyncClient) -> None:
-        waiting = asyncio.create_task(client.ask(Embed(request_id="", model="slow", texts=["x"])))
+        long = "x" * (MAX_QUICK_BYTES + 1)
+        waiting = asyncio.create_task(client.ask(Embed(request_id="", model="slow", texts=[long])))
         assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
         await client.ask(Embed(request_id="", model="other", texts=["x"]))
         assert not slow.is_closed

@@ -119,7 +119,8 @@ def test_prompt_logprobs() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
     backend = FakeBackend("one two three four")
-    body = {"messages": HI, "stop": ["o t", " three"], "stream": stream, "stream_options": {"include_usage": True}}
+    body: dict[str, Any] = {"messages": HI, "stop": ["o t", " three"], "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
     answer = post(backend, CHAT, body)
     if stream:
         chunks = events(answer)
@@ -202,6 +203,8 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "different"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"messages": HI, "top_logprobs": 65, "logprobs": True}, "top_logprobs", "from 0 to 64"),
+        ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
         ({"messages": HI, "stop": [""]}, "stop", "not empty"),
@@ -212,6 +215,7 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
         ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
         ({"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
         ({"messages": HI, "tools": [{"type": "custom"}]}, "tools", "'custom' is not supported"),
         ({"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].name must be a string"),
@@ -264,7 +268,7 @@ def test_a_refusal_says_when_to_come_back(stream: bool) -> None:
     assert error_of(answer)["type"] == "rate_limit_error"
     backend.fails[0] = RemoteError("Gone.", code="unavailable", status=503)
     answer = post(backend, CHAT, {"messages": HI, "stream": stream})
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert backend.left == []
 
 

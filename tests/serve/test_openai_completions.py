@@ -153,6 +153,22 @@ def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, mes
     assert error["param"] == param
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_behind_an_echo_alone_is_not_shown(stream: bool) -> None:
+    body = {"prompt": "ab", "max_tokens": 0, "echo": True, "return_token_ids": True, "stream": stream}
+    answer = post(FakeBackend(), COMPLETIONS, body)
+    choices = [chunk["choices"][0] for chunk in (events(answer) if stream else [answer.json()])]
+    assert "".join(choice["text"] for choice in choices) == "ab"
+    assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == []
+
+
+def test_one_request_makes_no_more_choices_than_it_may() -> None:
+    backend = FakeBackend()
+    answer = post(backend, COMPLETIONS, {"prompt": ["a"] * 17, "n": 128, "stream": True})
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "input_too_large")
+    assert "2,176 choices; a request takes at most 2,048" in error_of(answer)["message"] and not backend.requests
+
+
 def test_tokenize_and_detokenize() -> None:
     body = post(FakeBackend(), "/tokenize", {"prompt": "hé", "return_token_strs": True}).json()
     assert body == {"count": 3, "max_model_len": 1000, "tokens": ids("hé"), "token_strs": ["h", "�", "�"]}

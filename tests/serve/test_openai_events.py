@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.sse import COMMENT, EventStream, Outbox, StalledReaderError
+from archerfish.serve.sse import COMMENT, EventStream, Outbox
 from archerfish.serve.wire import Chunk, Generate
 
 from .fake_backend import FakeBackend, events, ids, post
@@ -134,29 +134,6 @@ def test_a_slow_reader_makes_the_producer_wait() -> None:
     run(test)
 
 
-def test_a_reader_that_has_stopped_is_given_up() -> None:
-    ended: list[BaseException] = []
-
-    async def produce(outbox: Outbox) -> None:
-        try:
-            while True:
-                outbox.put(b"x")
-                await outbox.room()
-                await asyncio.sleep(0)
-        except BaseException as error:
-            ended.append(error)
-            raise
-
-    async def test(reader: Reader) -> None:
-        reader.reads.clear()
-        stream = await EventStream(produce, tell, Outbox(max_bytes=5, stall_s=0.01)).start(reader.request)
-        await reader.read(stream)  # returns though nothing is read
-        assert [type(error) for error in ended] == [StalledReaderError]
-        assert all(message.get("more_body") is not False for message in reader.sent)
-
-    run(test)
-
-
 def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
     async def test(reader: Reader) -> None:
         async def produce(outbox: Outbox) -> None:
@@ -238,7 +215,8 @@ def test_text_and_usage_do_not_depend_on_how_tokens_come(text: str, stop: list[s
     num_tokens = len(ids(text[: ends[first] + len(first)])) if ends else len(ids(text)) + 1
     backend = FakeBackend(text)
     backend.tokens_per_chunk = size
-    body = {"prompt": "p", "stop": stop, "max_tokens": None, "stream": stream, "stream_options": {"include_usage": True}}
+    body: dict[str, Any] = {"prompt": "p", "stop": stop, "max_tokens": None, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
     answer = post(backend, "/v1/completions", body)
     if stream:
         chunks = events(answer)
@@ -252,7 +230,7 @@ def test_text_and_usage_do_not_depend_on_how_tokens_come(text: str, stop: list[s
 
 def test_several_producers_wait_for_room_and_all_go_on() -> None:
     async def main() -> None:
-        outbox = Outbox(max_bytes=10, stall_s=LIMIT_S)
+        outbox = Outbox(max_bytes=10)
         num_written = 0
 
         async def produce() -> None:

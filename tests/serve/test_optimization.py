@@ -46,14 +46,14 @@ def check_memory(engine: LLMEngine) -> None:
 
 
 def test_the_seeds_names_are_ours_by_other_names() -> None:
-    config = OptimizationConfig.from_dict({
+    config = OptimizationConfig().updated({
         "enable_logits_cache": False, "enable_object_pool": True, "enable_simd_sampling": "yes", "enable_prefetch": False,
         "cache_size_mb": 8,
     })  # fmt: skip
     assert config == OptimizationConfig(enable_logits_cache=False, logits_cache_mib=8, pipeline_depth=0)
-    assert OptimizationConfig.from_dict({"enable_prefetch": "on"}).pipeline_depth == 1
-    assert OptimizationConfig.from_dict({}) == OptimizationConfig()
-    assert OptimizationConfig.from_dict(config.as_dict()) == config
+    assert OptimizationConfig().updated({"enable_prefetch": "on"}).pipeline_depth == 1
+    assert OptimizationConfig().updated({}) == OptimizationConfig()
+    assert OptimizationConfig().updated(config.as_dict()) == config
     assert config.updated({"cache_size_mb": 9}).logits_cache_mib == 9 and config.logits_cache_mib == 8
 
 
@@ -68,7 +68,7 @@ def test_the_seeds_names_are_ours_by_other_names() -> None:
 ], ids=str)  # fmt: skip
 def test_wrong_options_are_refused_with_what_to_do(values: Any, told: str) -> None:
     with pytest.raises(InvalidOptionError) as caught:
-        OptimizationConfig.from_dict(values)
+        OptimizationConfig().updated(values)
     assert told in str(caught.value)
 
 

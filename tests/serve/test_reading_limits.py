@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from archerfish.serve.admission import BusyError, TooLateError
 from archerfish.serve.gate import ReadingGate
 from archerfish.serve.limits import Blocked, OverLimitError, RateLimitedError, RateLimits
-from archerfish.serve.middleware import LoopLag, Shed
+from archerfish.serve.middleware import MOST_LAG_S, LoopLag, Shed
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, add_key
 
 from .client import PASS, WORDS, app_of, entered, error_of, with_app
@@ -201,6 +201,29 @@ def test_what_admission_refuses_costs_no_tokens() -> None:
         gate.admit(tenant, 1, num_tokens=1001)
 
 
+def test_probes_of_an_idle_model_do_not_make_it_seem_slow() -> None:
+    clock = Clock()
+    gate = reading(clock)
+    for _ in range(100):
+        clock.now += 10.0
+        gate.observe(3)
+    gate.admit(ANONYMOUS, 1, num_tokens=100, deadline_s=1.1)
+
+
+def test_answers_that_came_too_late_widen_the_margin_and_what_had_none_says_nothing() -> None:
+    clock = Clock()
+    gate = reading(clock)
+    margins = []
+    for seconds, is_late in ((2.0, True), (0.1, None), (0.1, False)):
+        one = gate.admit(ANONYMOUS, 1, num_tokens=10, deadline_s=1.0)
+        clock.now += seconds
+        one.is_late = is_late
+        one.ended()
+        margins.append(gate.margin)
+    assert margins[0] == margins[1] > 1.0
+    assert 1.0 <= margins[2] < margins[1]
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 500), st.integers(1, 500), st.booleans()), max_size=30))
 def test_the_books_of_a_gate_are_empty_when_all_have_left(requests: list[tuple[int, int, int, bool]]) -> None:
     gate = ReadingGate(RateLimits(Clock()), clock=Clock())
@@ -219,7 +242,7 @@ def test_the_books_of_a_gate_are_empty_when_all_have_left(requests: list[tuple[i
 def test_texts_whose_deadline_passes_in_the_queue_are_answered(tmp_path: Path) -> None:
     clock, encoder = Clock(), WordEncoder(WORDS)
     host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
-    add_encoder(host, encoder, clock=clock)
+    add_encoder(host, encoder)
 
     async def test(client: httpx.AsyncClient) -> None:
         encoder.gate.clear()
@@ -243,6 +266,51 @@ def test_texts_whose_deadline_passes_in_the_queue_are_answered(tmp_path: Path) -
         with_app(test, app_of(host))
 
 
+def test_an_answer_after_its_deadline_counts_as_late(tmp_path: Path) -> None:
+    clock, encoder = Clock(), WordEncoder(WORDS)
+    host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
+    add_encoder(host, encoder)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        asked = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first", "deadline_s": 5.0}))
+        await entered(encoder)
+        clock.now = 6.0
+        encoder.gate.set()
+        assert (await asked).status_code == 200
+        hosted: Any = next(iter(host.shelf))
+        assert hosted.gate.margin > 1.0
+
+    with host:
+        with_app(test, app_of(host))
+
+
+def test_what_cannot_be_done_by_its_deadline_is_not_begun(tmp_path: Path) -> None:
+    """A job takes a second, as the first has shown; what has half a second left is refused, not computed in vain."""
+    clock, encoder = Clock(), WordEncoder(WORDS)
+    host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
+    add_encoder(host, encoder)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        encoder.gate.clear()
+        first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
+        await entered(encoder)
+        rest = [
+            asyncio.create_task(client.post("/v1/embeddings", json={"input": word, "deadline_s": deadline_s}))
+            for word, deadline_s in (("second", 5.5), ("third", 60.0))
+        ]
+        hosted: Any = next(iter(host.shelf))
+        while len(hosted._queue) < 2:
+            await asyncio.sleep(0)
+        clock.now = 5.0
+        encoder.gate.set()
+        assert [(await answer).status_code for answer in (first, *rest)] == [200, 503, 200]
+        assert encoder.jobs == [["first"], ["third"]]
+
+    with host:
+        with_app(test, app_of(host))
+
+
 @pytest.mark.parametrize("deadline_s", [0, -1, "soon"])
 def test_deadlines_are_above_zero(tmp_path: Path, deadline_s: Any) -> None:
     async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
@@ -253,6 +321,44 @@ def test_deadlines_are_above_zero(tmp_path: Path, deadline_s: Any) -> None:
 
 
 # A front end that is behind
+
+
+class BeatingLoop:
+    """An event loop of which only the beats are played, each so many seconds late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._due = 0.0, 0.0
+        self._beat: Callable[[], None] = lambda: None
+        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self)
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, beat: Callable[[], None]) -> None:
+        self._due, self._beat = when, beat
+
+    def play(self, *late_s: float) -> None:
+        for seconds in late_s:
+            self.now = self._due + seconds
+            self._beat()
+
+
+def test_one_pause_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, lag = BeatingLoop(monkeypatch), LoopLag()
+    lag.begin()
+    for pause in (1.0, 5.0, 300.0):  # a collection, a model that is loaded, a machine that slept
+        loop.play(pause)
+        assert lag.seconds <= MOST_LAG_S
+        loop.play(*[0.0] * 40)
+        assert lag.seconds < 0.001
+    loop.play(9.0, 9.0, 9.0)
+    assert lag.seconds <= MOST_LAG_S
+    loop.play(*[0.0] * 40, *[0.25] * 20)
+    assert lag.seconds > MOST_LAG_S  # behind all the time
+    lag.end()
+    loop.play(0.25)
+    lag.begin()
+    assert lag.seconds == 0.0  # there was nothing to do
 
 
 def test_a_front_end_that_is_behind_refuses_before_it_reads() -> None:

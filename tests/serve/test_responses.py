@@ -88,6 +88,18 @@ def test_a_response_that_was_cut_short(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_only_the_item_that_was_cut_short_is_incomplete(stream: bool) -> None:
+    text = "Wait." + CALL
+    body = {"input": "Hi", "tools": [TOOL], "max_output_tokens": text.index("Rome"), "stream": stream}
+    answer = post(FakeBackend(text), RESPONSES, body)
+    shown = events(answer)[-1]["response"] if stream else answer.json()
+    assert shown["status"] == "incomplete"
+    assert [(item["type"], item["status"]) for item in shown["output"]] == [
+        ("message", "completed"), ("function_call", "incomplete"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_empty_response_has_an_empty_message(stream: bool) -> None:
     answer = post(FakeBackend(""), RESPONSES, {"input": "Hi", "stream": stream})
     body = events(answer)[-1]["response"] if stream else answer.json()
@@ -114,7 +126,7 @@ def test_forms_and_logprobs() -> None:
         ({}, "input", "missing"),
         ({"input": []}, "input", "not empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text parts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text parts are"),
         ({"input": "Hi", "reasoning": {"effort": "low"}}, "reasoning", "not supported"),
         ({"input": "Hi", "background": True}, "background", "not supported"),
         ({"input": "Hi", "truncation": "auto"}, "truncation", "not supported"),

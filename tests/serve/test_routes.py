@@ -233,7 +233,7 @@ def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_full_queue_answers_429_and_says_how_long_it_will_take(tmp_path: Path) -> None:
+def test_a_full_queue_answers_503_and_says_how_long_it_will_take(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, max_queue_texts=3)
 
@@ -243,13 +243,13 @@ def test_a_full_queue_answers_429_and_says_how_long_it_will_take(tmp_path: Path)
         await entered(encoder)
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
-        hosted(host)._tokens_per_s = 0.1  # two tokens wait
+        hosted(host).gate._speed.add(30.0, 3)  # ten seconds for each of the three tokens inside
         for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
             refused = await client.post(route, json=body)
-            assert refused.status_code == 429
-            assert refused.headers["retry-after"] == "20"
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "30"
             assert error_of(refused)["code"] == "overloaded"
-            assert error_of(refused)["type"] == "rate_limit_error"
+            assert error_of(refused)["type"] == "server_error"
         encoder.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(first, waiting)] == [200, 200]
 

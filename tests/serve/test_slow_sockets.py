@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
+import inspect
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from archerfish.config import ServeConfig
 from archerfish.serve import front
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question
-from archerfish.serve.connection import PATIENCE, Connection, Patience, connections_with
+from archerfish.serve.connection import PATIENCE, Connection, Patience, Watch, connections_with
 from archerfish.serve.wire import Embed, Vectors
 
 from .fake_backend import MODEL, FakeBackend
@@ -202,6 +208,13 @@ def test_a_head_without_end_is_refused() -> None:
         assert said.startswith(b"HTTP/1.1 431 ")
 
 
+def test_what_is_no_http_is_told_so_in_the_usual_shape() -> None:
+    with serving(FakeBackend()) as running, running.connect() as strange:
+        strange.sendall(b"HELLO?\r\n\r\n")
+        head, body = rest_of(strange).split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "bad_request"
+
+
 def test_an_answer_may_take_longer_than_a_request() -> None:
     backend = FakeBackend()
     backend.num_before_gate = 1
@@ -293,12 +306,78 @@ def test_who_sends_two_requests_at_once_and_goes_has_both_cancelled() -> None:
         assert len(backend.left) == 1
 
 
+def test_a_head_without_end_behind_an_answer_does_not_write_into_it() -> None:
+    backend = FakeBackend("word " * 10)
+    backend.num_before_gate = 1
+    with serving(backend, max_head_bytes=1000) as running, running.connect() as hasty:
+        backend.gate.clear()
+        hasty.sendall(request(chat(stream=True)))
+        found = hasty.recv(1 << 16)
+        num_received = running.num_received
+        hasty.sendall(b"GET / HTTP/1.1\r\nx: ")
+        wait_for(lambda: running.num_received > num_received)
+        hasty.sendall(b"y" * 2000)
+        with contextlib.suppress(ConnectionResetError):
+            found += rest_of(hasty)
+        assert found.startswith(b"HTTP/1.1 200 ") and b" 431 " not in found
+        wait_for(lambda: running.num_tasks == 0)
+
+
 # The rules, without a socket
+
+
+def test_uvicorn_has_the_parts_that_connections_use() -> None:
+    """They are none of its documented ones: if this fails, read `connection.py` beside uvicorn's new protocol."""
+    server = uvicorn.Server(uvicorn.Config(lambda scope, receive, send: None, log_level="error"))
+
+    async def main() -> None:
+        made: Any = connections_with(PATIENCE)(server.config, server.server_state, {}, asyncio.get_running_loop())
+        assert made.cycle is None and made.timeout_keep_alive_task is None
+        made.connection_made(FakeTransport())
+        assert made in server.server_state.connections and made.connections is server.server_state.connections
+        assert made.flow.read_paused is False
+        made.connection_lost(None)
+        assert not made.connections
+
+    asyncio.run(main())
+    uses = {"on_message_begin", "on_headers_complete", "data_received", "connection_lost", "timeout_keep_alive_handler"}
+    uses |= {"send_400_response", "connection_made"}
+    assert uses <= vars(HttpToolsProtocol).keys()
+    nothing: Any = None
+    options = dict.fromkeys(inspect.signature(RequestResponseCycle.__init__).parameters, nothing)
+    del options["self"]
+    cycle: Any = RequestResponseCycle(**options)
+    state = (cycle.more_body, cycle.response_started, cycle.response_complete, cycle.disconnected, cycle.message_event)
+    assert state == (True, False, False, False, None)
+
+
+def test_a_connection_that_cannot_be_looked_at_does_not_end_the_watch() -> None:
+    class Broken:
+        def look(self, now: float) -> None:
+            raise AttributeError("flow")
+
+    planned: list[Any] = []
+
+    class Loop:
+        def call_later(self, seconds: float, work: Any, *arguments: Any) -> object:
+            planned.append(partial(work, *arguments))
+            return object()
+
+    watch, connection = Watch(PATIENCE), Broken()
+    connection.loop, connection.connections = Loop(), {connection}  # type: ignore[attr-defined]
+    watch.begin(connection)  # type: ignore[arg-type]
+    for number in (1, 2):
+        assert len(planned) == number
+        with pytest.raises(AttributeError):
+            planned[-1]()
 
 
 class FakeTransport:
     num_unsent, is_aborted, is_closed = 0, False, False
     written = b""
+
+    def get_extra_info(self, name: str) -> None:
+        return None
 
     def get_write_buffer_size(self) -> int:
         return self.num_unsent
@@ -332,7 +411,7 @@ def connection_with(patience: Patience = PATIENCE) -> tuple[Connection, FakeTran
     connection.timeout_keep_alive_task = None
     connection._num_received = connection._head_from = connection._received_then = connection._num_unsent = 0
     connection._since = connection._unsent_since = 0.0
-    connection._is_in_head, connection._awaited = False, None
+    connection._is_in_head, connection._awaited, connection._earlier = False, None, []
     return connection, transport
 
 

@@ -68,6 +68,19 @@ def test_wrong_keys_are_refused_alike(path: Path) -> None:
             tenants.find(missing)
 
 
+def test_keys_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = new_key()
+    monkeypatch.setenv("SERVICE_KEYS", f"alice={key}")
+    one, other = Tenants.from_file("env:SERVICE_KEYS"), Tenants.from_file("env:SERVICE_KEYS")
+    assert one.find(key).name == "alice" and one.find(key) == other.find(key)
+    with pytest.raises(UnauthorizedError):
+        one.find(new_key())
+    for empty in ("", " , "):
+        monkeypatch.setenv("SERVICE_KEYS", empty)
+        with pytest.raises(InvalidOptionError, match="SERVICE_KEYS"):  # and not a service that is open to all
+            Tenants.from_file("env:SERVICE_KEYS")
+
+
 def test_without_keys_there_is_one_tenant_that_may_do_everything() -> None:
     for tenants in (Tenants(), Tenants.from_text("  ")):
         assert not tenants.has_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -11,11 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.runtime.runner import QueuedStep
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.compute import ComputeThread, Lane
+from archerfish.serve.hosted_llm import HostedLLM
+from archerfish.serve.models import Slot
 from archerfish.serve.vitals import MOST_GAP_S, USUAL_FACTOR, YOUNG_FACTOR, YOUNG_JOBS, ComputeWatch, Heart, Pulse, Stall
-from archerfish.serve.wire import Embed, Vectors
-from tests.serve.hosting import LIMIT_S, WordEncoder, add_encoder, make_host, talk
+from archerfish.serve.wire import Embed, Generate, Ping, Vectors
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.serve.hosting import ENDLESS, LIMIT_S, WordEncoder, add_encoder, make_host, talk
 from tests.serve.test_compute import held
 
 
@@ -178,3 +184,33 @@ def test_a_host_beats_and_complains_of_a_job_that_hangs(tmp_path: Path) -> None:
     talk(host, test)
     assert told[-1] == "" or "A job of words runs" in told[-1]
     assert len(told) > 2 * YOUNG_FACTOR
+
+
+def test_steps_that_are_no_jobs_are_progress_and_show_that_a_model_works(tmp_path: Path) -> None:
+    """As on a GPU: a step is queued by the loop itself, and no job of the compute thread ever ends."""
+    clock = FakeClock()
+    host = make_host(tmp_path, clock=clock, hang_s=2.0)
+    (tmp_path / "tiny").mkdir()
+    save_tiny_llama(tmp_path / "tiny", max_position_embeddings=4096)
+    engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: QueuedStep(launch(plan).result)  # type: ignore[method-assign]
+    host.shelf.add(Slot("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, host.gate_of(engine))))
+    told: list[str] = []
+    host.on_beat = told.append
+
+    async def test(client: AsyncClient) -> None:
+        request = Generate(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True, wants_ids=True)
+        async with contextlib.aclosing(client.generate(request)) as parts:
+            for _ in range(30):
+                await anext(parts)
+                clock.now += 1
+            num_requests = engine.scheduler.stats().total_requests
+            await anext(parts)
+            await client.ask(Ping(request_id="", probe=""))
+            assert engine.scheduler.stats().total_requests == num_requests  # no step was made for the probe alone
+
+    talk(host, test)
+    assert len(told) > 10
+    assert set(told) == {""}
+    assert host.compute.num_done == 0

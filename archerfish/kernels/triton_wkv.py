@@ -1,0 +1,240 @@
+"""Triton kernels of RWKV-7's mixes. What they compute stands in `wkv.py`.
+
+A program has one head of one sequence and keeps its state in registers. It does all that lies between a time mix's products:
+decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but the head's own columns. `mix_tokens_kernel`
+takes one token after the other, `mix_chunks_kernel` a chunk of them at once, as `wkv.py` says.
+
+No `from __future__ import annotations` here: see `triton_norm`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+
+from archerfish.kernels.recurrent import HeadInputs, HeadWeights, RecurrentBatch
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.wkv import TorchRecurrentOps
+
+Tensor = torch.Tensor
+SHIFT_BLOCK = 1024  # columns of a program
+CHUNK = 16  # tokens: the least that a product of tiles takes
+WARPS = 8  # of a head: with 4, a state and what is made of it fill all registers and more
+MIN_CHUNKED = 16  # tokens of the longest sequence from which on chunks are used
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def shift_kernel(
+    x, inputs, previous, factors, out, num_rows, inputs_stride,
+    width: tl.constexpr, block: tl.constexpr, num_factors: tl.constexpr, stores: tl.constexpr,
+):
+    """stores: every row is a sequence's only new one, and becomes its last input."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    is_inside = columns < width
+    place = tl.load(previous + row)
+    own = tl.load(x + row * width + columns, mask=is_inside, other=0.0)
+    wide = own.to(tl.float32)
+    if place >= 0:
+        delta = tl.load(x + place * width + columns, mask=is_inside, other=0.0).to(tl.float32) - wide
+    else:
+        kept = inputs + (-1 - place) * inputs_stride + columns
+        delta = tl.load(kept, mask=is_inside, other=0.0).to(tl.float32) - wide
+        if stores:
+            tl.store(kept, own, mask=is_inside)
+    for number in tl.static_range(num_factors):
+        factor = tl.load(factors + number * width + columns, mask=is_inside, other=0.0)
+        target = out + (number * num_rows + row) * width + columns
+        tl.store(target, (wide + delta * factor).to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def load_heads(
+    decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
+    has_value_mix: tl.constexpr, axis: tl.constexpr,
+):
+    """Logarithm of the decay, key, value, removal key and what it adds, of the tokens at some places, in float32."""
+    log_decay = -0.6065306597126334 * sigmoid(tl.load(decay + place, mask=is_inside, other=0.0).to(tl.float32))
+    own_rate = sigmoid(tl.load(rate + place, mask=is_inside, other=0.0).to(tl.float32))
+    own_key = tl.load(key + place, mask=is_inside, other=0.0).to(tl.float32)
+    own_value = tl.load(value + place, mask=is_inside, other=0.0).to(tl.float32)
+    if has_value_mix:
+        share = sigmoid(tl.load(value_mix + place, mask=is_inside, other=0.0).to(tl.float32))
+        own_value += (tl.load(first_value + place, mask=is_inside, other=0.0).to(tl.float32) - own_value) * share
+    removed = own_key * tl.load(removal + weight_place)
+    length = tl.sqrt(tl.sum(removed * removed, axis, keep_dims=True))
+    removed = removed / tl.maximum(length, 1e-12)
+    own_key *= 1.0 + (own_rate - 1.0) * tl.load(replacement + weight_place)
+    return tl.where(is_inside, log_decay, 0.0), own_key, own_value, removed, removed * own_rate
+
+
+@triton.jit
+def finish_heads(
+    y, receptance, key, value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside,
+    dim: tl.constexpr, axis: tl.constexpr,
+):
+    """Norm of the head, bonus and gate."""
+    y -= tl.sum(y, axis, keep_dims=True) / dim
+    y *= tl.rsqrt(tl.sum(y * y, axis, keep_dims=True) / dim + eps)
+    y = y * tl.load(norm + weight_place) + tl.load(norm_bias + weight_place)
+    y += tl.sum(receptance * key * tl.load(bonus + weight_place), axis, keep_dims=True) * value
+    return y * tl.load(gate + place, mask=is_inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mix_tokens_kernel(
+    receptance, decay, key, value, rate, gate, first_value, value_mix,
+    removal, replacement, bonus, norm, norm_bias, eps, states, slots, starts, out, state_stride, width,
+    dim: tl.constexpr, has_value_mix: tl.constexpr, is_decode: tl.constexpr,
+):
+    """One token after the other; is_decode: each sequence has just one, in the row of its number."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    if slot >= 0:
+        columns = tl.arange(0, dim)
+        weight_place = head * dim + columns
+        matrix = states + slot * state_stride + head * dim * dim + columns[:, None] * dim + columns[None, :]
+        state = tl.load(matrix)
+        if is_decode:
+            begin = sequence
+            end = sequence + 1
+        else:
+            begin = tl.load(starts + sequence).to(tl.int32)
+            end = tl.load(starts + sequence + 1).to(tl.int32)
+        is_inside = columns < dim
+        for row in range(begin, end):
+            place = tl.cast(row, tl.int64) * width + weight_place
+            log_decay, own_key, own_value, removed, added = load_heads(
+                decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
+                has_value_mix, 0,
+            )
+            own = tl.load(receptance + place).to(tl.float32)
+            taken = tl.sum(state * removed[None, :], 1)
+            state = state * tl.exp(log_decay)[None, :] - taken[:, None] * added[None, :] + own_value[:, None] * own_key[None, :]
+            y = tl.sum(state * own[None, :], 1)
+            y = finish_heads(
+                y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0
+            )
+            tl.store(out + place, y.to(out.dtype.element_ty))
+        tl.store(matrix, state)
+
+
+@triton.jit
+def multiply(left, right):
+    """On tensor cores, in three parts that add up to float32's precision."""
+    return tl.dot(left, right, input_precision="tf32x3")
+
+
+@triton.jit
+def inverse_of_lower(lower, chunk: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower matrix, row by row: powers of it would cancel badly where tokens repeat."""
+    rows = tl.arange(0, chunk)
+    found = -lower
+    for row in range(1, chunk):
+        is_row = (rows == row)[:, None]
+        own = tl.sum(tl.where(is_row, found, 0.0), 0)
+        own += tl.sum(own[:, None] * found, 0)
+        found = tl.where(is_row, own[None, :], found)
+    return found + (rows[:, None] == rows[None, :]).to(tl.float32)
+
+
+@triton.jit
+def mix_chunks_kernel(
+    receptance, decay, key, value, rate, gate, first_value, value_mix,
+    removal, replacement, bonus, norm, norm_bias, eps, states, slots, starts, out, state_stride, width,
+    dim: tl.constexpr, has_value_mix: tl.constexpr, chunk: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    columns = tl.arange(0, dim)
+    rows = tl.arange(0, chunk)
+    weight_place = head * dim + columns[None, :]
+    # Keys down, values across: the state turned over, as the products below take it.
+    matrix = states + slot * state_stride + head * dim * dim + columns[None, :] * dim + columns[:, None]
+    state = tl.load(matrix)
+    begin = tl.load(starts + sequence).to(tl.int32)
+    end = tl.load(starts + sequence + 1).to(tl.int32)
+    before = rows[:, None] > rows[None, :]
+    until = rows[:, None] >= rows[None, :]
+    for start in range(begin, end, chunk):
+        place = (start + rows).to(tl.int64)[:, None] * width + weight_place
+        is_inside = (start + rows < end)[:, None] & (columns < dim)[None, :]
+        log_decay, own_key, own_value, removed, added = load_heads(
+            decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
+            has_value_mix, 1,
+        )
+        own = tl.load(receptance + place, mask=is_inside, other=0.0).to(tl.float32)
+        total = tl.cumsum(log_decay, 0)
+        last = tl.sum(log_decay, 0)
+        reads = removed * tl.exp(total - log_decay)
+        asks = own * tl.exp(total)
+        adds = tl.trans(added * tl.exp(-total))
+        keys = tl.trans(own_key * tl.exp(-total))
+        among = tl.where(before, multiply(reads, adds), 0.0)
+        from_keys = tl.where(before, multiply(reads, keys), 0.0)
+        right = -multiply(reads, state) - multiply(from_keys, own_value)
+        written = multiply(inverse_of_lower(among, chunk), right)
+        y = multiply(asks, state)
+        y += multiply(tl.where(until, multiply(asks, adds), 0.0), written)
+        y += multiply(tl.where(until, multiply(asks, keys), 0.0), own_value)
+        state = (state + multiply(adds, written) + multiply(keys, own_value)) * tl.exp(last)[:, None]
+        y = finish_heads(
+            y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 1
+        )
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=is_inside)
+    tl.store(matrix, state)
+
+
+class TritonRecurrentOps(TorchRecurrentOps):
+    """Shift and heads in one kernel each; chunks for sequences of at least `min_chunked` tokens."""
+
+    def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
+        super().__init__(ops)
+        self.min_chunked = min_chunked
+
+    def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
+        num_rows, width = x.shape
+        num_factors = factors.numel() // width
+        x = x.contiguous()
+        out = torch.empty((num_factors, num_rows, width), dtype=x.dtype, device=x.device)
+        stores = batch.num_decodes == batch.num_sequences
+        block = min(triton.next_power_of_2(width), SHIFT_BLOCK)
+        shift_kernel[(num_rows, triton.cdiv(width, block))](
+            x, inputs, batch.previous, factors, out, num_rows, inputs.stride(0),
+            width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
+        )
+        if not stores:
+            inputs.index_copy_(0, batch.state_slots, x.index_select(0, batch.starts[1:] - 1))
+        return out.unbind(0)
+
+    def mix_heads(
+        self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
+    ) -> Tensor:
+        num_heads, dim = states.shape[1], states.shape[2]
+        out = torch.empty_like(inputs.value)
+        longest = int(batch.query_lens.max())
+        has_value_mix = inputs.first_value is not None and inputs.value_mix is not None
+        tensors = [
+            each.contiguous() for each in (
+                inputs.receptance, inputs.decay, inputs.key, inputs.value, inputs.rate, inputs.gate,
+                inputs.value if inputs.first_value is None else inputs.first_value,
+                inputs.value if inputs.value_mix is None else inputs.value_mix,
+            )
+        ]
+        arguments = (
+            *tensors, weights.removal, weights.replacement, weights.bonus, weights.norm, weights.norm_bias, weights.eps,
+            states, batch.state_slots, batch.starts, out, states.stride(0), out.shape[1],
+        )
+        grid = (len(batch.state_slots), num_heads)
+        if longest < self.min_chunked or batch.is_deterministic:
+            mix_tokens_kernel[grid](*arguments, dim=dim, has_value_mix=has_value_mix, is_decode=longest == 1, num_warps=WARPS)
+        else:
+            mix_chunks_kernel[grid](*arguments, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=WARPS)
+        return out

@@ -1,0 +1,247 @@
+"""What the operations of `recurrent.py` mean, in plain torch, and a faster way for a CPU.
+
+A head of RWKV-7 keeps a matrix S (values down, keys across). With a token's receptance r, decay w, removal key z (of length 1),
+learning rate a, key k and value v it becomes, and the token gives:
+
+    S' = S diag(w) - (S z) (z * a)^T + v k^T        y = S' r
+
+`wkv_sequential` computes just that. `wkv_chunked` takes some tokens at once. With D_t the product of the decays of a chunk's
+first t tokens, S_t = R_t diag(D_t), where
+
+    R_t = R_(t-1) + u_t (z_t a_t / D_t)^T + v_t (k_t / D_t)^T        u_t = -R_(t-1) (D_(t-1) z_t)
+
+So the u of a chunk solve a triangular system, and S at its end is linear in S at its start: only that is left to do chunk by
+chunk. A decay is above 0.545, so that 1 / D stays within float32 for over 100 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.ops import Ids
+from archerfish.kernels.recurrent import (
+    EMPTY_SLOT,
+    HeadInputs,
+    HeadWeights,
+    RecurrentBatch,
+    RecurrentOps,
+    StateLayer,
+    StateMemory,
+    StateShape,
+)
+from archerfish.kernels.reference import TorchOps
+
+Tensor = torch.Tensor
+DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
+LEAST_LENGTH = 1e-12  # that a removal key is divided by
+CHUNK = 32  # tokens
+
+
+@dataclass(frozen=True)
+class WkvInputs:
+    """Float32 rows of tokens, (tokens, heads, head_dim) each."""
+
+    receptance: Tensor
+    log_decay: Tensor
+    key: Tensor
+    value: Tensor
+    removal: Tensor  # z
+    added: Tensor  # z * a
+
+    def part(self, begin: int, end: int | None = None) -> WkvInputs:
+        return WkvInputs(*(each[begin:end] for each in self.all()))
+
+    def all(self) -> tuple[Tensor, ...]:
+        return self.receptance, self.log_decay, self.key, self.value, self.removal, self.added
+
+
+def wkv_sequential(inputs: WkvInputs, states: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """y of all tokens. states: (slots, heads, head_dim, head_dim), of which each sequence reads and writes its own."""
+    out = torch.zeros_like(inputs.value)
+    decay = inputs.log_decay.exp()
+    place = 0
+    for slot, length in zip(slots, lengths, strict=True):
+        state = states[slot]
+        for t in range(place, place + length):
+            removed = state @ inputs.removal[t].unsqueeze(-1)
+            state = state * decay[t].unsqueeze(-2) - removed * inputs.added[t].unsqueeze(-2)
+            state = state + inputs.value[t].unsqueeze(-1) * inputs.key[t].unsqueeze(-2)
+            out[t] = (state @ inputs.receptance[t].unsqueeze(-1)).squeeze(-1)
+        states[slot] = state
+        place += length
+    return out
+
+
+def wkv_in_place(inputs: WkvInputs, states: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """As `wkv_sequential`, on the states where they lie: that of one sequence stays in a core's cache while it is worked on.
+
+    What a token gives does not depend on other sequences, nor on how its own is cut into steps.
+    """
+    writes = torch.stack((inputs.added, inputs.key), -2)
+    decay, removal = inputs.log_decay.exp().unsqueeze(-2), inputs.removal.neg().unsqueeze(-1)
+    receptance, value = inputs.receptance.unsqueeze(-1), inputs.value.unsqueeze(-1)
+    out = torch.empty_like(receptance)
+    tokens = zip(decay, removal, value, writes, receptance, out, strict=True)
+    for slot, length in zip(slots, lengths, strict=True):
+        state = states[slot]
+        for w, z, v, write, r, y in islice(tokens, length):
+            removed = torch.bmm(state, z)
+            state.mul_(w).baddbmm_(torch.cat((removed, v), -1), write)
+            torch.bmm(state, r, out=y)
+    return out.squeeze(-1)
+
+
+def wkv_chunked(inputs: WkvInputs, states: Tensor, slots: Tensor, lengths: Ids, chunk: int = CHUNK) -> Tensor:
+    """As `wkv_sequential`, in chunks of some tokens."""
+    num_chunks = -(-lengths // chunk)
+    first_chunks = np.cumsum(num_chunks) - num_chunks
+    begins = np.cumsum(lengths) - lengths
+    place = np.arange(int(lengths.sum())) + np.repeat(first_chunks * chunk - begins, lengths)
+    places = torch.from_numpy(place).to(states.device)
+    laid = WkvInputs(*(lay_chunks(each, places, int(num_chunks.sum()), chunk) for each in inputs.all()))
+    steps = ChunkSteps.of(laid)
+    state = states.index_select(0, slots)
+    befores = state.new_empty((len(steps.carry), *state.shape[1:]))  # the state in front of each chunk
+    for number in range(int(num_chunks.max())):
+        is_active = num_chunks > number
+        chunks = torch.from_numpy(first_chunks[is_active] + number).to(states.device)
+        whole = bool(is_active.all())
+        active = torch.from_numpy(np.flatnonzero(is_active)).to(states.device)
+        before = state if whole else state.index_select(0, active)
+        befores.index_copy_(0, chunks, before)
+        after = torch.matmul(before, steps.carry.index_select(0, chunks)).add_(steps.gain.index_select(0, chunks))
+        state = after if whole else state.index_copy(0, active, after)
+    states.index_copy_(0, slots, state)
+    out = torch.matmul(steps.reader, befores.transpose(-1, -2)).add_(steps.own)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
+
+
+def lay_chunks(rows: Tensor, places: Tensor, num_chunks: int, chunk: int) -> Tensor:
+    """(tokens, heads, dim) as (chunks, heads, chunk, dim); places past a sequence's end are zeros, which change no state."""
+    laid = rows.new_zeros((num_chunks * chunk, *rows.shape[1:])).index_copy_(0, places, rows)
+    return laid.view(num_chunks, chunk, *rows.shape[1:]).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class ChunkSteps:
+    """What a chunk does with the state S in front of it: S after it is S @ carry + gain, y of its tokens reader @ S^T + own."""
+
+    carry: Tensor
+    gain: Tensor
+    reader: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, laid: WkvInputs) -> ChunkSteps:
+        receptance, log_decay, key, value, removal, added = laid.all()
+        total = log_decay.cumsum(-2)
+        removal = removal * (total - log_decay).exp()
+        receptance = receptance * total.exp()
+        grown = (-total).exp()
+        writes = torch.cat((added * grown, key * grown), -2)
+        by_removal = removal @ writes.transpose(-1, -2)
+        among, from_keys = by_removal.chunk(2, -1)
+        # u of all tokens is, of S in front, solved @ S^T, and of the chunk's own values the rest
+        right = torch.cat((removal, from_keys.tril(-1) @ value), -1).neg_()
+        solved = torch.linalg.solve_triangular(among.tril(-1), right, upper=False, unitriangular=True)
+        on_state, on_values = solved.chunk(2, -1)
+        seen, seen_keys = (receptance @ writes.transpose(-1, -2)).chunk(2, -1)
+        seen, seen_keys = seen.tril(), seen_keys.tril()
+        last = total[..., -1:, :].exp()
+        added, key = writes.chunk(2, -2)
+        carry = on_state.transpose(-1, -2) @ added
+        carry.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        gain = on_values.transpose(-1, -2) @ added + value.transpose(-1, -2) @ key
+        return cls(carry * last, gain * last, receptance + seen @ on_state, seen @ on_values + seen_keys @ value)
+
+
+class TorchRecurrentOps(RecurrentOps[Tensor]):
+    """The reference."""
+
+    def __init__(self, ops: TorchOps) -> None:
+        self.ops = ops
+
+    def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
+        layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
+        try:
+            wkv = torch.zeros(num_slots, layers, heads, dim, dim, device=self.ops.device)
+            inputs = torch.zeros(num_slots, layers, 2, shape.width, dtype=self.ops.torch_dtype, device=self.ops.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"The device has no memory for {num_slots:,} state slots.") from error
+        views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
+        return StateMemory(shape, wkv, inputs, views)
+
+    def copy_states(self, memory: StateMemory[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        assert all(target != EMPTY_SLOT for _, target in pairs), "the empty state is never written"
+        sources, targets = self.ops.ids(np.array(pairs, dtype=np.int64).T.copy())
+        for part in (memory.wkv, memory.inputs):
+            part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
+        before = x.roll(1, 0).index_copy_(0, batch.starts[:-1], inputs.index_select(0, batch.state_slots))
+        inputs.index_copy_(0, batch.state_slots, x.index_select(0, batch.starts[1:] - 1))
+        wide = x.float()
+        mixed = torch.addcmul(wide, before.float() - wide, factors.view(-1, 1, x.shape[1]))
+        return mixed.to(x.dtype).unbind(0)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return x.sigmoid_()
+
+    def square(self, x: Tensor) -> Tensor:
+        return x.mul_(x)
+
+    def mix_heads(
+        self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = batch.num_tokens, states.shape[1], states.shape[2]
+        prepared = prepare_heads(inputs, weights, num_tokens, num_heads, head_dim)
+        y = self.wkv(prepared, states, batch).reshape(num_tokens, -1)
+        y = F.group_norm(y, num_heads, weights.norm, weights.norm_bias, weights.eps)
+        bonus = (prepared.receptance * prepared.key * weights.bonus.view(num_heads, head_dim)).sum(-1, keepdim=True)
+        y = (y + (bonus * prepared.value).view(num_tokens, -1)) * inputs.gate[:num_tokens].float()
+        return F.pad(y.to(inputs.value.dtype), (0, 0, 0, inputs.value.shape[0] - num_tokens))
+
+    def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
+        return wkv_sequential(inputs, states, batch.state_slots.tolist(), batch.query_lens.tolist())
+
+
+class ChunkedRecurrentOps(TorchRecurrentOps):
+    """Decodes of all sequences together, longer inputs in chunks."""
+
+    def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
+        num_decodes = batch.num_sequences if batch.is_deterministic else batch.num_decodes
+        slots, lengths = batch.state_slots.tolist(), batch.query_lens
+        parts: list[Tensor] = []
+        num_tokens = int(lengths[:num_decodes].sum())
+        if num_decodes:
+            parts.append(wkv_in_place(inputs.part(0, num_tokens), states, slots[:num_decodes], lengths[:num_decodes].tolist()))
+        if num_decodes < batch.num_sequences:
+            parts.append(wkv_chunked(inputs.part(num_tokens), states, batch.state_slots[num_decodes:], lengths[num_decodes:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def prepare_heads(
+    inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], num_tokens: int, num_heads: int, head_dim: int
+) -> WkvInputs:
+    """Float32 inputs of the recurrence from the products of a time mix."""
+
+    def heads(x: Tensor) -> Tensor:
+        return x[:num_tokens].float().view(num_tokens, num_heads, head_dim)
+
+    key, value, rate = heads(inputs.key), heads(inputs.value), heads(inputs.rate).sigmoid()
+    if inputs.first_value is not None and inputs.value_mix is not None:
+        value = torch.lerp(value, heads(inputs.first_value), heads(inputs.value_mix).sigmoid())
+    removal = F.normalize(key * weights.removal.view(num_heads, head_dim), dim=-1, eps=LEAST_LENGTH)
+    key = key * (1.0 + (rate - 1.0) * weights.replacement.view(num_heads, head_dim))
+    return WkvInputs(
+        heads(inputs.receptance), DECAY_SCALE * heads(inputs.decay).sigmoid(), key, value, removal, removal * rate
+    )

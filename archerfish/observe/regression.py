@@ -1,0 +1,120 @@
+"""RegressionDetector: whether measurements got worse than a baseline, more than they spread, and again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+Direction = Literal["lower", "higher", "neither"]  # which way a metric is worse
+ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first that fits: a rate is no duration
+    ("_tok_s", "lower"), ("_req_s", "lower"), ("tokens/s", "lower"), ("requests/s", "lower"), ("texts/s", "lower"),
+    ("ratio", "lower"),    ("_ms", "higher"), (", ms", "higher"), ("_us", "higher"), ("_s", "higher"), ("_bytes", "higher"),
+)  # fmt: skip
+NUM_IN_A_ROW = 3
+
+
+class Measured(Protocol):
+    """The middle of several rounds, and how far they spread."""
+
+    @property
+    def median(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric beside its baseline. change: how much worse, as a share of the baseline; below 0 it got better."""
+
+    metric: str
+    worse_when: Direction
+    before: float
+    now: float
+    change: float
+    is_breach: bool  # by more than the tolerance, and outside of what both spread
+    num_in_a_row: int  # breaches, this one included
+    is_confirmed: bool
+
+    def __str__(self) -> str:
+        how = "worse" if self.change > 0 else "better"
+        share = "from nothing" if math.isinf(self.change) else f"{abs(self.change):.1%} {how}"
+        return f"{self.metric}: {self.before:,.4g} -> {self.now:,.4g} ({share}, {self.num_in_a_row} in a row)"
+
+
+class RegressionDetector:
+    """Compares runs with a baseline. A metric that breaches in three runs on end is a regression.
+
+    directions and tolerances (in per cent) are by metric or by a pattern such as "static *"; the first that fits counts. A
+    metric whose bad direction neither they nor its ending tell is refused: a wrong guess would praise what got slower.
+    """
+
+    def __init__(
+        self, baseline_metrics: Mapping[str, Measured], *, tolerance_percent: float = 5.0,
+        tolerances: Mapping[str, float] | None = None, directions: Mapping[str, Direction] | None = None,
+        consecutive_failures: Mapping[str, int] | None = None, num_in_a_row: int = NUM_IN_A_ROW,
+    ) -> None:
+        """consecutive_failures: breaches in a row of each metric so far, as an earlier detector has them."""
+        self.tolerances = {**(tolerances or {}), "*": tolerance_percent}
+        if not all(0 <= tolerance < math.inf for tolerance in self.tolerances.values()) or num_in_a_row < 1:
+            raise ValueError("Tolerances must be at least 0 per cent, and num_in_a_row at least 1.")
+        self.baseline_metrics = dict(baseline_metrics)
+        self.directions = dict(directions or {})
+        self.num_in_a_row = num_in_a_row
+        self.comparisons: list[Comparison] = []  # of the last check
+        self.consecutive_failures: dict[str, int] = dict(consecutive_failures or {})
+        for metric in self.baseline_metrics:
+            worse_when(metric, self.directions)
+
+    def check_regression(self, current_metrics: Mapping[str, Measured]) -> list[Comparison]:
+        """Take in one run; the regressions that are confirmed by it. What was not measured stays as it was."""
+        self.comparisons = []
+        for metric, now in current_metrics.items():
+            direction = worse_when(metric, self.directions)
+            before = self.baseline_metrics.get(metric)
+            if before is None or direction == "neither" or math.isnan(now.median) or math.isnan(before.median):
+                continue
+            change = worsening(before.median, now.median, direction)
+            tolerance = next(value for pattern, value in self.tolerances.items() if fnmatchcase(metric, pattern)) / 100
+            is_breach = change > tolerance and is_apart(before, now, direction)
+            earlier = self.consecutive_failures.pop(metric, 0)
+            number = earlier + 1 if is_breach else 0
+            if is_breach:
+                self.consecutive_failures[metric] = number
+            is_confirmed = number >= self.num_in_a_row
+            self.comparisons.append(
+                Comparison(metric, direction, before.median, now.median, change, is_breach, number, is_confirmed)
+            )
+        return [one for one in self.comparisons if one.is_confirmed]
+
+
+def worse_when(metric: str, stated: Mapping[str, Direction]) -> Direction:
+    """Which way a metric is bad: as stated for the first pattern that fits, else by its ending."""
+    for pattern, direction in stated.items():
+        if fnmatchcase(metric, pattern):
+            return direction
+    for ending, direction in ENDINGS:
+        if metric.endswith(ending):
+            return direction
+    raise ValueError(f"Nothing says which way {metric!r} is bad: state it among the directions.")
+
+
+def worsening(before: float, now: float, direction: Direction) -> float:
+    """How much worse, as a share of what was; infinite where that was nothing."""
+    difference = now - before if direction == "higher" else before - now
+    if not before:
+        return math.copysign(math.inf, difference) if difference else 0.0
+    return difference / abs(before)
+
+
+def is_apart(before: Measured, now: Measured, direction: Direction) -> bool:
+    """Whether each median lies outside of what the other one's rounds spread over, on the bad side."""
+    if direction == "higher":
+        return now.median > before.high and before.median < now.low
+    return now.median < before.low and before.median > now.high

@@ -1,0 +1,28 @@
+"""SamplingMetrics: what a sampler has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class SamplingMetrics:
+    """Counts since a sampler was made. One thread writes them; reading is safe from any."""
+
+    total_samples: int = 0
+    fast_path_samples: int = 0  # of batches in which all are greedy: no distribution is made
+    cache_hits: int = 0  # of logits that were computed before
+    sample_seconds: float = 0.0  # of the host: on a GPU of queueing the work
+    num_timed: int = 0  # samples that took those seconds; recorded steps of a GPU sample on their own
+    memory_allocations: int = 0  # tables of parameters made for a batch that is not the one before
+
+    @property
+    def avg_sample_time(self) -> float:
+        """Seconds for one sample; 0 before the first."""
+        return self.sample_seconds / self.num_timed if self.num_timed else 0.0
+
+    def count(self, num_samples: int, seconds: float, *, is_fast: bool) -> None:
+        self.total_samples += num_samples
+        self.fast_path_samples += num_samples if is_fast else 0
+        self.sample_seconds += seconds
+        self.num_timed += num_samples

@@ -1,0 +1,99 @@
+"""Targets, test cases, and the latency bench that runs them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from archerfish.bench import gpu, startup
+from archerfish.bench.generate import Report, latency_bars, measure_latency, params_for
+from archerfish.bench.gpu import EngineRun
+from archerfish.bench.startup import Start, judge_starts
+from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase, row_of
+from archerfish.errors import InvalidInputError, ServiceError
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+
+
+def test_a_target_is_met_missed_or_not_measured() -> None:
+    most, least = PerformanceTarget("p99, ms", 200), PerformanceTarget("rate", 2.5, at_least=True)
+    assert [most.judged(value).is_met for value in (200, 201, None, math.nan)] == [True, False, None, None]
+    assert [least.judged(value).verdict for value in (2.5, 2.4, None)] == ["met", "not met", "not measured"]
+    assert row_of(least.judged(3.14159)) == ("rate", "3.142", "at least 2.5", "met")
+    assert row_of(most.judged(None)) == ("p99, ms", "-", "at most 200", "not measured")
+    assert most.judged(1).as_dict() == {"name": "p99, ms", "value": 1, "at_least": False, "wanted": 200, "is_met": True}
+
+
+def test_prompts_of_a_case_are_given_or_drawn_anew_in_every_round() -> None:
+    drawn = TestCase("short", 6)
+    assert drawn.tokens(50, 0) == drawn.tokens(50, 0) != drawn.tokens(50, 1)
+    assert drawn.tokens(50, 0) != TestCase("other", 6).tokens(50, 0)
+    assert drawn.num_tokens == len(drawn.tokens(50, 0)) == 6 and max(drawn.tokens(2, 3)) < 2
+    given = TestCase("given", [4, 5])
+    assert given.tokens(50, 0) == given.tokens(50, 7) == [4, 5] and given.num_tokens == 2
+
+
+def test_a_bench_that_cannot_be_run_is_refused() -> None:
+    case = TestCase("a", 3)
+    for wrong in (
+        {"test_cases": ()}, {"test_cases": (case, case)}, {"warmup_iterations": -1}, {"measurement_iterations": 0},
+        {"timeout_s": 0.0},
+    ):  # fmt: skip
+        with pytest.raises(InvalidInputError):
+            BenchmarkConfig(**{"test_cases": (case,), **wrong})  # type: ignore[arg-type]
+    for empty in (0, ()):
+        with pytest.raises(InvalidInputError, match="empty prompt"):
+            TestCase("a", empty)
+
+
+def test_cases_are_run_as_often_as_asked_and_held_to_what_they_expect(tmp_path: Path) -> None:
+    expected = (
+        PerformanceTarget("first token, ms", 1e9), PerformanceTarget("tokens/s", 1e12, at_least=True),
+        PerformanceTarget("gap p99, ms", 1e9), PerformanceTarget("warmth", 1),
+    )  # fmt: skip
+    benchmark = BenchmarkConfig(
+        (TestCase("given", [5, 6, 7], params_for(4), expected), TestCase("drawn", 9, params_for(1))),
+        warmup_iterations=2, measurement_iterations=3,
+    )  # fmt: skip
+    asked: list[list[int]] = []
+
+    def peer(prompt: list[int], num_output: int) -> list[float]:
+        asked.append(prompt)
+        return [0.1 * (number + 1) for number in range(num_output)]
+
+    report = Report()
+    measure_latency(tiny_config(save_tiny_llama(tmp_path)), report, benchmark, {"peer": peer})
+    assert [len(prompt) for prompt in asked] == [3, 3, *[3, 9] * 3]
+    assert len(report.samples["archerfish: first token drawn, ms"]) == 3
+    assert "archerfish: tokens/s drawn" not in report.samples  # one token has no rate
+    assert [(bar.name, bar.is_met) for bar in latency_bars(report, benchmark)] == [
+        ("given: first token, ms", True), ("given: tokens/s", False), ("given: gap p99, ms", True), ("given: warmth", None),
+    ]  # fmt: skip
+
+
+def test_a_case_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    benchmark = BenchmarkConfig((TestCase("slow", 9, params_for(200)),), timeout_s=1e-9)
+    with pytest.raises(ServiceError, match="'slow' took longer than 1e-09 s"):
+        measure_latency(tiny_config(save_tiny_llama(tmp_path)), Report(), benchmark, {})
+
+
+def test_the_gpu_bench_is_judged_by_its_ratios() -> None:
+    def run(engine: str, rate: float) -> EngineRun:
+        return EngineRun(engine, "qwen3-0.6b", {"offline256_tok_s": [rate], "bs1_decode_tok_s": [rate]})
+
+    both = {gpu.OURS: run(gpu.OURS, 120.0), gpu.THEIRS: run(gpu.THEIRS, 100.0)}
+    assert [(one.name, one.verdict) for one in gpu.judge("qwen3-0.6b", both)] == [
+        ("qwen3-0.6b: offline256_tok_s", "met"), ("qwen3-0.6b: bs1_decode_tok_s", "not met"),
+    ]  # fmt: skip
+    assert gpu.judge("qwen3-0.6b", {gpu.OURS: both[gpu.OURS]}) == gpu.judge("tiny", both) == []
+    assert {key for targets in gpu.TARGETS.values() for key in targets} <= {metric.key for metric in gpu.METRICS}
+
+
+def test_only_our_second_start_is_judged() -> None:
+    starts = [
+        Start("qwen3-0.6b", engine, start, 1, 1, 1, total)
+        for engine, start, total in ((gpu.OURS, "first", 30), (gpu.OURS, "second", 7), (gpu.THEIRS, "second", 50))
+    ]
+    assert [(one.name, one.is_met) for one in judge_starts(starts)] == [("qwen3-0.6b: second start, s", True)]
+    assert startup.TARGETS_S.keys() <= gpu.SHAPES.keys()

@@ -1,0 +1,110 @@
+"""StreamingInference: batches through the step pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archerfish import AsyncLLMEngine, LLMEngine, SamplingParams
+from archerfish.engine.streaming import InferenceRequest, PrefetchConfig, StreamingInference
+from archerfish.errors import InvalidInputError, InvalidOptionError
+from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
+
+PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[LLMEngine]:
+    with LLMEngine(tiny_config(save_tiny_llama(tmp_path))) as made:
+        yield made
+
+
+def requests(num: int) -> list[InferenceRequest]:
+    return [
+        InferenceRequest(prompt, PARAMS.replace(max_tokens=3 + place % 5)) for place, prompt in enumerate(prompts(num))
+    ]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_answers_of_a_batch_are_those_of_the_plain_engine(engine: LLMEngine, depth: int) -> None:
+    many = requests(10)
+    expected = [engine.generate(one.prompt, one.sampling_params)[0].token_ids for one in many]
+    engine.clear_cache()
+
+    async def run() -> list[list[int]]:
+        async with StreamingInference(engine, PrefetchConfig(max_prefetch=depth)) as inference:
+            assert engine.config.pipeline_depth == depth
+            return [output.token_ids for output in await inference.batch_infer(many)]
+
+    assert asyncio.run(run()) == expected
+
+
+def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> None:
+    most = 0
+    launch = engine.runner.launch
+
+    def counted(plan: object) -> object:
+        nonlocal most
+        most = max(most, len(engine._in_flight))
+        return launch(plan)  # type: ignore[arg-type]
+
+    engine.runner.launch = counted  # type: ignore[method-assign, assignment]
+
+    async def run(depth: int) -> int:
+        nonlocal most
+        most = 0
+        inference = StreamingInference(AsyncLLMEngine(engine), PrefetchConfig(depth))
+        await inference.batch_infer(requests(2))
+        inference.engine._is_closing.set()  # its thread ends, and the engine lives on
+        await asyncio.to_thread(inference.engine._thread.join)
+        return most
+
+    assert [asyncio.run(run(depth)) for depth in (1, 0, 1)] == [1, 0, 1]
+
+
+def test_a_stream_brings_all_pieces_with_their_places(engine: LLMEngine) -> None:
+    many = requests(4)
+    expected = [engine.generate(one.prompt, one.sampling_params)[0].token_ids for one in many]
+
+    async def run() -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in many]
+        async with StreamingInference(engine) as inference:
+            async for place, delta in inference.stream(many):
+                found[place] += delta.token_ids
+        return found
+
+    assert asyncio.run(run()) == expected
+
+
+def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: LLMEngine) -> None:
+    many = [InferenceRequest(prompt, PARAMS.replace(max_tokens=150)) for prompt in prompts(3)]
+
+    async def run() -> None:
+        async with StreamingInference(engine) as inference:
+            with pytest.raises(InvalidInputError, match="empty"):
+                await inference.batch_infer([*many, InferenceRequest([])])
+            with pytest.raises(InvalidInputError, match="empty"):
+                async for _ in inference.stream([InferenceRequest([]), *many]):
+                    pass
+            stream = inference.stream(many)
+            async for _ in stream:
+                break
+            await stream.aclose()  # type: ignore[attr-defined]
+            (output,) = await inference.batch_infer(requests(1))
+            assert output.finish_reason == "length"
+            assert await inference.batch_infer([]) == []
+
+    asyncio.run(run())
+    stats = engine.engine_stats()
+    assert stats.concurrent_requests == 0 and stats.completed_requests == 1
+    blocks, cache = engine.scheduler.blocks, engine.scheduler.cache
+    assert blocks.num_total - blocks.num_free - cache.num_evictable == 0
+
+
+@pytest.mark.parametrize("depth", [2, -1])
+def test_a_depth_that_is_not_there_is_refused(depth: int) -> None:
+    with pytest.raises(InvalidOptionError, match="max_prefetch must be 0 or 1"):
+        PrefetchConfig(max_prefetch=depth)

@@ -1,0 +1,195 @@
+"""RWKV-7's recurrence: chunks and joint steps against the plain loop, and the loop against the formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.errors import DeviceError
+from archerfish.kernels.ops import Ops
+from archerfish.kernels.recurrent import HeadInputs, StateShape, build_recurrent_batch, recurrent_ops
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.wkv import (
+    ChunkedRecurrentOps,
+    TorchRecurrentOps,
+    WkvInputs,
+    wkv_chunked,
+    wkv_in_place,
+    wkv_sequential,
+)
+from tests.kernels.wkv_cases import MixCase, make_case
+
+Tensor = torch.Tensor
+
+
+def sequential(case: MixCase) -> tuple[Tensor, Tensor]:
+    states = case.states.clone()
+    out = wkv_sequential(case.prepared(), states, case.slots, case.batch.query_lens.tolist())
+    return out, states
+
+
+def assert_same(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], tolerance: float = 2e-5) -> None:
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def test_the_loop_is_the_formula() -> None:
+    case = make_case([3], num_heads=1, head_dim=4)
+    inputs = case.prepared()
+    out, states = sequential(case)
+    state = case.states[case.slots[0], 0].double()
+    for t in range(3):
+        r, log_decay, k, v, z, added = (each[t, 0].double() for each in inputs.all())
+        state = state @ (torch.diag(log_decay.exp()) - torch.outer(z, added)) + torch.outer(v, k)
+        torch.testing.assert_close(out[t, 0].double(), state @ r, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[case.slots[0], 0].double(), state, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5), chunk=st.sampled_from([1, 2, 7, 16, 32, 64]),
+    seed=st.integers(0, 99),
+)
+def test_chunks_equal_the_loop(lengths: list[int], chunk: int, seed: int) -> None:
+    lengths.sort(key=lambda length: length != 1)
+    case = make_case(lengths, head_dim=8, seed=seed)
+    states = case.states.clone()
+    out = wkv_chunked(case.prepared(), states, torch.tensor(case.slots), np.array(lengths), chunk)
+    assert_same((out, states), sequential(case), 2e-4)
+
+
+@pytest.mark.parametrize("options", [{"is_repeated": True}, {"decay": 12.0}, {"decay": -12.0}])
+def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
+    """One token over and over, the strongest decay, and hardly any."""
+    case = make_case([100, 130], **options)  # type: ignore[arg-type]
+    states = case.states.clone()
+    out = wkv_chunked(case.prepared(), states, torch.tensor(case.slots), case.batch.query_lens)
+    expected = sequential(case)
+    assert_same((out, states), expected, 2e-4 * float(expected[0].abs().max()))
+
+
+def test_states_changed_in_place_are_the_same_however_tokens_are_cut() -> None:
+    case = make_case([9, 30, 4])
+    inputs, states = case.prepared(), case.states.clone()
+    out = wkv_in_place(inputs, states, case.slots, [9, 30, 4])
+    assert_same((out, states), sequential(case))
+    alone, slot = case.states.clone(), case.slots[1]
+    parts = []
+    for begin, end in ((9, 10), (10, 26), (26, 39)):  # the second sequence alone, in three parts
+        batch = build_recurrent_batch(TorchOps(), tokens=[[1] * (end - begin)], slots=[slot], is_deterministic=True)
+        parts.append(ChunkedRecurrentOps(TorchOps()).wkv(inputs.part(begin, end), alone, batch))
+    assert torch.equal(torch.cat(parts), out[9:39])
+    assert torch.equal(alone[slot], states[slot])
+
+
+def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
+    lengths = [1, 1, 1, 9, 33]
+    case, recurrent = make_case(lengths), ChunkedRecurrentOps(TorchOps())
+    states = case.states.clone()
+    out = recurrent.mix_heads(case.inputs, case.weights, states, replace(case.batch, is_deterministic=True))
+    start = 0
+    for slot, length in zip(case.slots, lengths, strict=True):
+        names = ("receptance", "decay", "key", "value", "rate", "gate", "first_value", "value_mix")
+        own = HeadInputs(**{name: getattr(case.inputs, name)[start : start + length] for name in names})
+        alone = case.states.clone()
+        batch = build_recurrent_batch(TorchOps(), tokens=[[1] * length], slots=[slot], is_deterministic=True)
+        assert torch.equal(recurrent.mix_heads(own, case.weights, alone, batch), out[start : start + length])
+        assert torch.equal(alone[slot], states[slot])
+        start += length
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40, 3], [33, 2]])
+@pytest.mark.parametrize("has_value_mix", [True, False])
+def test_mixing_heads(lengths: list[int], has_value_mix: bool) -> None:
+    case = make_case(lengths, has_value_mix=has_value_mix, num_filling=3)
+    results = []
+    for backend in (TorchRecurrentOps, ChunkedRecurrentOps):
+        states = case.states.clone()
+        results.append((backend(TorchOps()).mix_heads(case.inputs, case.weights, states, case.batch), states))
+    assert results[0][0].shape == (sum(lengths) + 3, 128)
+    assert_same(results[1], results[0])
+    untouched = [slot for slot in range(len(case.states)) if slot not in case.slots]
+    assert torch.equal(results[1][1][untouched].isnan(), case.states[untouched].isnan())
+    assert not results[1][1][0].any()
+
+
+def test_what_surrounds_the_recurrence() -> None:
+    """Norm, bonus, gate, values of the first layer, removal and replacement keys, of one token over an empty state."""
+    case = make_case([1], num_heads=1, head_dim=8)
+    states = torch.zeros_like(case.states)
+    out = TorchRecurrentOps(TorchOps()).mix_heads(case.inputs, case.weights, states, case.batch)[0]
+    r, k, v, a, g = (getattr(case.inputs, name)[0] for name in ("receptance", "key", "value", "rate", "gate"))
+    first, mix = case.inputs.first_value, case.inputs.value_mix
+    assert first is not None and mix is not None
+    v = v + (first[0] - v) * mix[0].sigmoid()
+    k = k * (1 + (a.sigmoid() - 1) * case.weights.replacement)
+    y = v * (k @ r)
+    y = (y - y.mean()) / (y.var(unbiased=False) + 64e-5).sqrt() * case.weights.norm + case.weights.norm_bias
+    torch.testing.assert_close(out, (y + (r * k * case.weights.bonus).sum() * v) * g, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[case.slots[0], 0], torch.outer(v, k), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1], [1, 4, 2], [5]])
+def test_shift(lengths: list[int]) -> None:
+    case = make_case(lengths, num_filling=2)
+    x, factors = torch.randn(sum(lengths) + 2, 6), torch.randn(3, 6)
+    inputs = torch.randn(12, 6)
+    before = inputs.clone()
+    mixed = TorchRecurrentOps(TorchOps()).shift(x, inputs, case.batch, factors.flatten())
+    start = 0
+    for slot, length in zip(case.slots, lengths, strict=True):
+        last = before[slot]
+        for row in range(start, start + length):
+            for result, factor in zip(mixed, factors, strict=True):
+                torch.testing.assert_close(result[row], x[row] + (last - x[row]) * factor)
+            last = x[row]
+        assert torch.equal(inputs[slot], last)
+        start += length
+    others = [slot for slot in range(12) if slot not in case.slots]
+    assert torch.equal(inputs[others], before[others])
+
+
+def test_copied_states_and_the_empty_one() -> None:
+    recurrent = recurrent_ops(TorchOps())
+    memory = recurrent.new_states(5, StateShape(2, 2, 4))
+    layer = memory.layers[1]
+    layer.wkv[2], layer.time_input[2], layer.channel_input[2] = 7.0, 8.0, 9.0
+    recurrent.copy_states(memory, [(2, 4), (0, 3)])
+    assert (layer.wkv[4] == 7).all() and (layer.time_input[4] == 8).all() and (layer.channel_input[4] == 9).all()
+    assert not memory.layers[0].wkv[4].any()
+    recurrent.copy_states(memory, [(0, 4)])
+    assert not memory.wkv[4].any() and not memory.inputs[4].any()
+    recurrent.copy_states(memory, [])
+    with pytest.raises(AssertionError, match="empty state"):
+        recurrent.copy_states(memory, [(2, 0)])
+
+
+def test_a_batch_says_where_tokens_follow() -> None:
+    batch = build_recurrent_batch(TorchOps(), tokens=[[5], [6, 7, 8]], slots=[3, 9], num_rows=6)
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 0, 0]
+    assert batch.previous.tolist() == [-4, -10, 1, 2, 0, 0]
+    assert batch.starts.tolist() == [0, 1, 4] and (batch.num_tokens, batch.num_decodes) == (4, 1)
+    with pytest.raises(AssertionError, match="stand first"):
+        build_recurrent_batch(TorchOps(), tokens=[[1, 2], [3]], slots=[1, 2])
+
+
+def test_a_backend_without_recurrent_models_says_so() -> None:
+    class OtherOps(Ops[Tensor]):
+        name = "other"
+
+    concrete: Any = OtherOps
+    concrete.__abstractmethods__ = frozenset()
+    with pytest.raises(DeviceError, match="other"):
+        recurrent_ops(concrete())
+
+
+def test_parts_of_inputs() -> None:
+    case = make_case([4], head_dim=2)
+    part = replace(case.prepared()).part(1, 3)
+    assert isinstance(part, WkvInputs) and torch.equal(part.key, case.prepared().key[1:3])

@@ -1,0 +1,176 @@
+"""RWKV-7 against the PyPI package `rwkv`: red if a formula, a name, the order of tokens or a state differs.
+
+The package itself need not be here: golden logits of the smallest size were made with it (`make_golden`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from archerfish.errors import TensorError, UnsupportedModelError
+from archerfish.kernels.recurrent import RecurrentOps, StateShape
+from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.kernels.wkv import ChunkedRecurrentOps, TorchRecurrentOps
+from archerfish.layers.weights import Weights
+from archerfish.models.config import Config
+from archerfish.models.rwkv7 import Rwkv7Model
+from archerfish.store.rwkv_source import read_rwkv7
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
+
+LENGTH = 100
+TOLERANCE = 1e-4
+BACKENDS = [TorchOps, TorchCpuOps]
+RECURRENT: list[type[TorchRecurrentOps]] = [TorchRecurrentOps, ChunkedRecurrentOps]
+# (sequence, new tokens) of each step: a prefill, chunks of it, decodes, and all of these together
+STEPS = [
+    [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],
+    [(1, 1), (0, 2), (2, 65)], [(0, 34), (1, 55)],
+]  # fmt: skip
+has_rwkv = importlib.util.find_spec("rwkv") is not None
+needs_rwkv = pytest.mark.skipif(not has_rwkv, reason="the package rwkv is not installed")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rwkv7")
+
+
+def checkpoint(directory: Path, name: str) -> Path:
+    path = directory / f"{name}.pth"
+    return path if path.exists() else write_checkpoint(SIZES[name], path)
+
+
+def driver(
+    directory: Path, name: str, backend: type[TorchOps] = TorchCpuOps, recurrent: type[TorchRecurrentOps] | None = None,
+    *, dtype: str = "float32",
+) -> RecurrentDriver:
+    config, weights = read_rwkv7(checkpoint(directory, name))
+    ops = backend("cpu", dtype)
+    states: RecurrentOps[Any] | None = None if recurrent is None else recurrent(ops)
+    tokens = random_tokens(SIZES[name], 3, LENGTH)
+    return RecurrentDriver(ops, weights, config, tokens, recurrent=states)
+
+
+def check(ours: RecurrentDriver, theirs: Sequence[Any], *, tolerance: float = TOLERANCE) -> None:
+    for work in STEPS:
+        before = list(ours.num_computed)
+        for (i, count), logits in zip(work, ours.step(work), strict=True):
+            assert logits.dtype == torch.float32
+            expected = torch.as_tensor(theirs[i][before[i] : before[i] + count])
+            torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+    assert ours.num_computed == [LENGTH] * 3
+
+
+@pytest.mark.parametrize("recurrent", RECURRENT)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_golden_logits(backend: type[TorchOps], recurrent: type[TorchRecurrentOps], directory: Path) -> None:
+    check(driver(directory, "tiny", backend, recurrent), np.load(GOLDEN))
+
+
+def test_golden_logits_after_restoring_a_state(directory: Path) -> None:
+    golden = torch.from_numpy(np.load(GOLDEN))
+    ours = driver(directory, "tiny")
+    ours.step([(0, 40)])
+    saved = ours.save(0)
+    for _ in range(2):
+        for logits, place in ((ours.step([(0, 1)])[0], 40), (ours.step([(0, 50)])[0], 41)):
+            torch.testing.assert_close(logits, golden[0, place : place + len(logits)], atol=TOLERANCE, rtol=TOLERANCE)
+        ours.restore(0, saved)
+    ours.tokens[2] = ours.tokens[0]
+    ours.restore(2, saved)  # another sequence goes on from there
+    torch.testing.assert_close(ours.step([(2, 30)])[0], golden[0, 40:70], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close(dtype: str, directory: Path) -> None:
+    if not is_available(dtype):
+        pytest.skip(f"no {dtype} products here")
+    golden = torch.from_numpy(np.load(GOLDEN))
+    ours = driver(directory, "tiny", dtype=dtype)
+    assert ours.memory.wkv.dtype == torch.float32
+    logits = torch.cat([ours.step([(0, 60)])[0], ours.step([(0, 1)])[0]])
+    error = (logits - golden[0, :61]).norm() / golden[0, :61].norm()
+    assert error < {"bfloat16": 0.06, "float16": 0.01}[dtype]
+
+
+@pytest.mark.parametrize("width", [100, 130])
+def test_a_width_that_makes_no_heads(width: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=str(width)):
+        Rwkv7Model.state_shape(Config({"hidden_size": width, "num_hidden_layers": 1}))
+
+
+def test_shapes_are_known_without_weights(directory: Path) -> None:
+    config, weights = read_rwkv7(checkpoint(directory, "tiny"))
+    shapes = Rwkv7Model.dummy_shapes(Config(config))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert Rwkv7Model.state_shape(Config(config)) == StateShape(2, 2, 64)
+    assert StateShape(24, 16, 64).bytes_per_slot(2) == 24 * (16 * 64 * 64 * 4 + 2 * 1024 * 2)
+
+
+def test_a_wrong_shape_is_named(directory: Path) -> None:
+    config, weights = read_rwkv7(checkpoint(directory, "tiny"))
+    weights["model.layers.1.attn.k_k"] = torch.zeros(64)
+    with pytest.raises(TensorError, match=r"layers.1.attn.k_k"):
+        Rwkv7Model(Weights(weights, TorchOps()), Config(config), 16)
+
+
+def load_rwkv(path: Path) -> Any:
+    """The package's own model of a checkpoint, in float32 on the CPU."""
+    os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}  # read when it is first imported
+    return importlib.import_module("rwkv.model").RWKV(str(path.with_suffix("")), "cpu fp32")
+
+
+def their_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = model.forward(tokens, None, full_output=True)[0]
+    return logits
+
+
+@needs_rwkv
+@pytest.mark.parametrize("name", SIZES)
+def test_logits_equal_the_package_rwkv(name: str, directory: Path) -> None:
+    theirs = load_rwkv(checkpoint(directory, name))
+    ours = driver(directory, name)
+    check(ours, [their_logits(theirs, tokens) for tokens in ours.tokens])
+
+
+@needs_rwkv
+@pytest.mark.parametrize("name", SIZES)
+def test_decoding_from_a_restored_state_equals_the_package_rwkv(name: str, directory: Path) -> None:
+    theirs = load_rwkv(checkpoint(directory, name))
+    ours = driver(directory, name)
+    tokens = ours.tokens[0]
+    _, state = theirs.forward(tokens[:37], None)
+    ours.step([(0, 37)])
+    saved = ours.save(0)
+    kept = [part.clone() for part in state]
+    for _ in range(2):
+        ours.restore(0, saved)
+        state = [part.clone() for part in kept]
+        for token in tokens[37:45]:
+            expected, state = theirs.forward([token], state)
+            torch.testing.assert_close(ours.step([(0, 1)])[0][0], expected, atol=TOLERANCE, rtol=TOLERANCE)
+    for layer, (inputs, matrix, channel) in enumerate(zip(state[::3], state[1::3], state[2::3], strict=True)):
+        own = ours.memory.layers[layer]
+        for mine, part in ((own.time_input, inputs), (own.wkv, matrix), (own.channel_input, channel)):
+            torch.testing.assert_close(mine[ours.slots[0]], part, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def make_golden(directory: Path) -> None:
+    theirs = load_rwkv(checkpoint(directory, "tiny"))
+    logits = [their_logits(theirs, tokens).numpy() for tokens in random_tokens(SIZES["tiny"], 3, LENGTH)]
+    np.save(GOLDEN, np.stack(logits).astype(np.float32))
+
+
+if __name__ == "__main__":
+    make_golden(Path(sys.argv[1]))
