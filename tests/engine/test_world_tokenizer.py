@@ -95,7 +95,7 @@ def test_equal_to_the_package_rwkv(data: bytes) -> None:
 
 @cache
 def their_tokenizer() -> Any:
-    from rwkv.rwkv_tokenizer import TRIE_TOKENIZER  # type: ignore[import-not-found, unused-ignore]
+    from rwkv.rwkv_tokenizer import TRIE_TOKENIZER  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     spec = importlib.util.find_spec("rwkv")
     assert spec is not None and spec.origin is not None
