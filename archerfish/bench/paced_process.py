@@ -89,12 +89,11 @@ def tell(told: BinaryIO, report: Report) -> None:
 def serve(setup: Setup, model: Path, told: BinaryIO, given: Iterator[bytes]) -> None:
     """The loop, the socket and the gate of an engine process, around a paced engine."""
     from archerfish.serve.compute import Lane
-    from archerfish.serve.host import SWITCH_S, EngineHost
+    from archerfish.serve.host import EngineHost
     from archerfish.serve.host_config import HostConfig
     from archerfish.serve.hosted_llm import HostedLLM
     from archerfish.serve.models import Hosted, Slot
 
-    sys.setswitchinterval(SWITCH_S)
     host = EngineHost(HostConfig(address=setup.address, front_end_pass=setup.front_end_pass))
     made: list[tuple[LLMEngine, PacedRunner]] = []
 

@@ -129,12 +129,7 @@ class AdaptiveCache(Generic[K, V]):
     # Use
 
     def get(self, key: K, max_age_s: float | None = None) -> V | None:
-        """The value, or None where there is none or it is too old."""
-        found = self.get_with_age(key, max_age_s)
-        return None if found is None else found[0]
-
-    def get_with_age(self, key: K, max_age_s: float | None = None) -> tuple[V, float] | None:
-        """The value and its age; max_age_s: what the caller takes, which does not drop the entry for others."""
+        """The value, or None where there is none or it is too old. max_age_s: for this caller; others may still have it."""
         entry = self._entries.get(key)
         if entry is not None and self._age(entry) >= self.ttl_seconds:
             self._forget(key)
@@ -154,7 +149,7 @@ class AdaptiveCache(Generic[K, V]):
             del self._fresh[key]
         self._proven[key] = None
         self._proven.move_to_end(key)
-        return entry.value, self._age(entry)
+        return entry.value
 
     def should_cache(self, key: K) -> bool:
         """Whether a value of this key, which `get` has just not found, is worth keeping."""

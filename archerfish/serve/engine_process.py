@@ -17,7 +17,7 @@ from typing import BinaryIO
 import msgspec
 
 from archerfish.errors import ArcherfishError
-from archerfish.serve.host import SWITCH_S, EngineHost
+from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import HostConfig
 from archerfish.serve.vitals import Heart
 
@@ -28,7 +28,6 @@ def main() -> int:
     """Read the configuration, load, say that it serves, serve."""
     told = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is printed goes to the log
-    sys.setswitchinterval(SWITCH_S)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c reaches the whole group; who started this one stops it

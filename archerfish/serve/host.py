@@ -61,7 +61,6 @@ MESSAGE = int(zmq.POLLIN)
 MAX_RECEIVED = 64  # messages of one round: a flood keeps the models waiting for a few milliseconds
 IDLE_POLL_MS = 1000
 GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
-SWITCH_S = 0.0005  # how long the computing thread waits for the interpreter's lock while the loop has it; usual are 5 ms
 LEAST_WAIT_S = 1.0  # that a refused client is told
 
 
