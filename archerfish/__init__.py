@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from archerfish.engine.llm_engine import LLMEngine
     from archerfish.engine.monitor import PerformanceMonitor
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
+    from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.streaming import PrefetchConfig, StreamingInference
     from archerfish.engine.tokenizer import FastTokenizer
+    from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
     from archerfish.models.adapter import ModelAdapter, register_model
     from archerfish.observe.collector import MetricsCollector
     from archerfish.observe.events import MetricEvent, RealTimeMonitor
     from archerfish.observe.regression import RegressionDetector
     from archerfish.observe.sampling import SamplingMetrics
-    from archerfish.params import SamplingParams
+    from archerfish.params import SamplingParams, Stage
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
 
@@ -56,10 +58,14 @@ _HOME = {
     "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
+    "RwkvSampler": "engine.rwkv_sampler",
     "SamplingMetrics": "observe.sampling",
     "SamplingParams": "params",
     "ServeConfig": "config",
+    "Stage": "params",
     "StreamingInference": "engine.streaming",
+    "TTSRequest": "engine.tts",
+    "TTSTokens": "engine.tts",
     "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
@@ -69,8 +75,9 @@ __all__ = [
     "LLM", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor", "CompletionOutput",
     "ConversionConfig", "ConversionResult", "EmbedConfig", "EngineConfig", "FastTokenizer", "HubConfig", "InferenceCore",
     "LLMEngine", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "PerformanceMonitor", "PrefetchConfig",
-    "RealTimeMonitor", "RegressionDetector", "RequestOutput", "RerankResult", "SamplingMetrics", "SamplingParams",
-    "ServeConfig", "StreamingInference", "TextDelta", "WeightLoader", "register_model",
+    "RealTimeMonitor", "RegressionDetector", "RequestOutput", "RerankResult", "RwkvSampler", "SamplingMetrics",
+    "SamplingParams", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TextDelta", "WeightLoader",
+    "register_model",
 ]
 
 

@@ -144,7 +144,11 @@ class EngineConfig(Options):
         0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 16384 on a GPU.", minimum=0
     )
     max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
-    block_size: int = option(16, "Tokens in a block of KV memory, the unit of allocation.", minimum=1, maximum=256)
+    block_size: int = option(
+        0, "Tokens in a block of KV memory, the unit of allocation; of a recurrent model, tokens from one kept state to the "
+        "next; 0: 16, of a recurrent model 64, on a GPU 256, and one state for all without a prefix cache.",
+        minimum=0, maximum=1 << 20,
+    )
     max_cache_tokens: int = option(0, "Tokens that the KV pool holds; 0: as many as the memory budget allows.", minimum=0)
     memory_budget_gib: float = option(
         0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free, at most 4.", minimum=0

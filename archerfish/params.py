@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
@@ -14,12 +15,52 @@ from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mea
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
 MAX_BIASES = 1024
+MAX_STAGES = 16
 MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, MAX_CHOICES = 1 << 17, 2000, 1024  # compiling takes up to their square
+PLAIN = (int, float, bool, str, type(None))  # types of values that cannot change
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
 MAX_SEED = 2**64
 # Names that others have and what to do instead; and what to say beside a bound.
 NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
 ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
+FLOATS = {
+    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0),
+}  # fmt: skip
+# What the stages of an output say for themselves, or what would have to know which stage a token is of.
+NOT_WITH_STAGES = (
+    "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p",
+    "stop", "logprobs", "grammar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of an output whose tokens are drawn from a range of the vocabulary: no other token can come, nor has a share.
+
+    A range of one token puts that token there. Only the last stage may end before it has all its tokens.
+    """
+
+    first: int  # ids that are drawn from: first to end, without the latter
+    end: int
+    num_tokens: int
+    offset: int = 0  # added to a drawn id: what comes out, and what the model reads next
+    stop_id: int | None = None  # a drawn id that ends the output
+    temperature: float = 1.0  # 0: the most likely token
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        check_whole("first", self.first, 0)
+        check_whole("end", self.end, self.first + 1)
+        check_whole("num_tokens", self.num_tokens, 1)
+        check_whole("offset", self.offset, -self.first)
+        if self.stop_id is not None:
+            check_whole("stop_id", self.stop_id, self.first, self.end - 1)
+        check_whole("top_k", self.top_k, 0)
+        for name in ("temperature", "top_p"):
+            check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +87,7 @@ class SamplingParams:
     logprobs: int | None = None  # of each output token, with this many of the likeliest beside it
     prompt_logprobs: int | None = None
     grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}: what the output must be
+    stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
         known = [spec.name for spec in dataclasses.fields(cls)]
@@ -70,6 +112,9 @@ class SamplingParams:
         if self.grammar is not None:
             object.__setattr__(self, "grammar", read_grammar(self.grammar))
             self._check_grammar_conflicts()
+        object.__setattr__(self, "stages", tuple(map(read_stage, items_of("stages", self.stages, "a list of stages"))))
+        if self.stages:
+            self._settle_stages()
 
     def _check_numbers(self) -> None:
         whole = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
@@ -79,17 +124,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if type(value) is not int or value < low or (high is not None and value > high):
-                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-                raise InvalidInputError(f"{name} must be a whole number {bounds}, not {value!r}.", hint=ADVICE.get(name))
-        floats = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
-                  "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0)}
-        for name, (lowest, highest) in floats.items():
-            value = getattr(self, name)
-            if not is_number(value) or not lowest <= value <= highest:
-                raise InvalidInputError(f"{name} must be a number from {lowest:g} to {highest:g}, not {value!r}.")
-        if self.top_p == 0.0:
-            raise InvalidInputError("top_p must be above 0.", hint="Use temperature=0 for the most likely token.")
+            check_whole(name, value, low, high)
+        for name in FLOATS:
+            check_number(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidInputError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).")
         if self.n > 1 and self.temperature == 0:
@@ -134,6 +171,32 @@ class SamplingParams:
                 hint="Leave out min_tokens, and state the least length in the grammar.",
             )
 
+    def _settle_stages(self) -> None:
+        """What the stages leave no choice about."""
+        if len(self.stages) > MAX_STAGES:
+            raise InvalidInputError(f"There are {len(self.stages):,} stages; the limit is {MAX_STAGES}.")
+        *early, last = self.stages
+        if any(stage.stop_id is not None for stage in early):
+            raise InvalidInputError("Only the last stage may have a stop_id.", hint="Give the others a num_tokens alone.")
+        stops: tuple[int, ...] = () if last.stop_id is None else (last.stop_id + last.offset,)
+        if any(stage.first <= stop - stage.offset < stage.end for stage in early for stop in stops):
+            raise InvalidInputError(f"A stage before the last can give token {stops[0]}, on which the last one ends.")
+        for name in NOT_WITH_STAGES:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise InvalidInputError(f"{name} and stages exclude each other.", hint="A stage has its own parameters.")
+        if self.stop_token_ids not in ((), stops):
+            raise InvalidInputError("stop_token_ids and stages exclude each other.", hint="Give the last stage a stop_id.")
+        object.__setattr__(self, "stop_token_ids", stops)
+        object.__setattr__(self, "max_tokens", sum(stage.num_tokens for stage in self.stages))
+        object.__setattr__(self, "ignore_eos", True)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """The parameters that these values make; those of values that came lately are not checked once more."""
+        if any(type(value) not in PLAIN for value in values.values()):
+            return cls(**values)
+        return _known_params(tuple((name, type(value), value) for name, value in values.items()))
+
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
 
@@ -142,10 +205,42 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@lru_cache(maxsize=256)
+def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    """By types too: 1, 1.0 and True are equal, but not all of them are right everywhere."""
+    return SamplingParams(**{name: value for name, _, value in items})
+
+
 def is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, int) or math.isfinite(value)  # an int may be too long to be made a float
+
+
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidInputError(f"{name} must be a whole number {bounds}, not {value!r}.", hint=ADVICE.get(name))
+
+
+def check_number(name: str, value: Any) -> None:
+    lowest, highest = FLOATS[name]
+    if not is_number(value) or not lowest <= value <= highest:
+        raise InvalidInputError(f"{name} must be a number from {lowest:g} to {highest:g}, not {value!r}.")
+    if name == "top_p" and value == 0:
+        raise InvalidInputError("top_p must be above 0.", hint="Use temperature=0 for the most likely token.")
+
+
+def read_stage(value: Any) -> Stage:
+    """A stage, or one that is written as a mapping, as it comes from other processes."""
+    if isinstance(value, Stage):
+        return value
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"stages must hold stages, not {type(value).__name__}.", hint="Make them with Stage(...).")
+    try:
+        return Stage(**value)
+    except TypeError as error:
+        raise InvalidInputError(f"A stage cannot be read: {error}.") from None
 
 
 def items_of(name: str, values: Any, what: str) -> tuple[Any, ...]:

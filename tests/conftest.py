@@ -24,6 +24,11 @@ VOCABULARY = [
 ]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A mark of pytest-cov's, which need not be there. For long tests of what others cover: most of their time is tracing."""
+    config.addinivalue_line("markers", "no_cover: not traced for coverage")
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):

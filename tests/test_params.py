@@ -142,3 +142,20 @@ def test_replace_checks_again() -> None:
 def test_penalties_are_noticed(name: str) -> None:
     options: dict[str, Any] = {name: 1.5}
     assert SamplingParams(**options).has_penalties
+
+
+def test_parameters_of_the_same_values_are_made_once() -> None:
+    values: dict[str, Any] = {"temperature": 0.5, "max_tokens": 7, "seed": None}
+    assert SamplingParams.of(values) is SamplingParams.of(dict(values))
+    assert SamplingParams.of(values) == SamplingParams(**values)
+    assert SamplingParams.of({"max_tokens": 1}).max_tokens == 1
+    for wrong in (True, 1.0):  # equal to 1, and not a number of tokens
+        with pytest.raises(InvalidInputError, match="max_tokens must be a whole number"):
+            SamplingParams.of({"max_tokens": wrong})
+
+
+def test_parameters_with_lists_are_made_anew() -> None:
+    stops = ["a"]
+    first = SamplingParams.of({"stop": stops})
+    stops.append("b")
+    assert first.stop == ("a",) and SamplingParams.of({"stop": stops}).stop == ("a", "b")

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,12 @@ def modules() -> list[Path]:
     return sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
+    return list(read_imports(path))
+
+
+def read_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

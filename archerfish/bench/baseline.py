@@ -25,6 +25,8 @@ DIRECTIONS: dict[str, dict[str, Direction]] = {
     "latency": {f"{OURS}: tokens/s *": "lower", f"{OURS}: *": "higher", "*": "neither"},
     "prefix": {"requests/s, cache on": "lower", "requests/s, cache off": "neither", "hit rate, *": "lower",
                "first token, *": "higher", "forward passes *": "higher"},
+    "rwkv": {"tokens/s, *": "lower", "requests/s, without": "neither", "requests/s, *": "lower", "prompt tokens/s, *": "lower",
+             "requests with the same tokens, share": "lower", "MB *": "higher"},
     "store": {"conversion/*": "lower", "opening/*": "higher"},
     "serve": {
         **{f"*/{key}": "neither" for key in (
@@ -87,8 +89,8 @@ def of_store(whole: Mapping[str, Any]) -> Named:
 
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Named]] = {
-    "embed": of_embed, "throughput": of_generate, "latency": of_generate, "prefix": of_generate, "scheduler": of_scheduler,
-    "gpu": of_gpu, "startup": of_startup, "serve": of_serve, "store": of_store,
+    "embed": of_embed, "throughput": of_generate, "latency": of_generate, "prefix": of_generate, "rwkv": of_generate,
+    "scheduler": of_scheduler, "gpu": of_gpu, "startup": of_startup, "serve": of_serve, "store": of_store,
 }  # fmt: skip
 
 

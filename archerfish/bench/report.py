@@ -79,7 +79,7 @@ def ratios(results: Results, ours: str) -> dict[str, dict[str, float | None]]:
 
 
 def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Judged]:
-    """The bars of issue 2, as far as this run has measured what they need."""
+    """The bars, as far as this run has measured what they need."""
     found: list[Judged] = []
     if ours not in results:
         return found

@@ -182,7 +182,7 @@ class ServeBench:
                 self.found.notes.append(f"{where}: not a steady state (Little's law is off by more than a tenth)")
 
 
-# The scenarios of the issue
+# The scenarios
 
 
 async def chat8(bench: ServeBench) -> None:

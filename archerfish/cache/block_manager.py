@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, OutOfBlocksError
 
-MAX_BLOCK_SIZE = 256
+MAX_BLOCK_SIZE = 1 << 20  # of states; KV has smaller ones
 
 
 class BlockManager:

@@ -41,14 +41,19 @@ class RadixCache:
         *,
         policy: str | EvictionPolicy[Any] = "lru",
         is_enabled: bool = True,
+        whole_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
         on_drop: Callable[[Node], None] | None = None,
         num_ghosts: int = 8192,
     ) -> None:
-        """`on_drop` is told of every node that goes; `num_ghosts` evictions are remembered for each namespace."""
+        """`on_drop` is told of every node that goes; `num_ghosts` evictions are remembered for each namespace.
+
+        `whole_blocks`: a block is of use as a whole or not at all (it holds a state), so that a match ends where a block does.
+        """
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.is_enabled = is_enabled
+        self.whole_blocks = whole_blocks
         self.order: EvictionPolicy[Node] = eviction_policy(policy) if isinstance(policy, str) else policy
         self.num_evictable = 0  # blocks that evict() can bring back
         self._clock = clock
@@ -67,8 +72,7 @@ class RadixCache:
         `counts=False` leaves the counters alone: for a request that is looked up again before it could be admitted.
         """
         tree, most = self._tree(key.namespace), self._limit(key, limit)
-        node, matched = self._descend(tree, key, most)
-        record = self._record(tree, key, most, node, matched)
+        node, matched, record = self._find(tree, key, most)
         if counts:
             tree.hit_tokens += matched
             tree.miss_tokens += len(key) - matched
@@ -82,14 +86,13 @@ class RadixCache:
     def peek(self, key: RadixKey, *, limit: int | None = None) -> int:
         """How many tokens match_prefix would find; changes nothing."""
         tree = self._trees.get(key.namespace)
-        return self._descend(tree, key, self._limit(key, limit))[1] if tree is not None else 0
+        matched = self._descend(tree, key, self._limit(key, limit))[1] if tree is not None else 0
+        return matched - matched % self.block_size if self.whole_blocks else matched
 
     def explain(self, key: RadixKey, *, limit: int | None = None) -> HitRecord:
         """The record that match_prefix would give; changes neither recency nor counters."""
         tree = self._trees.get(key.namespace) or Tree(key.namespace)
-        most = self._limit(key, limit)
-        node, matched = self._descend(tree, key, most)
-        return self._record(tree, key, most, node, matched)
+        return self._find(tree, key, self._limit(key, limit))[2]
 
     # Growth
 
@@ -248,6 +251,17 @@ class RadixCache:
             raise StaleHandleError("This cache handle is stale: its node was cleared or evicted.")
         return node
 
+    def _find(self, tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int, HitRecord]:
+        """What `_descend` gives, cut to whole blocks where only those are of use, and why it is no more."""
+        node, matched = self._descend(tree, key, limit)
+        num_cut = matched % self.block_size if self.whole_blocks else 0
+        if not num_cut:
+            return node, matched, self._record(tree, key, limit, node, matched)
+        matched -= num_cut
+        while node.parent is not None and matched <= node.start:
+            node = node.parent
+        return node, matched, self._make_record(tree, key, matched, "between_states", None)
+
     @staticmethod
     def _descend(tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int]:
         """The deepest node that shares a token with the key, and how many tokens of the key are cached."""
@@ -386,7 +400,12 @@ class RadixCache:
                 reason = "evicted"
             elif self._other_adapter_has(tree, key, matched + 1):
                 reason = "adapter_differs"
-        record = HitRecord(length, matched, reason, None, tree.generation, None)
+        return self._make_record(tree, key, matched, reason, evicted_at)
+
+    def _make_record(
+        self, tree: Tree, key: RadixKey, matched: int, reason: HitReason, evicted_at: float | None
+    ) -> HitRecord:
+        record = HitRecord(len(key), matched, reason, None, tree.generation, None)
         if evicted_at is not None:
             record.evicted_seconds_ago = self._clock() - evicted_at
         if tree.cleared_at is not None:

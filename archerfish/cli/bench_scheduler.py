@@ -9,6 +9,9 @@ from typing import Any
 from archerfish.cli.bench_report import add_report_arguments, finish
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
+from archerfish.errors import InvalidOptionError
+
+SIZES = (10**3, 10**4, 10**5, 10**6)  # of trees, in nodes
 
 
 def add_arguments(parser: Parser) -> None:
@@ -23,7 +26,9 @@ def run(arguments: Namespace, out: Output) -> int:
     from archerfish.bench.cache import measure_cache, measure_lengths
     from archerfish.bench.report import machine
 
-    sizes = [size for size in (10**3, 10**4, 10**5, 10**6) if size <= arguments.nodes]
+    sizes = [size for size in SIZES if size <= arguments.nodes]
+    if not sizes:
+        raise InvalidOptionError(f"--nodes is {arguments.nodes}; the smallest tree has {SIZES[0]:,}.")
     with out.progress("Measuring") as progress:
         steps = measure_bookkeeping(arguments.sequences, arguments.steps)
         progress(1, 3, "trees")

@@ -81,14 +81,16 @@ def measure_path(name: str, path: Path) -> ModelSize:
 
 def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
     """Tokens of KV that an LLMEngine with default options would have room for; None for models that keep none."""
-    from archerfish.models.adapter import model_class
+    from archerfish.models.adapter import KVShape, model_class
     from archerfish.models.config import Config
     from archerfish.runtime.kv_pool import plan_memory
 
     config = Config(found.config)
     try:
-        shape = model_class(config).kv_shape(config)
+        shape = model_class(config).memory_shape(config)
     except UnsupportedModelError:
+        return None
+    if not isinstance(shape, KVShape):
         return None
     try:
         return plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype)).num_tokens

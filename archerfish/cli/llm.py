@@ -42,13 +42,16 @@ MEANINGS = {
     "prompt_logprobs": "the same for the prompt",
     "grammar": "what the answer must be: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
+NO_FLAGS = ("stages",)  # for programs
 LISTS = {"stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", str)}
 
 
 def add_sampling(parser: Parser, **defaults: Any) -> None:
-    """A flag for every field of SamplingParams. Flags that are not given leave no trace in the namespace."""
+    """A flag for every field of SamplingParams but NO_FLAGS. Flags that are not given leave no trace in the namespace."""
     group = parser.add_argument_group("sampling")
     for spec in dataclasses.fields(SamplingParams):
+        if spec.name in NO_FLAGS:
+            continue
         default = defaults.get(spec.name, spec.default)
         shown = f" (default: {default})" if type(default) in (int, float) else ""
         keywords: dict[str, Any] = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.engine.tokenizer import read_settings
+from archerfish.engine.tokenizer import Tokenizer, read_settings
+from archerfish.engine.world_tokenizer import END_NAME, WorldTokenizer
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
+from archerfish.params import SamplingParams
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -22,6 +24,17 @@ Message = Mapping[str, Any]
 MAX_SOURCE_LENGTH = 1_000_000
 MAX_MESSAGES = 100_000
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Of RWKV's World models: turns stand between empty lines, so that no message may have one.
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message.role.capitalize() }}: {{ message.content.strip().split("\\n") | map("trim") | select | join("\\n") }}
+
+{% endfor -%}
+{%- if add_generation_prompt -%}
+Assistant:
+{%- endif -%}
+"""
+PLAIN_STOPS = ("\n\nUser:", "\n\nSystem:")
 # Code points that Unicode reserves for use inside of a program.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -31,8 +44,10 @@ class ChatTemplate:
 
     def __init__(
         self, source: str | Mapping[str, str], bos_token: str | None = None, eos_token: str | None = None, *,
-        special_tokens: Mapping[str, str] | None = None, model_name: str = "this model",
+        special_tokens: Mapping[str, str] | None = None, model_name: str = "this model", stops: Sequence[str] = (),
     ) -> None:
+        """stops: texts that begin another turn than the answer's, where no token ends it."""
+        self.stops = tuple(stops)
         self.sources: dict[str, str] = {"default": source} if isinstance(source, str) else dict(source)
         given = {"bos_token": bos_token, "eos_token": eos_token}
         self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
@@ -40,13 +55,15 @@ class ChatTemplate:
         self._compiled: dict[str, Template] = {}
 
     @classmethod
-    def find(cls, directory: str | Path, model_name: str = "") -> ChatTemplate:
-        """The template among the files of a model directory."""
+    def find(cls, directory: str | Path, model_name: str = "", tokenizer: Tokenizer | None = None) -> ChatTemplate:
+        """The template among the files of a model directory; models with the World tokenizer have one without a file."""
         root = Path(directory)
         folder = root / "tokenizer" if (root / "tokenizer").is_dir() else root
         settings = read_settings(folder / "tokenizer_config.json")
         sources = read_sources(folder, settings)
         name = model_name or root.name
+        if not sources and isinstance(tokenizer, WorldTokenizer):
+            return cls(PLAIN_TEMPLATE, eos_token=END_NAME, model_name=name, stops=PLAIN_STOPS)
         if not sources:
             raise UnsupportedModelError(
                 f"{name} has no chat template: it completes texts and was not made for conversations.",
@@ -65,7 +82,7 @@ class ChatTemplate:
         return self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
 
     def encode(
-        self, tokenizer: TextTokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
+        self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, *, template_name: str | None = None, **values: Any,
     ) -> list[int]:
         """Token ids of what `render` gives, except that special tokens inside of messages are taken as the text they are.
@@ -86,6 +103,12 @@ class ChatTemplate:
         for place, piece in enumerate(re.split(f"{mark}({names.pattern}){mark}", text)):
             ids += tokenizer.encode(piece.replace(mark, ""), add_special_tokens=False, plain=place % 2 == 1)
         return ids
+
+    def stopping(self, params: SamplingParams | None) -> SamplingParams:
+        """The parameters of an answer, which ends where another turn would begin."""
+        params = params or SamplingParams()
+        missing = [text for text in self.stops if text not in params.stop]
+        return replace(params, stop=[*params.stop, *missing]) if missing else params
 
     def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
         from jinja2.exceptions import SecurityError, TemplateSyntaxError

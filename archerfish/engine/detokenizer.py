@@ -11,11 +11,12 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 NUM_CONTEXT = 4  # tokens that are decoded again before new ones; one with visible text would do
-MAX_PROMPT_TAIL = 64  # last tokens of the prompt that are looked at
+MAX_PROMPT_TAIL = 64  # last tokens of the prompt that are looked at;
+BYTES_TAIL = 16  # of bytes, where a character that is not complete is one to three of them
 MAX_PENDING = 8  # a character has 4 bytes at most; held longer, it is not one
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -26,11 +27,11 @@ class Detokenizer:
     A character that the prompt began and the output completes belongs to the output.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._hidden = tokenizer.special_tokens if skip_special_tokens else {}
-        visible = [i for i in prompt_ids[-MAX_PROMPT_TAIL:] if i not in self._hidden]
         kinds = tokenizer.decoder_kinds
         is_bytes = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
+        visible = [i for i in prompt_ids[-(BYTES_TAIL if is_bytes else MAX_PROMPT_TAIL) :] if i not in self._hidden]
         self._decoder: ByteDecoder | WindowDecoder = (
             ByteDecoder(tokenizer.token_bytes, visible) if is_bytes else WindowDecoder(tokenizer, visible)
         )
@@ -71,7 +72,7 @@ class ByteDecoder:
 class WindowDecoder:
     """Any other tokens: decoded together with the last ones before them."""
 
-    def __init__(self, tokenizer: TextTokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_kinds
         self._may_break = "ByteLevel" in tokenizer.decoder_kinds

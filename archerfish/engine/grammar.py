@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from archerfish.background import Lazy, in_background
 from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _stack_lock = threading.Lock()
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and keeps the last ones. Safe to use from several threads at once."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
         self.tokenizer, self.vocab_size, self.model_name = tokenizer, vocab_size, model_name
         self._vocabulary = Lazy(self._read_vocabulary)
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
@@ -65,21 +66,38 @@ class GrammarCompiler:
                 hint="State eos_token_id in its generation_config.json.",
             )
         try:
-            from llguidance import LLTokenizer
+            from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
             raise InvalidInputError(
                 "Grammars need the package llguidance, which is not installed here.", hint="pip install llguidance"
             ) from None
-        text = self.tokenizer.to_json()
+        tokenizer = self.tokenizer
+        source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
         try:
             try:
-                return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=ends)
+                return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=ends)
             except ValueError:  # a model may have fewer rows than its tokenizer has tokens
-                return LLTokenizer(text, eos_token=ends)
+                return LLTokenizer(source, eos_token=ends)
         except Exception as error:
             raise UnsupportedModelError(
                 f"Grammars cannot be used with the tokenizer of {self.model_name}: {error}.", hint="Leave out grammar."
             ) from error
+
+
+class ByteVocabulary:
+    """A tokenizer whose tokens are bytes, as llguidance takes it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.special_tokens
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_ids[0], tokenizer.bos_token_id
+        self.special_token_ids = list(special)
+        self.tokens = [
+            special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 class CompiledGrammar:

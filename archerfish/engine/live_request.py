@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from archerfish.engine.output_text import OutputText
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta, request_metrics
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.sequence import Delta, Request, Sequence, TokenLogprobs
 
 Listener = Callable[[TextDelta], None]
@@ -17,13 +17,15 @@ class LiveRequest:
     """What the engine keeps of a request while it runs, and its result when it is done."""
 
     def __init__(
-        self, request: Request, prompt: str | None, tokenizer: TextTokenizer | None, listener: Listener | None = None,
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
         *, is_kept: bool = True,
     ) -> None:
         self.request, self.prompt = request, prompt
         self.is_kept = is_kept  # whether the engine keeps the result until somebody fetches it
         self.listener = listener
         self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
+        if request.params.stages:  # whose tokens stand for no text
+            tokenizer = None
         self.texts = [None if tokenizer is None else OutputText(tokenizer, request) for _ in range(request.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
         self.sequences: dict[int, Sequence] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput
 from archerfish.engine.request_options import is_token_ids
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
 
@@ -38,9 +38,11 @@ class LLM(LLMEngine):
     ) -> list[RequestOutput]:
         """Answers to one conversation or to several, in their order: a list either way."""
         prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
+        given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
+        params = [self.chat_template.stopping(one) for one in given]
+        return self.generate(prompts, params, use_tqdm=use_tqdm, **options)
 
-    def get_tokenizer(self) -> TextTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: encode, decode, and what its special tokens are."""
         if self.tokenizer is None:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give prompts as lists of token ids.")

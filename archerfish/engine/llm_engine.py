@@ -18,15 +18,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 from archerfish.background import Lazy
-from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.hits import HitRecord
-from archerfish.cache.logits_cache import LogitsCache
-from archerfish.cache.radix import CacheStats, RadixCache
+from archerfish.cache.radix import CacheStats
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.grammar import GrammarCompiler
 from archerfish.engine.live_request import Listener, LiveRequest, Watcher
-from archerfish.engine.llm_loading import DETERMINISTIC_CHUNK, choose_step_tokens, load_adapter, read_facts
+from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
 from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_options import (
@@ -39,12 +37,11 @@ from archerfish.engine.request_options import (
     is_token_ids,
     read_token_ids,
 )
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
-from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Plan, Request, StepResult
 from archerfish.types import Progress, no_progress
 
@@ -56,7 +53,7 @@ MAX_KEPT_OUTPUTS = 4096  # results of add_request that nobody has fetched
 
 
 class LLMEngine:
-    """Generation over paged KV with a prefix cache and continuous batching. Safe to use from several threads at once.
+    """Generation over paged KV or states with a prefix cache and continuous batching. Safe to use from several threads at once.
 
     executor: one thread that other engines compute in too. text_thread: one thread that text is made in; None: where one steps.
     """
@@ -71,10 +68,10 @@ class LLMEngine:
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name = facts.name
-        self.tokenizer = TextTokenizer.find(facts.directory, facts.config.values, facts.generation_config)
+        self.tokenizer = find_text_tokenizer(facts.directory, facts.config.values, facts.generation_config)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         adapter = load_adapter(facts, self.config)
-        pool, memory = allocate_pool(facts.device, adapter.ops, facts.kv_shape, facts.memory)
+        pool, memory = allocate_pool(facts.device, adapter.ops, facts.memory_shape, facts.memory)
         facts = self.facts = replace(facts, memory=memory)
         with adapter.ops.allocating(f"{self.config.max_num_seqs} sequences"):
             self.runner = ModelRunner(
@@ -82,9 +79,9 @@ class LLMEngine:
                 is_deterministic=self.config.deterministic, num_threads=self.config.num_threads, executor=executor,
             )
         self.runner.warm_up()
-        self.scheduler = self._make_scheduler()
+        self.scheduler, self.logits_cache = make_scheduler(self.config, facts)
         self._text_thread = text_thread
-        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name))
+        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, self.tokenizer))
         self._seeds = random.Random(self.config.seed or None)
         self._ids = itertools.count()
         self._live: dict[str, LiveRequest] = {}
@@ -98,22 +95,6 @@ class LLMEngine:
         self._has_idle_work = True
         self._is_closed = False
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
-
-    def _make_scheduler(self) -> Scheduler:
-        config, facts = self.config, self.facts
-        blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
-        logits = self.logits_cache = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
-        cache = RadixCache(
-            blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, on_drop=logits.drop,
-        )
-        fixed_chunk = DETERMINISTIC_CHUNK if config.deterministic else 0
-        return Scheduler(
-            blocks=blocks, cache=cache, logits_cache=logits,
-            model_state_hash=f"{facts.name}/{facts.dtype}", policy=config.scheduling_policy,
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
-            max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
-            fixed_chunk=fixed_chunk,
-        )
 
     # Submitting
 
@@ -158,10 +139,10 @@ class LLMEngine:
                 hint="Shorten it.",
             )
         if params.max_tokens is None:
-            room = min(room, max(1, self.facts.memory.num_tokens - len(token_ids) - self.config.block_size))
+            room = min(room, max(1, self.facts.memory.num_tokens - len(token_ids) - self.facts.memory.block_size))
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else self._end_tokens())
+            stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else self.facts.end_token_ids)
         grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
         now = self.scheduler.clock()
         request = Request(
@@ -190,10 +171,6 @@ class LLMEngine:
         if not token_ids:
             raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
         return token_ids, prompt if isinstance(prompt, str) else None
-
-    def _end_tokens(self) -> tuple[int, ...]:
-        found = self.facts.generation_config.get("eos_token_id", self.facts.config.values.get("eos_token_id"))
-        return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
     def submit(self, live: LiveRequest) -> None:
         """Queue a request that `prepare_request` has made."""
@@ -356,7 +333,7 @@ class LLMEngine:
             finally:
                 self._end_turn()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Take in the step that was in flight when the last request ended, so that no work is left open."""
         self.wait_until(lambda: bool(self._live) or not self.has_work or self._is_closed)
 
@@ -437,7 +414,7 @@ class LLMEngine:
                     seen = self._num_ended
                 self.wait_until(lambda seen=seen: has_room() or self._num_ended > seen)  # type: ignore[misc]
                 report()
-            self._settle()
+            self.settle()
         except KeyboardInterrupt:
             report()
             raise
@@ -461,7 +438,7 @@ class LLMEngine:
                 delta = arrived.popleft()
                 num_open -= delta.finish_reason is not None
                 yield delta
-            self._settle()
+            self.settle()
         finally:
             if num_open:
                 self.abort(request_id)
@@ -484,14 +461,15 @@ class LLMEngine:
     ) -> RequestOutput:
         """The answer to a conversation: a list of {"role": ..., "content": ...}."""
         prompt = self.render_chat(messages, **(template_options or {}))
-        return self.generate([prompt], sampling_params, **request_options)[0]
+        return self.generate([prompt], self.chat_template.stopping(sampling_params), **request_options)[0]
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
         template_options: Mapping[str, Any] | None = None, **request_options: Any,
     ) -> Generator[TextDelta, None, None]:
         """The answer to a conversation as it comes."""
-        return self.stream(self.render_chat(messages, **(template_options or {})), sampling_params, **request_options)
+        prompt = self.render_chat(messages, **(template_options or {}))
+        return self.stream(prompt, self.chat_template.stopping(sampling_params), **request_options)
 
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The result of add_request; None until it is done. The last 4,096 results are kept."""
@@ -551,6 +529,7 @@ class LLMEngine:
         check_running_options(changes)
         config, scheduler = self.config.replace(**changes), self.scheduler
         check_running_values(config)
+        check_changes(self.facts, self.config, config)
         with self._lock:
             scheduler.resize(choose_step_tokens(config, self.facts.device), config.max_queue_size)
             if "logits_cache_mib" in changes or "logits_cache_ttl_s" in changes:
@@ -588,8 +567,8 @@ class LLMEngine:
 
     def __repr__(self) -> str:
         facts = self.facts
-        kv_tokens = facts.memory.num_tokens
-        return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, kv_tokens={kv_tokens})"
+        memory = f"states={facts.memory.num_blocks}" if facts.has_states else f"kv_tokens={facts.memory.num_tokens}"
+        return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {memory})"
 
     def __enter__(self) -> Self:
         return self

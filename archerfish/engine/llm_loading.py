@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.logits_cache import LogitsCache
+from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import CorruptFileError, InvalidOptionError
 from archerfish.kernels.ops import Ops
+from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import KVShape, ModelAdapter, model_class
+from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
+from archerfish.sched.scheduler import Scheduler
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
@@ -46,8 +51,19 @@ class ModelFacts:
         return self.adapter.vocab_size(self.config)
 
     @property
-    def kv_shape(self) -> KVShape:
-        return self.adapter.kv_shape(self.config)
+    def memory_shape(self) -> MemoryShape:
+        return self.adapter.memory_shape(self.config)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences keep states in place of keys."""
+        return isinstance(self.memory_shape, StateShape)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """As the model's own files say."""
+        found = self.generation_config.get("eos_token_id", self.config.values.get("eos_token_id"))
+        return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
@@ -68,7 +84,7 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     weight_bytes = sum(count(shape) for shape in shapes) * DTYPE_BYTES[dtype]
     step_tokens = choose_step_tokens(config, device)
     work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
-    memory = plan_memory(config, adapter.kv_shape(model_config), device, dtype, weight_bytes, work)
+    memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     return ModelFacts(directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory)
 
@@ -91,6 +107,33 @@ def build_adapter(facts: ModelFacts, config: EngineConfig, ops: Ops[Any]) -> Mod
     ops.prepare()
     loader.release()
     return adapter
+
+
+def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, LogitsCache]:
+    """Who shares the model's memory, and the logits that live with its cache."""
+    blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
+    logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
+    cache = RadixCache(
+        blocks, policy=config.eviction_policy, is_enabled=config.enable_prefix_caching, whole_blocks=facts.has_states,
+        on_drop=logits.drop,
+    )
+    scheduler = Scheduler(
+        blocks=blocks, cache=cache, logits_cache=logits, model_state_hash=f"{facts.name}/{facts.dtype}",
+        policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
+        max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
+        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+    )
+    return scheduler, logits
+
+
+def check_changes(facts: ModelFacts, before: EngineConfig, config: EngineConfig) -> None:
+    """Options that are changed while the engine runs must suit the memory that was planned at its start."""
+    is_turned_on = config.enable_prefix_caching and not before.enable_prefix_caching
+    if is_turned_on and facts.has_states and facts.memory.block_size >= facts.max_len:
+        raise InvalidOptionError(
+            f"[engine] enable_prefix_caching: {facts.name} was loaded with one state for each sequence, none to be reused.",
+            hint="Load it again with prefix caching, or with a block_size.",
+        )
 
 
 def choose_step_tokens(config: EngineConfig, device: str) -> int:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from archerfish.engine.detokenizer import Detokenizer
 from archerfish.engine.stops import StopStrings
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.sequence import FinishReason, Request
 
 
 class OutputText:
     """Joins a Detokenizer and StopStrings for one sequence of a request."""
 
-    def __init__(self, tokenizer: TextTokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)

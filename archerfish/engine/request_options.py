@@ -65,6 +65,10 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
         if outside is not None:
             raise InvalidInputError(f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}.")
+    for place, stage in enumerate(params.stages):
+        highest = stage.end - 1 + max(0, stage.offset)
+        if highest >= vocab_size:
+            raise InvalidInputError(f"stages[{place}] reaches to token {highest}, outside of the vocabulary of {vocab_size:,}.")
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.background import Lazy
-from archerfish.engine.tokenizer import find_tokenizer, open_tokenizer, read_settings
+from archerfish.engine.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as RustTokenizer
 
 
 class TextTokenizer:
@@ -48,7 +48,7 @@ class TextTokenizer:
         return cls(root, config=config, generation_config=generation_config)
 
     @property
-    def _base(self) -> Tokenizer:
+    def _base(self) -> RustTokenizer:
         return self._parsed.get()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
@@ -136,11 +136,21 @@ class TextTokenizer:
             return []
         return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
 
-    def _make_plain(self) -> Tokenizer:
+    def _make_plain(self) -> RustTokenizer:
         """A copy to which the name of a special token is text like any other."""
         plain = copy.deepcopy(self._base)
         plain.encode_special_tokens = True
         return plain
+
+
+def find_text_tokenizer(
+    directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
+    """The tokenizer of a model directory, of whichever kind; None where there is none, so that the model takes ids only."""
+    from archerfish.engine.world_tokenizer import WorldTokenizer
+
+    found = TextTokenizer.find(directory, config, generation_config)
+    return WorldTokenizer.find(directory, config) if found is None else found
 
 
 def id_list(value: object) -> list[int]:

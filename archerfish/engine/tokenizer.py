@@ -1,4 +1,4 @@
-"""Text to token ids with the Rust tokenizers."""
+"""Text to token ids: what engines ask of a tokenizer, and the Rust one of models that read text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from archerfish.errors import CorruptFileError, InvalidInputError
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as RustTokenizer
 
 Text = str | tuple[str, str]
 
@@ -20,14 +21,52 @@ Text = str | tuple[str, str]
 NO_LIMIT = 10**9  # transformers writes a model_max_length of about 1e30 where there is none
 
 
+class Tokenizer(Protocol):
+    """What engines ask of the tokenizer of a model that writes text; safe to use from several threads at once."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """Ids and names of the tokens that `skip_special_tokens` leaves out."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+
+    @property
+    def decoder_kinds(self) -> frozenset[str]:
+        """Kinds of the steps that turn tokens into text; with "ByteLevel" alone, `token_bytes` says all."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
+        """Token ids of a whole text. The names of special tokens in it stand for those tokens, unless `plain`."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the vocabulary does not have stand for nothing."""
+
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of bytes stands for; nothing for an unknown id."""
+
+    def named_token(self, role: str) -> str | None:
+        """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
+
+
 class FastTokenizer:
     """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
 
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
-        self._base: Tokenizer = open_tokenizer(find_tokenizer(Path(tokenizer_path)))
+        self._base: RustTokenizer = open_tokenizer(find_tokenizer(Path(tokenizer_path)))
         self.max_length = max_length
         self._base.enable_truncation(max_length)
-        self._by_length: dict[int, Tokenizer] = {self.max_length: self._base}
+        self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
 
     def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[Encoding]:
         """Encodings of texts or of pairs of texts, cut to max_length tokens, with the model's special tokens."""
@@ -74,12 +113,12 @@ class FastTokenizer:
         return found
 
 
-def open_tokenizer(file: Path) -> Tokenizer:
+def open_tokenizer(file: Path) -> RustTokenizer:
     """A tokenizer.json without its padding and truncation."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+        tokenizer: RustTokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers package raises plain Exception
         raise CorruptFileError(f"The tokenizer {file} cannot be read: {error}.") from error
     tokenizer.no_padding()

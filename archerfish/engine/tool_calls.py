@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from archerfish.engine.grammar import JSON_OPTIONS
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.engine.tool_object import CallObject, Outcome
 from archerfish.errors import InvalidInputError, did_you_mean
 
@@ -265,7 +265,7 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 def grammar_for_tools(
     style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
-    tokenizer: TextTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any] | None:
     """A grammar for `SamplingParams` under which an answer is a call; None where tool_choice ("auto", "none") forces none.
 
@@ -286,7 +286,7 @@ def grammar_for_tools(
     return {"kind": "lark", "value": "\n".join([f"start: {shape_of(written, is_parallel, tokenizer)}", *rules]) + "\n"}
 
 
-def shape_of(style: Style, is_parallel: bool, tokenizer: TextTokenizer | None) -> str:
+def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:
     """How calls stand in an answer, as the right side of a rule."""
     special = {} if tokenizer is None else {name: token_id for token_id, name in tokenizer.special_tokens.items()}
     if style.is_list:

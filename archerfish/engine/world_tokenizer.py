@@ -1,21 +1,24 @@
 """The World tokenizer of RWKV: at every place the longest token of the vocabulary that fits there.
 
-Tokens are bytes, and each single byte is one, so that every text has tokens and all tokens have text. It has the methods of
-`TextTokenizer` that engines use, and its tokens are bytes to `Detokenizer`.
+Tokens are bytes, and each single byte is one, so that every text has tokens and all tokens have text.
 """
 
 from __future__ import annotations
 
 import ast
 import gzip
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from archerfish.background import Lazy
+from archerfish.engine.tokenizer import read_settings
 from archerfish.errors import CorruptFileError
+from archerfish.store.metadata import is_converted, read_metadata
+from archerfish.store.tokenizer_files import WORLD_NAME
 
-VOCABULARY_NAME = "rwkv_vocab_v20230424.txt"
+VOCABULARY_NAME = WORLD_NAME
 # The file of that name in the PyPI package rwkv 0.8.32 (Apache-2.0, by Bo Peng), unchanged but for its compression.
 BUNDLED = Path(__file__).with_name(f"{VOCABULARY_NAME}.gz")
 END_OF_TEXT = 0
@@ -32,7 +35,7 @@ class WorldTokenizer:
     vocab_size = VOCAB_SIZE
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = (END_OF_TEXT,)
-    special_tokens: dict[int, str] = {END_OF_TEXT: END_NAME}  # noqa: RUF012 (as TextTokenizer has it)
+    special_tokens: dict[int, str] = {END_OF_TEXT: END_NAME}  # noqa: RUF012 (as Tokenizer has it)
     decoder_kinds = frozenset({"ByteLevel"})  # to a Detokenizer: `token_bytes` says all
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -40,6 +43,21 @@ class WorldTokenizer:
         file = given / VOCABULARY_NAME if given.is_dir() else given
         self._tokens = Lazy(lambda: read_vocabulary(file))
         self._longest = Lazy(lambda: longest_by_prefix(self._tokens.get()))
+
+    @classmethod
+    def find(cls, directory: str | Path, config: Mapping[str, Any] | None = None) -> WorldTokenizer | None:
+        """The tokenizer of a model directory with a vocabulary of this kind, or of an RWKV model with the World vocabulary.
+
+        config is the model's, where the caller has it already.
+        """
+        root = Path(directory)
+        for folder in (root / "tokenizer", root):
+            if (folder / VOCABULARY_NAME).is_file():
+                return cls(folder)
+        if config is None:
+            config = read_metadata(root).config if is_converted(root) else read_settings(root / "config.json")
+        is_world = str(config.get("model_type")).startswith("rwkv") and config.get("vocab_size") == VOCAB_SIZE
+        return cls() if is_world else None
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         """Token ids of a whole text. No text stands for a special token, and none is added."""

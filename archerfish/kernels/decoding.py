@@ -14,6 +14,7 @@ from typing import Generic
 from archerfish.kernels.handle import T
 
 FILLING_POSITION = -1
+NO_BLOCK = -1  # in place of one that is in front of a sequence: the empty state
 ON_DEVICE = -1  # in place of a token: the one that the sequence was given last
 
 
@@ -23,14 +24,18 @@ class Input(IntEnum):
     TOKEN = 0
     ROW = 1  # of the sequence in DecodeState
     POSITION = 2  # of the token
-    BLOCK = 3  # in which its key and value go
+    BLOCK = 3  # in which its key and value go, or the state behind it
     KEY = 4  # as in SamplingBatch, from here on
     IS_GREEDY = 5
     TOP_K = 6
-    NUM_SHARED = 7  # in the first column: tokens whose keys lie in the same blocks for all sequences
-    TEMPERATURE = 8
-    TOP_P = 9
-    MIN_P = 10
+    FIRST = 7  # of the range, as the next two
+    END = 8
+    OFFSET = 9
+    NUM_SHARED = 10  # of models with keys, in the first column: tokens whose keys lie in the same blocks for all sequences
+    SOURCE = NUM_SHARED  # of models with states: the block of the state in front of the token, or NO_BLOCK
+    TEMPERATURE = 11
+    TOP_P = 12
+    MIN_P = 13
 
 
 NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE

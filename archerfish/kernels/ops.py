@@ -15,19 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.background import Lazy
-from archerfish.errors import InvalidInputError
+from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
 from archerfish.kernels.handle import T as T
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+
+if TYPE_CHECKING:
+    from archerfish.kernels.recurrent import RecurrentOps
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -134,6 +137,7 @@ class PagedBatch(Generic[T]):
     block_size: int
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
+    kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
 
@@ -300,6 +304,10 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def put(self, target: T, indices: Ids, values: T) -> None:
         """Write rows of values into target at host indices, in place."""
+
+    def recurrent(self) -> RecurrentOps[T]:
+        """Operations over states, for recurrent models."""
+        raise DeviceError(f"The backend {self.name!r} has no recurrent models.", hint="Choose another one.")
 
     # Sampling: what the parameters mean stands in `sampling.py`.
 

@@ -1,23 +1,22 @@
 """Signatures of what recurrent models compute beside `Ops`: over state slots instead of KV blocks.
 
-A slot holds the whole state of one sequence, or of a prefix that others may start from. Slot 0 is the empty state and is never
-written: a sequence starts as a copy of it, or of the slot of its longest known prefix. `wkv.py` gives every operation its
-meaning in plain torch, and each faster backend is tested against it.
+A slot holds the whole state of one sequence behind one of its tokens. Slot 0 is the empty state, which every sequence begins
+from, and is never written; block b of an engine is slot b + 1. `wkv.py` gives every operation its meaning in plain torch, and
+each faster backend is tested against it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, cast
+from typing import Any, Generic
 
-import numpy as np
-
-from archerfish.errors import DeviceError
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.decoding import DecodeState
+from archerfish.kernels.handle import Ids, T
+from archerfish.kernels.sampling import SamplingBatch
 
 EMPTY_SLOT = 0
+FIRST_SLOT = 1  # of block 0
 NO_SLOT = -1  # of a row that stands for no sequence: nothing is read or written
 
 
@@ -33,8 +32,8 @@ class StateShape:
     def width(self) -> int:
         return self.num_heads * self.head_dim
 
-    def bytes_per_slot(self, item_bytes: int) -> int:
-        """Matrices are float32, inputs of the compute type."""
+    def bytes_per_block(self, block_size: int, item_bytes: int) -> int:
+        """A block is a state, whatever tokens it stands for; matrices are float32, inputs of the compute type."""
         return self.num_layers * (4 * self.width * self.head_dim + 2 * self.width * item_bytes)
 
 
@@ -49,7 +48,7 @@ class StateLayer(Generic[T]):
 
 @dataclass(frozen=True)
 class StateMemory(Generic[T]):
-    """States of all slots. What a slot keeps of all layers lies together, so that copying it is one piece of work."""
+    """States of all slots."""
 
     shape: StateShape
     wkv: T  # (slots, layers, heads, head_dim, head_dim)
@@ -59,7 +58,11 @@ class StateMemory(Generic[T]):
 
 @dataclass(frozen=True)
 class RecurrentBatch(Generic[T]):
-    """Packed tokens of one step over state slots. Sequences with one new token stand first; no two share a slot.
+    """Packed tokens of one step over state slots. Sequences with one new token stand first.
+
+    The new tokens of a sequence are cut into pieces wherever its state is to be kept: a piece goes on from the state in its
+    source and leaves what comes of it in its target, which is the source of the sequence's next piece. Sequences may share a
+    source, but a target is one piece's alone, and the source of no other sequence.
 
     Tensors of T may have more rows than there are tokens (a backend's filling): num_tokens counts the real ones.
     """
@@ -67,11 +70,16 @@ class RecurrentBatch(Generic[T]):
     num_tokens: int
     num_decodes: int  # leading sequences with exactly one new token
     query_lens: Ids  # host: new tokens of each sequence
+    piece_counts: Ids  # host: pieces of each sequence
+    piece_lens: Ids  # host: tokens of each piece
     token_ids: T  # (tokens,)
-    state_slots: T  # (sequences,)
-    starts: T  # (sequences + 1,): where each sequence's tokens begin; the last is their number
-    previous: T  # (tokens,): the row of the token before, or -1 - slot for the first new token of a sequence
+    previous: T  # (tokens,): the row of the token before, or -1 - source for the first new token of a sequence
+    sources: T  # (pieces,): slots
+    targets: T  # (pieces,): slots
+    starts: T  # (pieces + 1,): where each piece's tokens begin; the last is their number
+    first_pieces: T  # (sequences + 1,): where each sequence's pieces begin; the last is their number
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others, nor on how its prompt was cut up
+    kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
     @property
@@ -106,21 +114,18 @@ class HeadWeights(Generic[T]):
 
 
 class RecurrentOps(ABC, Generic[T]):
-    """Operations on states, beside an `Ops` of the same backend."""
+    """Operations on states, beside the `Ops` of a backend, which gives them."""
 
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
         """Memory for so many slots, slot 0 included; all of them empty states."""
 
     @abstractmethod
-    def copy_states(self, memory: StateMemory[T], pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy slot to slot in all layers, for each (from, to). No slot is both source and target."""
-
-    @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:
         """For each of some (width,) factors, one after the other in `factors`: x + (the token's before it - x) * factor.
 
-        inputs: (slots, width), where the tokens before come from at the start of a sequence, and where its last x goes.
+        inputs: (slots, width): the token before a sequence's first comes from its source, the last x of a piece goes to its
+        target.
         """
 
     @abstractmethod
@@ -133,45 +138,8 @@ class RecurrentOps(ABC, Generic[T]):
 
     @abstractmethod
     def mix_heads(self, inputs: HeadInputs[T], weights: HeadWeights[T], states: T, batch: RecurrentBatch[T]) -> T:
-        """The time mix between its products: (tokens, width). states: a layer's wkv, which the new tokens change."""
+        """The time mix between its products: (tokens, width). states: a layer's wkv, from sources to targets."""
 
-
-def recurrent_ops(ops: Ops[T]) -> RecurrentOps[T]:
-    """The operations on states that belong to a backend."""
-    if not isinstance(cast(object, ops), Ops):  # stands for a backend where nothing is computed
-        return cast(RecurrentOps[T], ops)
-    from archerfish.kernels.reference import TorchOps
-    from archerfish.kernels.select import has_triton
-
-    if not isinstance(ops, TorchOps):
-        raise DeviceError(f"The backend {ops.name!r} has no recurrent models.", hint="Choose another one.")
-    if ops.device == "cuda" and has_triton():
-        from archerfish.kernels.triton_wkv import TritonRecurrentOps
-
-        return cast(RecurrentOps[T], TritonRecurrentOps(ops))
-    from archerfish.kernels.wkv import ChunkedRecurrentOps
-
-    return cast(RecurrentOps[T], ChunkedRecurrentOps(ops))
-
-
-def build_recurrent_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], slots: Sequence[int], is_deterministic: bool = False,
-    num_rows: int = 0,
-) -> RecurrentBatch[T]:
-    """The batch of sequences with new tokens and a state slot each. Sequences with one new token must stand first."""
-    query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    is_decode = query_lens == 1
-    num_decodes = int(np.count_nonzero(is_decode))
-    assert is_decode[:num_decodes].all(), "sequences with one new token must stand first"
-    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int64)
-    num_tokens = int(starts[-1])
-    num_rows = num_rows or ops.padded_rows(num_tokens)
-    rows = np.zeros((2, num_rows), dtype=np.int64)  # token ids, rows before; the filling is 0
-    rows[0, :num_tokens] = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
-    rows[1, 1:num_tokens] = np.arange(num_tokens - 1)
-    state_slots = np.asarray(slots, dtype=np.int64)
-    rows[1, starts[:-1]] = -1 - state_slots
-    return RecurrentBatch(
-        num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, token_ids=ops.ids(rows[0]),
-        state_slots=ops.ids(state_slots), starts=ops.ids(starts), previous=ops.ids(rows[1]), is_deterministic=is_deterministic,
-    )
+    @abstractmethod
+    def decode_batch(self, inputs: T, state: DecodeState[T]) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:
+        """As `Ops.decode_batch`, for a step of decodes over states."""

@@ -31,7 +31,8 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
-from archerfish.kernels.sampling import TOP_K_OFF, Cuts, Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.recurrent import RecurrentOps
+from archerfish.kernels.sampling import TOP_K_OFF, Cuts, Drawn, Logprobs, Ranges, SamplingBatch, TokenCounts
 from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
 
 Tensor = torch.Tensor
@@ -241,6 +242,11 @@ class TorchOps(Ops[Tensor]):
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None) -> Logprobs[Tensor]:
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
+    def recurrent(self) -> RecurrentOps[Tensor]:
+        from archerfish.kernels.wkv import ChunkedRecurrentOps
+
+        return ChunkedRecurrentOps(self)
+
     def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[Tensor]:
         tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
         return DecodeState(tokens, torch.zeros(num_rows + 1, most_blocks, dtype=torch.int32, device=self.device))
@@ -287,6 +293,7 @@ def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> Sampling
     return SamplingBatch(
         temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
         positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,
+        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
     )
 
 

@@ -1,9 +1,9 @@
 """What the op `sample` is told: parameters of each row as tensors of the device, None where no row uses them.
 
-They apply in this order: logit bias; bans and masks; repetition penalty; presence and frequency penalties; temperature; min_p;
-top_k; top_p over what these leave; the draw. Tokens rank by their penalised logit, the lower id first among equals, so that
-every filter keeps a definite set. min_p keeps a token that is at least min_p times as likely as the likeliest, top_p the fewest
-of the likeliest tokens whose share reaches top_p.
+They apply in this order: logit bias; bans, masks and ranges; repetition penalty; presence and frequency penalties;
+temperature; min_p; top_k; top_p over what these leave; the draw; the offset of the range. Tokens rank by their penalised logit,
+the lower id first among equals, so that every filter keeps a definite set. min_p keeps a token that is at least min_p times as
+likely as the likeliest, top_p the fewest of the likeliest tokens whose share reaches top_p.
 
 A draw is one uniform number, looked up in the cumulative probabilities of the tokens that are left, in the order of their ids.
 The number is a hash (splitmix64) of the row's key and position: it depends on nothing else in the batch.
@@ -36,6 +36,16 @@ class Masks(Generic[T]):
 
     rows: T  # (n,) int64: which rows of the batch, none twice
     bits: T  # (n, words) int64: a bit for every token of the vocabulary, 64 to a word, the lowest first; 0: ruled out
+
+
+@dataclass(frozen=True)
+class Ranges(Generic[T]):
+    """The part of the vocabulary that each row chooses from. What logits stand beside it is not looked at."""
+
+    first: T  # (rows,) int64
+    end: T  # (rows,) int64: beyond the last
+    offset: T  # (rows,) int64: added to the chosen id
+    bounds: tuple[int, int] | None = None  # between which all of them lie, where the host knows it
 
 
 @dataclass
@@ -88,6 +98,7 @@ class SamplingBatch(Generic[T]):
     banned: Entries[T] | None = None
     masks: Masks[T] | None = None
     penalties: Penalties[T] | None = None
+    ranges: Ranges[T] | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -96,7 +107,7 @@ class SamplingBatch(Generic[T]):
 
 @dataclass(frozen=True)
 class Drawn(Generic[T]):
-    """Chosen tokens, 0 in rows that failed."""
+    """Chosen tokens, with the offset of their range; 0 in rows that failed."""
 
     tokens: T  # (rows,) int64
     report: T  # (2, rows) int64: the tokens again, and CHOSEN, NOT_FINITE or NONE_LEFT

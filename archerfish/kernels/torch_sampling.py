@@ -32,6 +32,7 @@ from archerfish.kernels.sampling import (
     Logprobs,
     Masks,
     Penalties,
+    Ranges,
     SamplingBatch,
     TokenCounts,
 )
@@ -51,7 +52,12 @@ class TorchSampling:
         self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
-        x = self._adjusted(logits, batch)
+        start = 0
+        if batch.ranges is not None and batch.ranges.bounds is not None and not batch.changes_logits:
+            start, end = batch.ranges.bounds
+            start -= start % BLOCK  # so that sums of blocks are the same, whatever other rows choose from
+            logits = logits[:, start:end]
+        x = self._adjusted(logits, batch, start)
         peaks = self._peaks(x)
         best, highest = likeliest(x, peaks)
         failed = torch.where(highest == -math.inf, NONE_LEFT, torch.where(highest.isfinite(), CHOSEN, NOT_FINITE))
@@ -60,6 +66,8 @@ class TorchSampling:
             tokens = self._draw(x, peaks, highest.masked_fill(failed != CHOSEN, 0.0), failed, batch)
             if batch.is_greedy is not None:
                 tokens = torch.where(batch.is_greedy != 0, best, tokens)
+        if batch.ranges is not None:
+            tokens = tokens + (batch.ranges.offset + start)
         report = torch.stack((tokens.masked_fill(failed != CHOSEN, 0), failed))
         if batch.penalties is not None:
             count_tokens(batch.penalties, report[0])
@@ -93,15 +101,17 @@ class TorchSampling:
         x[:, vocab_size:].fill_(-math.inf)
         return x
 
-    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
-        """Logits after bias, bans, masks and penalties."""
-        x = self._padded(logits, is_changed=batch.changes_logits)
+    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor], start: int = 0) -> Tensor:
+        """Logits, the first of which is that of token `start`, after bias, bans, masks, ranges and penalties."""
+        x = self._padded(logits, is_changed=batch.changes_logits or batch.ranges is not None)
         if batch.bias is not None and batch.bias_values is not None:
             x.view(-1).index_add_(0, places(batch.bias, x.shape[1]), batch.bias_values.float())
         if batch.banned is not None:
             x.view(-1).index_fill_(0, places(batch.banned, x.shape[1]), -math.inf)
         if batch.masks is not None:
             self._mask(x, batch.masks)
+        if batch.ranges is not None:
+            leave_range(x, batch.ranges, start)
         if batch.penalties is not None:
             penalise(x, batch.penalties)
         return x
@@ -335,6 +345,12 @@ def signed(word: int) -> int:
 
 def places(entries: Entries[Tensor], width: int) -> Tensor:
     return entries.rows * width + entries.token_ids
+
+
+def leave_range(x: Tensor, ranges: Ranges[Tensor], start: int) -> None:
+    """Logits outside of the rows' ranges become -inf, the first of them being that of token `start`."""
+    ids = torch.arange(start, start + x.shape[1], device=x.device)
+    x.masked_fill_((ids < ranges.first[:, None]) | (ids >= ranges.end[:, None]), -math.inf)
 
 
 def penalise(x: Tensor, penalties: Penalties[Tensor]) -> None:

@@ -31,6 +31,7 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
+from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_new
@@ -178,6 +179,11 @@ class TritonOps(TorchOps):
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
+
+    def recurrent(self) -> RecurrentOps[Tensor]:
+        from archerfish.kernels.triton_wkv import TritonRecurrentOps
+
+        return TritonRecurrentOps(self)
 
     @cached_property
     def _sampling(self) -> TritonSampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ MAX_SHARED_PARTS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1  # that their parts should come to: a tile's registers fill a processor
 GATHER_STEP = 128  # rows of a piece of gathered keys; steps divide it
 GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
-MANY_DECODES = 1024  # sequences times KV heads, from which on one warp for each is best
+LONE_DECODE, FEW_DECODES, HALF_BUSY, MANY_DECODES = 16, 48, 99, 1024  # sequences times KV heads, from which on a tile is best
+ALIGNED_WORDS = 4  # 16 bytes
 MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
 
 
@@ -71,13 +73,26 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def send_pieces(pieces: Sequence[Ids], device: torch.device) -> list[Tensor]:
+    """Host arrays as int32 on the device, sent as one; each begins where an allocation might.
+
+    A kernel is compiled once more for each of its pointers that is aligned in another way.
+    """
+    lengths = [len(piece) for piece in pieces]
+    places = np.cumsum([0, *(-(-length // ALIGNED_WORDS) * ALIGNED_WORDS for length in lengths)]).tolist()
+    words = np.zeros(places[-1], dtype=np.int32)
+    for piece, length, place in zip(pieces, lengths, places, strict=False):
+        words[place : place + length] = piece
+    sent = to_device(words, device)
+    return [sent[place : place + length] for length, place in zip(lengths, places, strict=False)]
+
+
 def find_places(batch: PagedBatch[Tensor], device: torch.device) -> Places:
     if PLACES not in batch.derived:
         starts = np.cumsum(batch.query_lens) - batch.query_lens
-        lengths = np.concatenate((batch.context_lens, starts, batch.query_lens, [batch.num_shared])).astype(np.int32)
         num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
-        num = len(starts)
-        contexts, rows, query_lens, shared = to_device(lengths, device).tensor_split((num, 2 * num, 3 * num))
+        pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
+        contexts, rows, query_lens, shared = send_pieces(pieces, device)
         places = batch.derived[PLACES] = Places(contexts, rows, query_lens, shared if batch.num_shared else None)
         if num_new and not batch.is_deterministic:
             places.is_gathered = num_keys <= GATHER_RATIO * num_new
@@ -98,7 +113,7 @@ def list_tiles(batch: PagedBatch[Tensor], num_queries: int, device: torch.device
     lens, contexts = batch.query_lens[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
     sequence, first = cut(lens, num_queries)
     order = np.argsort(lens[sequence] - contexts[sequence] - first, kind="stable")
-    sequences, firsts = to_device(np.stack((sequence[order] + batch.num_decodes, first[order])).astype(np.int32), device)
+    sequences, firsts = send_pieces((sequence[order] + batch.num_decodes, first[order]), device)
     return sequences, firsts
 
 
@@ -108,8 +123,7 @@ def plan_gathering(batch: PagedBatch[Tensor], device: torch.device) -> Gathering
     sequence, first = cut(lens, GATHER_STEP)
     padded = -(-lens // GATHER_STEP) * GATHER_STEP
     starts = np.cumsum(padded) - padded
-    sent = to_device(np.concatenate((starts, sequence, first)).astype(np.int32), device)
-    rows, sequences, firsts = sent.tensor_split((len(starts), len(starts) + len(sequence)))
+    rows, sequences, firsts = send_pieces((starts, sequence, first), device)
     return Gathering(rows, sequences, firsts, int(padded.sum()))
 
 
@@ -124,13 +138,16 @@ class Tile:
 
 
 def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool) -> Tile:
+    """What was quickest for contexts of 200 to 3500 keys on a Hopper."""
     rows = max(MIN_ROWS, triton.next_power_of_2(heads.num_heads // heads.num_kv_heads))
+    num_programs = num_sequences * heads.num_kv_heads
     if dtype == torch.float32 or heads.head_dim > 128:
         return Tile(rows, 32, 4, 2)
-    num_programs = num_sequences * heads.num_kv_heads
-    if is_split:
-        return Tile(rows, 16, 1, 3)
-    if num_programs < MANY_DECODES // 2:
+    if is_split and num_programs < HALF_BUSY:
+        if num_programs < LONE_DECODE:
+            return Tile(rows, 16, 1, 3)
+        return Tile(rows, 32, 2, 3) if num_programs < FEW_DECODES else Tile(rows, 32, 1, 3)
+    if num_programs < MANY_DECODES * 3 // 4:
         return Tile(rows, 128, 4, 2)
     return Tile(rows, 64, 2, 3) if num_programs < MANY_DECODES or rows > MIN_ROWS else Tile(rows, 32, 1, 3)
 
@@ -185,8 +202,10 @@ def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothi
 def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
     """Parts of a decode, so that all processors have work; 1 where there are sequences enough."""
     num_programs = num_sequences * num_kv_heads
-    if 2 * num_programs >= 3 * num_processors:
+    if 3 * num_programs >= 4 * num_processors:
         return 1
+    if 4 * num_programs >= 3 * num_processors:
+        return 2
     return max(1, min(MAX_SPLITS, PROGRAMS_PER_PROCESSOR * num_processors // num_programs))
 
 

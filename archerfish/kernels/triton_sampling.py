@@ -76,13 +76,28 @@ def order_of(values):
 
 
 @triton.jit
+def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
+    """Which tokens a row chooses from: the first, and the one beyond the last."""
+    first = vocab_size * 0
+    end = vocab_size
+    if has_ranges:
+        first = tl.load(firsts + row).to(tl.int32)
+        end = tl.minimum(tl.load(range_ends + row).to(tl.int32), vocab_size)
+    return first, end
+
+
+@triton.jit
 def survey_kernel(
-    logits, temperature, tops, top_ids, sums, vocab_size, stride, chunk: tl.constexpr, is_drawn: tl.constexpr
+    logits, firsts, range_ends, temperature, tops, top_ids, sums, vocab_size, stride, chunk: tl.constexpr,
+    is_drawn: tl.constexpr, has_ranges: tl.constexpr,
 ):
     """Of every chunk the largest logit, its lowest id, and the sum of weights relative to it. A NaN comes first."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * chunk + tl.arange(0, chunk)
     values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    if has_ranges:  # not in the mask: the logits need not wait for it
+        first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+        values = tl.where((ids >= first) & (ids < end), values, float("-inf"))
     is_nan = values != values
     top = tl.max(tl.where(is_nan, float("-inf"), values), 0)
     place = row * tl.num_programs(1) + tl.program_id(1)
@@ -95,7 +110,7 @@ def survey_kernel(
 
 @triton.jit
 def draw_from_all(
-    logits, tops, sums, highest, scale, number, vocab_size, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
+    logits, tops, sums, highest, scale, number, first, end, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
     width: tl.constexpr,
 ):
     """A token of one row: first the chunk by the cumulative weights of chunks, then the token inside."""
@@ -112,7 +127,7 @@ def draw_from_all(
     own = tl.sum(tl.where(chunks == chosen, amounts, 0), 0)
     level = tl.max(tl.where(chunks == chosen, levels, float("-inf")), 0)
     ids = chosen * chunk + tl.arange(0, chunk)
-    values = tl.load(logits + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + ids, mask=(ids >= first) & (ids < end), other=float("-inf")).to(tl.float32)
     inner = (weigh(values, level, scale, 0.0) * unit).to(tl.int64)
     total = tl.sum(inner, 0)
     goal = tl.minimum((goal.to(tl.float64) / own.to(tl.float64) * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -121,9 +136,10 @@ def draw_from_all(
 
 @triton.jit
 def settle_kernel(
-    logits, temperature, is_greedy, keys, positions, top_k, top_p, min_p, tops, top_ids, sums, cut_tops, levels, report,
-    vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr, num_levels: tl.constexpr,
-    is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
+    logits, firsts, range_ends, offsets, temperature, is_greedy, keys, positions, top_k, top_p, min_p, tops, top_ids, sums,
+    cut_tops, levels, report, vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
+    num_levels: tl.constexpr, is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
+    has_ranges: tl.constexpr,
 ):
     """Join the chunks of a row. Rows to cut get their highest logit in cut_tops, the others NaN, and their levels."""
     row = tl.program_id(0).to(tl.int64)
@@ -150,18 +166,21 @@ def settle_kernel(
             to_draw = to_draw & (is_cut == 0)
         if to_draw:
             number = uniform(tl.load(keys + row), tl.load(positions + row))
+            first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
             token = draw_from_all(
-                logits + row * stride, tops, sums + row * num_chunks, highest, scale_of(temperature, row), number, vocab_size,
+                logits + row * stride, tops, sums + row * num_chunks, highest, scale_of(temperature, row), number, first, end,
                 num_chunks, unit, chunk, width,
             )
+    if has_ranges:
+        token += tl.load(offsets + row)
     tl.store(report + row, tl.where(outcome == CHOSEN, token, 0))
     tl.store(report + tl.num_programs(0) + row, outcome.to(tl.int64))
 
 
 @triton.jit
 def tabulate_kernel(
-    logits, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
-    chunk: tl.constexpr, num_levels: tl.constexpr,
+    logits, firsts, range_ends, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+    chunk: tl.constexpr, num_levels: tl.constexpr, has_ranges: tl.constexpr,
 ):
     """How many tokens of a chunk lie between two levels, and what they weigh."""
     row = tl.program_id(0).to(tl.int64)
@@ -169,7 +188,8 @@ def tabulate_kernel(
     if highest != highest:
         return
     ids = tl.program_id(1) * chunk + tl.arange(0, chunk)
-    is_inside = ids < vocab_size
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    is_inside = (ids >= first) & (ids < end)
     values = tl.load(logits + row * stride + ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     weights = weigh(values, highest, scale_of(temperature, row), tl.load(min_p + row).to(tl.float32))
     at = tl.arange(0, num_levels)
@@ -220,7 +240,8 @@ def choose_kernel(
 
 @triton.jit
 def list_kernel(
-    logits, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks, chunk: tl.constexpr
+    logits, firsts, range_ends, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
+    chunk: tl.constexpr, has_ranges: tl.constexpr,
 ):
     """A chunk's tokens from the lower level on, in the order of their ids."""
     row = tl.program_id(0).to(tl.int64)
@@ -233,7 +254,8 @@ def list_kernel(
     if (begin == tl.load(ends + number)) | (tl.load(ends + num_chunks - 1) > capacity):
         return
     ids = number * chunk + tl.arange(0, chunk)
-    is_inside = ids < vocab_size
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    is_inside = (ids >= first) & (ids < end)
     values = tl.load(logits + row * stride + ids, mask=is_inside, other=float("-inf")).to(tl.float32)
     is_listed = is_inside & (values >= tl.load(bounds + 2 * row))
     places = row * capacity + begin + tl.cumsum(is_listed.to(tl.int32), 0) - 1
@@ -331,8 +353,9 @@ def pick(
 
 @triton.jit
 def finish_kernel(
-    logits, temperature, keys, positions, top_k, top_p, min_p, cut_tops, bounds, ends, totals, listed, listed_ids, report,
-    vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr, num_edges: tl.constexpr,
+    logits, firsts, range_ends, offsets, temperature, keys, positions, top_k, top_p, min_p, cut_tops, bounds, ends, totals,
+    listed, listed_ids, report, vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr,
+    num_edges: tl.constexpr, has_ranges: tl.constexpr,
 ):
     """Where the cuts end the run of likeliest tokens, and a token of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -343,8 +366,9 @@ def finish_kernel(
     least = tl.load(min_p + row).to(tl.float32)
     num_left = tl.load(ends + row * num_chunks + num_chunks - 1)
     is_listed = num_left <= capacity
-    size = tl.where(is_listed, num_left, vocab_size)
-    logits += row * stride
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    size = tl.where(is_listed, num_left, end - first)
+    logits += row * stride + first
     listed += row * capacity
     last = order_of(tl.load(bounds + 2 * row)).to(tl.int64)
     high = order_of(tl.load(bounds + 2 * row + 1)).to(tl.int64)
@@ -376,7 +400,10 @@ def finish_kernel(
     place = pick(listed, logits, is_listed, size, last, num_last, goal, highest, scale, least, unit, tile)
     place = tl.minimum(place, size - 1).to(tl.int64)  # should a parameter be NaN
     token = tl.load(listed_ids + row * capacity + place, mask=is_listed, other=0).to(tl.int64)
-    tl.store(report + row, tl.where(is_listed, token, place))
+    token = tl.where(is_listed, token, first + place)
+    if has_ranges:
+        token += tl.load(offsets + row)
+    tl.store(report + row, token)
 
 
 @dataclass(frozen=True)
@@ -404,8 +431,14 @@ def cuts_of_rows(batch: SamplingBatch[Tensor], like: Tensor) -> RowCuts | None:
     return RowCuts(top_k, top_p, min_p)
 
 
+def range_columns(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Firsts, ends and offsets, where rows have ranges."""
+    ranges = batch.ranges
+    return (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+
+
 def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
-    """The report of `Drawn` for the first vocab_size columns of logits, which no bias, ban or penalty changes any more."""
+    """The report of `Drawn` for the first vocab_size columns of logits, which only its ranges still leave out of."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     num_rows, device = len(logits), logits.device
@@ -415,20 +448,24 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     width = triton.next_power_of_2(num_chunks)
     unit = 2.0 ** min(UNIT_BITS, 63 - vocab_size.bit_length())
-    tops, sums = torch.empty((2, num_rows, num_chunks), device=device)
+    tops, sums = (torch.empty((num_rows, num_chunks), device=device) for _ in range(2))
     top_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
     temperature = batch.temperature
     is_drawn = temperature is not None
+    first, end, offset = range_columns(batch)
+    has_ranges = first is not None
     survey_kernel[(num_rows, num_chunks)](
-        logits, temperature, tops, top_ids, sums, vocab_size, logits.stride(0), chunk=CHUNK, is_drawn=is_drawn, num_warps=4
+        logits, first, end, temperature, tops, top_ids, sums, vocab_size, logits.stride(0), chunk=CHUNK, is_drawn=is_drawn,
+        has_ranges=has_ranges, num_warps=4,
     )
     cuts = None if temperature is None else cuts_of_rows(batch, temperature)
     cut_tops, levels = torch.empty(num_rows, device=device), torch.empty((num_rows, NUM_LEVELS), device=device)
     top_k, top_p, min_p = (None, None, None) if cuts is None else (cuts.top_k, cuts.top_p, cuts.min_p)
     settle_kernel[(num_rows,)](
-        logits, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops, top_ids, sums, cut_tops,
-        levels, report, vocab_size, logits.stride(0), num_chunks, unit=unit, chunk=CHUNK, width=width, num_levels=NUM_LEVELS,
-        is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=cuts is not None, num_warps=4,
+        logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
+        top_ids, sums, cut_tops, levels, report, vocab_size, logits.stride(0), num_chunks, unit=unit, chunk=CHUNK, width=width,
+        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=cuts is not None,
+        has_ranges=has_ranges, num_warps=4,
     )
     if cuts is not None:
         draw_cut_rows(logits, batch, cuts, cut_tops, levels, report, vocab_size, unit)
@@ -450,21 +487,24 @@ def draw_cut_rows(
     totals = torch.empty(num_rows, dtype=torch.float64, device=device)
     listed = torch.empty((num_rows, capacity), device=device)
     listed_ids = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
+    first, end, offset = range_columns(batch)
+    has_ranges = first is not None
     tabulate_kernel[(num_rows, num_chunks)](
-        logits, batch.temperature, cuts.min_p, cut_tops, levels, counts, masses, vocab_size, stride,
-        chunk=CHUNK, num_levels=NUM_LEVELS, num_warps=4,
+        logits, first, end, batch.temperature, cuts.min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+        chunk=CHUNK, num_levels=NUM_LEVELS, has_ranges=has_ranges, num_warps=4,
     )
     choose_kernel[(num_rows,)](
         cuts.top_k, cuts.top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
         width=width, num_levels=NUM_LEVELS, num_warps=8,
     )
     list_kernel[(num_rows, num_chunks)](
-        logits, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks, chunk=CHUNK, num_warps=4
+        logits, first, end, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
+        chunk=CHUNK, has_ranges=has_ranges, num_warps=4,
     )
     finish_kernel[(num_rows,)](
-        logits, batch.temperature, batch.keys, batch.positions, cuts.top_k, cuts.top_p, cuts.min_p, cut_tops, bounds, ends,
-        totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
-        unit=unit, tile=TILE, num_edges=NUM_EDGES, num_warps=8,
+        logits, first, end, offset, batch.temperature, batch.keys, batch.positions, cuts.top_k, cuts.top_p, cuts.min_p,
+        cut_tops, bounds, ends, totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
+        unit=unit, tile=TILE, num_edges=NUM_EDGES, has_ranges=has_ranges, num_warps=8,
     )
 
 

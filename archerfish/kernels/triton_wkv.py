@@ -1,20 +1,24 @@
 """Triton kernels of RWKV-7's mixes. What they compute stands in `wkv.py`.
 
-A program has one head of one sequence and keeps its state in registers. It does all that lies between a time mix's products:
-decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but the head's own columns. `mix_tokens_kernel`
-takes one token after the other, `mix_chunks_kernel` a chunk of them at once, as `wkv.py` says.
+A program has one head of one sequence and keeps its state in registers, storing it behind each piece of the sequence. It does
+all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but
+the head's own columns. `mix_tokens_kernel` takes one token after the other, `mix_chunks_kernel` a chunk of them at once, as
+`wkv.py` says.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.recurrent import HeadInputs, HeadWeights, RecurrentBatch
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.wkv import TorchRecurrentOps
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
+from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, HeadInputs, HeadWeights, RecurrentBatch
+from archerfish.kernels.reference import TorchOps, sampling_batch
+from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.wkv import Ends, TorchRecurrentOps
 
 Tensor = torch.Tensor
 SHIFT_BLOCK = 1024  # columns of a program
@@ -30,10 +34,10 @@ def sigmoid(x):
 
 @triton.jit
 def shift_kernel(
-    x, inputs, previous, factors, out, num_rows, inputs_stride,
+    x, inputs, previous, targets, factors, out, num_rows, inputs_stride,
     width: tl.constexpr, block: tl.constexpr, num_factors: tl.constexpr, stores: tl.constexpr,
 ):
-    """stores: every row is a sequence's only new one, and becomes its last input."""
+    """stores: every row is a sequence's only new one, and becomes its last input where it has a target."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     is_inside = columns < width
@@ -46,7 +50,8 @@ def shift_kernel(
         kept = inputs + (-1 - place) * inputs_stride + columns
         delta = tl.load(kept, mask=is_inside, other=0.0).to(tl.float32) - wide
         if stores:
-            tl.store(kept, own, mask=is_inside)
+            target = tl.load(targets + row)
+            tl.store(inputs + target * inputs_stride + columns, own, mask=is_inside & (target >= 0))
     for number in tl.static_range(num_factors):
         factor = tl.load(factors + number * width + columns, mask=is_inside, other=0.0)
         target = out + (number * num_rows + row) * width + columns
@@ -87,42 +92,58 @@ def finish_heads(
 
 
 @triton.jit
+def mix_token(
+    state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus, norm, norm_bias,
+    eps, out, width, weight_place, dim: tl.constexpr, has_value_mix: tl.constexpr,
+):
+    """The state behind a token, whose output is stored."""
+    place = tl.cast(row, tl.int64) * width + weight_place
+    is_inside = tl.arange(0, dim) < dim
+    log_decay, own_key, own_value, removed, added = load_heads(
+        decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside, has_value_mix, 0
+    )
+    own = tl.load(receptance + place).to(tl.float32)
+    taken = tl.sum(state * removed[None, :], 1)
+    state = state * tl.exp(log_decay)[None, :] - taken[:, None] * added[None, :] + own_value[:, None] * own_key[None, :]
+    y = tl.sum(state * own[None, :], 1)
+    y = finish_heads(y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0)
+    tl.store(out + place, y.to(out.dtype.element_ty))
+    return state
+
+
+@triton.jit
 def mix_tokens_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
-    removal, replacement, bonus, norm, norm_bias, eps, states, slots, starts, out, state_stride, width,
+    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
     dim: tl.constexpr, has_value_mix: tl.constexpr, is_decode: tl.constexpr,
 ):
     """One token after the other; is_decode: each sequence has just one, in the row of its number."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    if slot >= 0:
+    if is_decode:
+        first = sequence
+    else:
+        first = tl.load(first_pieces + sequence).to(tl.int32)
+    source = tl.load(sources + first).to(tl.int64)
+    if source >= 0:
         columns = tl.arange(0, dim)
         weight_place = head * dim + columns
-        matrix = states + slot * state_stride + head * dim * dim + columns[:, None] * dim + columns[None, :]
-        state = tl.load(matrix)
+        matrix = states + head * dim * dim + columns[:, None] * dim + columns[None, :]
+        state = tl.load(matrix + source * state_stride)
         if is_decode:
-            begin = sequence
-            end = sequence + 1
+            state = mix_token(
+                state, sequence, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus,
+                norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+            )
+            tl.store(matrix + tl.load(targets + first).to(tl.int64) * state_stride, state)
         else:
-            begin = tl.load(starts + sequence).to(tl.int32)
-            end = tl.load(starts + sequence + 1).to(tl.int32)
-        is_inside = columns < dim
-        for row in range(begin, end):
-            place = tl.cast(row, tl.int64) * width + weight_place
-            log_decay, own_key, own_value, removed, added = load_heads(
-                decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
-                has_value_mix, 0,
-            )
-            own = tl.load(receptance + place).to(tl.float32)
-            taken = tl.sum(state * removed[None, :], 1)
-            state = state * tl.exp(log_decay)[None, :] - taken[:, None] * added[None, :] + own_value[:, None] * own_key[None, :]
-            y = tl.sum(state * own[None, :], 1)
-            y = finish_heads(
-                y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0
-            )
-            tl.store(out + place, y.to(out.dtype.element_ty))
-        tl.store(matrix, state)
+            for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
+                for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
+                    state = mix_token(
+                        state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
+                        bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+                    )
+                tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
 
 
 @triton.jit
@@ -147,57 +168,77 @@ def inverse_of_lower(lower, chunk: tl.constexpr):
 @triton.jit
 def mix_chunks_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
-    removal, replacement, bonus, norm, norm_bias, eps, states, slots, starts, out, state_stride, width,
+    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
     dim: tl.constexpr, has_value_mix: tl.constexpr, chunk: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    slot = tl.load(slots + sequence).to(tl.int64)
     columns = tl.arange(0, dim)
     rows = tl.arange(0, chunk)
     weight_place = head * dim + columns[None, :]
     # Keys down, values across: the state turned over, as the products below take it.
-    matrix = states + slot * state_stride + head * dim * dim + columns[None, :] * dim + columns[:, None]
-    state = tl.load(matrix)
-    begin = tl.load(starts + sequence).to(tl.int32)
-    end = tl.load(starts + sequence + 1).to(tl.int32)
+    matrix = states + head * dim * dim + columns[None, :] * dim + columns[:, None]
+    first = tl.load(first_pieces + sequence).to(tl.int32)
+    state = tl.load(matrix + tl.load(sources + first).to(tl.int64) * state_stride)
     before = rows[:, None] > rows[None, :]
     until = rows[:, None] >= rows[None, :]
-    for start in range(begin, end, chunk):
-        place = (start + rows).to(tl.int64)[:, None] * width + weight_place
-        is_inside = (start + rows < end)[:, None] & (columns < dim)[None, :]
-        log_decay, own_key, own_value, removed, added = load_heads(
-            decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
-            has_value_mix, 1,
-        )
-        own = tl.load(receptance + place, mask=is_inside, other=0.0).to(tl.float32)
-        total = tl.cumsum(log_decay, 0)
-        last = tl.sum(log_decay, 0)
-        reads = removed * tl.exp(total - log_decay)
-        asks = own * tl.exp(total)
-        adds = tl.trans(added * tl.exp(-total))
-        keys = tl.trans(own_key * tl.exp(-total))
-        among = tl.where(before, multiply(reads, adds), 0.0)
-        from_keys = tl.where(before, multiply(reads, keys), 0.0)
-        right = -multiply(reads, state) - multiply(from_keys, own_value)
-        written = multiply(inverse_of_lower(among, chunk), right)
-        y = multiply(asks, state)
-        y += multiply(tl.where(until, multiply(asks, adds), 0.0), written)
-        y += multiply(tl.where(until, multiply(asks, keys), 0.0), own_value)
-        state = (state + multiply(adds, written) + multiply(keys, own_value)) * tl.exp(last)[:, None]
-        y = finish_heads(
-            y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 1
-        )
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=is_inside)
-    tl.store(matrix, state)
+    for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
+        end = tl.load(starts + piece + 1).to(tl.int32)
+        for start in range(tl.load(starts + piece).to(tl.int32), end, chunk):
+            place = (start + rows).to(tl.int64)[:, None] * width + weight_place
+            is_inside = (start + rows < end)[:, None] & (columns < dim)[None, :]
+            log_decay, own_key, own_value, removed, added = load_heads(
+                decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
+                has_value_mix, 1,
+            )
+            own = tl.load(receptance + place, mask=is_inside, other=0.0).to(tl.float32)
+            total = tl.cumsum(log_decay, 0)
+            last = tl.sum(log_decay, 0)
+            reads = removed * tl.exp(total - log_decay)
+            asks = own * tl.exp(total)
+            adds = tl.trans(added * tl.exp(-total))
+            keys = tl.trans(own_key * tl.exp(-total))
+            among = tl.where(before, multiply(reads, adds), 0.0)
+            from_keys = tl.where(before, multiply(reads, keys), 0.0)
+            right = -multiply(reads, state) - multiply(from_keys, own_value)
+            written = multiply(inverse_of_lower(among, chunk), right)
+            y = multiply(asks, state)
+            y += multiply(tl.where(until, multiply(asks, adds), 0.0), written)
+            y += multiply(tl.where(until, multiply(asks, keys), 0.0), own_value)
+            state = (state + multiply(adds, written) + multiply(keys, own_value)) * tl.exp(last)[:, None]
+            y = finish_heads(
+                y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 1
+            )
+            tl.store(out + place, y.to(out.dtype.element_ty), mask=is_inside)
+        tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def stage_states_kernel(
+    token_words, row_words, position_words, block_words, source_words, last_tokens, places, num_rows,
+    on_device: tl.constexpr, first_slot: tl.constexpr, no_slot: tl.constexpr,
+):
+    """places: token ids, previous rows, sources, targets and next positions."""
+    sequence = tl.program_id(0)
+    token = tl.load(token_words + sequence)
+    position = tl.load(position_words + sequence)
+    is_real = position >= 0
+    source = tl.where(is_real, tl.load(source_words + sequence) + first_slot, no_slot)
+    last = tl.load(last_tokens + tl.load(row_words + sequence))
+    tl.store(places + sequence, tl.where(token == on_device, last, token))
+    tl.store(places + num_rows + sequence, tl.where(is_real, -1 - source, 0))
+    tl.store(places + 2 * num_rows + sequence, source)
+    tl.store(places + 3 * num_rows + sequence, tl.where(is_real, tl.load(block_words + sequence) + first_slot, no_slot))
+    tl.store(places + 4 * num_rows + sequence, position + 1)
 
 
 class TritonRecurrentOps(TorchRecurrentOps):
-    """Shift and heads in one kernel each; chunks for sequences of at least `min_chunked` tokens."""
+    """Shift and heads in one kernel each; longer inputs in chunks where one has at least `min_chunked` tokens."""
 
     def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
         super().__init__(ops)
         self.min_chunked = min_chunked
+        self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
         num_rows, width = x.shape
@@ -207,11 +248,11 @@ class TritonRecurrentOps(TorchRecurrentOps):
         stores = batch.num_decodes == batch.num_sequences
         block = min(triton.next_power_of_2(width), SHIFT_BLOCK)
         shift_kernel[(num_rows, triton.cdiv(width, block))](
-            x, inputs, batch.previous, factors, out, num_rows, inputs.stride(0),
+            x, inputs, batch.previous, batch.targets, factors, out, num_rows, inputs.stride(0),
             width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
         )
         if not stores:
-            inputs.index_copy_(0, batch.state_slots, x.index_select(0, batch.starts[1:] - 1))
+            inputs.index_copy_(0, batch.targets, x.index_select(0, Ends.of(batch).last_rows))
         return out.unbind(0)
 
     def mix_heads(
@@ -219,7 +260,6 @@ class TritonRecurrentOps(TorchRecurrentOps):
     ) -> Tensor:
         num_heads, dim = states.shape[1], states.shape[2]
         out = torch.empty_like(inputs.value)
-        longest = int(batch.query_lens.max())
         has_value_mix = inputs.first_value is not None and inputs.value_mix is not None
         tensors = [
             each.contiguous() for each in (
@@ -228,13 +268,43 @@ class TritonRecurrentOps(TorchRecurrentOps):
                 inputs.value if inputs.value_mix is None else inputs.value_mix,
             )
         ]
-        arguments = (
-            *tensors, weights.removal, weights.replacement, weights.bonus, weights.norm, weights.norm_bias, weights.eps,
-            states, batch.state_slots, batch.starts, out, states.stride(0), out.shape[1],
-        )
-        grid = (len(batch.state_slots), num_heads)
-        if longest < self.min_chunked or batch.is_deterministic:
-            mix_tokens_kernel[grid](*arguments, dim=dim, has_value_mix=has_value_mix, is_decode=longest == 1, num_warps=WARPS)
+        vectors = (weights.removal, weights.replacement, weights.bonus, weights.norm, weights.norm_bias, weights.eps)
+        pieces = (states, batch.sources, batch.targets, batch.starts)
+        num_decodes, num_sequences = batch.num_decodes, batch.num_sequences
+        last = (out, states.stride(0), out.shape[1])
+        if num_decodes:
+            mix_tokens_kernel[(num_decodes, num_heads)](
+                *tensors, *vectors, *pieces, batch.first_pieces, *last, dim=dim, has_value_mix=has_value_mix, is_decode=True,
+                num_warps=WARPS,
+            )
+        if num_decodes == num_sequences:
+            return out
+        grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
+        if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
+            mix_tokens_kernel[grid](
+                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, is_decode=False, num_warps=WARPS
+            )
         else:
-            mix_chunks_kernel[grid](*arguments, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=WARPS)
+            mix_chunks_kernel[grid](
+                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=WARPS
+            )
         return out
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor]
+    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+        num = inputs.shape[1]
+        if num not in self._counting:
+            self._counting[num] = torch.arange(num + 1, device=inputs.device)
+        every, ones = self._counting[num], np.ones(num, dtype=np.int64)
+        places = torch.empty((5, num), dtype=torch.int64, device=inputs.device)
+        stage_states_kernel[(num,)](
+            inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.SOURCE],
+            state.last_tokens, places, num, on_device=ON_DEVICE, first_slot=FIRST_SLOT, no_slot=NO_SLOT, num_warps=1,
+        )
+        token_ids, previous, sources, targets, positions = places
+        batch = RecurrentBatch(
+            num_tokens=num, num_decodes=num, query_lens=ones, piece_counts=ones, piece_lens=ones, token_ids=token_ids,
+            previous=previous, sources=sources, targets=targets, starts=every, first_pieces=every,
+        )
+        return batch, sampling_batch(inputs, positions, every[:-1])

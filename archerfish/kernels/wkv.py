@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.recurrent import (
-    EMPTY_SLOT,
+    FIRST_SLOT,
     HeadInputs,
     HeadWeights,
     RecurrentBatch,
@@ -36,7 +37,8 @@ from archerfish.kernels.recurrent import (
     StateMemory,
     StateShape,
 )
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.reference import TorchOps, sampling_batch
+from archerfish.kernels.sampling import SamplingBatch
 
 Tensor = torch.Tensor
 DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
@@ -62,24 +64,26 @@ class WkvInputs:
         return self.receptance, self.log_decay, self.key, self.value, self.removal, self.added
 
 
-def wkv_sequential(inputs: WkvInputs, states: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """y of all tokens. states: (slots, heads, head_dim, head_dim), of which each sequence reads and writes its own."""
+def wkv_sequential(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
+    """y of all tokens, piece after piece. states: (slots, heads, head_dim, head_dim)."""
     out = torch.zeros_like(inputs.value)
     decay = inputs.log_decay.exp()
     place = 0
-    for slot, length in zip(slots, lengths, strict=True):
-        state = states[slot]
+    for source, target, length in zip(batch.sources.tolist(), batch.targets.tolist(), batch.piece_lens.tolist(), strict=True):
+        state = states[source]
         for t in range(place, place + length):
             removed = state @ inputs.removal[t].unsqueeze(-1)
             state = state * decay[t].unsqueeze(-2) - removed * inputs.added[t].unsqueeze(-2)
             state = state + inputs.value[t].unsqueeze(-1) * inputs.key[t].unsqueeze(-2)
             out[t] = (state @ inputs.receptance[t].unsqueeze(-1)).squeeze(-1)
-        states[slot] = state
+        states[target] = state
         place += length
     return out
 
 
-def wkv_in_place(inputs: WkvInputs, states: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def wkv_in_place(
+    inputs: WkvInputs, states: Tensor, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
     """As `wkv_sequential`, on the states where they lie: that of one sequence stays in a core's cache while it is worked on.
 
     What a token gives does not depend on other sequences, nor on how its own is cut into steps.
@@ -89,8 +93,10 @@ def wkv_in_place(inputs: WkvInputs, states: Tensor, slots: Sequence[int], length
     receptance, value = inputs.receptance.unsqueeze(-1), inputs.value.unsqueeze(-1)
     out = torch.empty_like(receptance)
     tokens = zip(decay, removal, value, writes, receptance, out, strict=True)
-    for slot, length in zip(slots, lengths, strict=True):
-        state = states[slot]
+    for source, target, length in zip(sources, targets, lengths, strict=True):
+        state = states[target]
+        if source != target:
+            state.copy_(states[source])
         for w, z, v, write, r, y in islice(tokens, length):
             removed = torch.bmm(state, z)
             state.mul_(w).baddbmm_(torch.cat((removed, v), -1), write)
@@ -98,27 +104,37 @@ def wkv_in_place(inputs: WkvInputs, states: Tensor, slots: Sequence[int], length
     return out.squeeze(-1)
 
 
-def wkv_chunked(inputs: WkvInputs, states: Tensor, slots: Tensor, lengths: Ids, chunk: int = CHUNK) -> Tensor:
-    """As `wkv_sequential`, in chunks of some tokens."""
+def wkv_chunked(
+    inputs: WkvInputs, states: Tensor, sources: Tensor, targets: Tensor, lengths: Ids, counts: Ids, chunk: int = CHUNK
+) -> Tensor:
+    """As `wkv_sequential`, in chunks of some tokens. lengths: of pieces; counts: pieces of each sequence."""
+    device = states.device
     num_chunks = -(-lengths // chunk)
     first_chunks = np.cumsum(num_chunks) - num_chunks
     begins = np.cumsum(lengths) - lengths
     place = np.arange(int(lengths.sum())) + np.repeat(first_chunks * chunk - begins, lengths)
-    places = torch.from_numpy(place).to(states.device)
+    places = torch.from_numpy(place).to(device)
     laid = WkvInputs(*(lay_chunks(each, places, int(num_chunks.sum()), chunk) for each in inputs.all()))
     steps = ChunkSteps.of(laid)
-    state = states.index_select(0, slots)
+    last_pieces = np.cumsum(counts) - 1
+    heads = last_pieces - counts + 1  # the first piece of each sequence
+    num_steps = np.add.reduceat(num_chunks, heads)
+    state = states.index_select(0, sources[torch.from_numpy(heads).to(device)])
     befores = state.new_empty((len(steps.carry), *state.shape[1:]))  # the state in front of each chunk
-    for number in range(int(num_chunks.max())):
-        is_active = num_chunks > number
-        chunks = torch.from_numpy(first_chunks[is_active] + number).to(states.device)
+    for number in range(int(num_steps.max())):
+        is_active = num_steps > number
+        chunks = torch.from_numpy(first_chunks[heads[is_active]] + number).to(device)
         whole = bool(is_active.all())
-        active = torch.from_numpy(np.flatnonzero(is_active)).to(states.device)
+        active = torch.from_numpy(np.flatnonzero(is_active)).to(device)
         before = state if whole else state.index_select(0, active)
         befores.index_copy_(0, chunks, before)
         after = torch.matmul(before, steps.carry.index_select(0, chunks)).add_(steps.gain.index_select(0, chunks))
         state = after if whole else state.index_copy(0, active, after)
-    states.index_copy_(0, slots, state)
+    states.index_copy_(0, targets[torch.from_numpy(last_pieces).to(device)], state)
+    inner = np.delete(np.arange(len(lengths)), last_pieces)
+    if len(inner):  # what stands behind a piece stands in front of the next one
+        behind = befores.index_select(0, torch.from_numpy(first_chunks[inner + 1]).to(device))
+        states.index_copy_(0, targets[torch.from_numpy(inner).to(device)], behind)
     out = torch.matmul(steps.reader, befores.transpose(-1, -2)).add_(steps.own)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
@@ -162,6 +178,24 @@ class ChunkSteps:
         return cls(carry * last, gain * last, receptance + seen @ on_state, seen @ on_values + seen_keys @ value)
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Where pieces and sequences begin and end, found once for all layers."""
+
+    first_rows: Tensor  # of each sequence
+    first_sources: Tensor
+    last_rows: Tensor  # of each piece
+
+    @classmethod
+    def of(cls, batch: RecurrentBatch[Tensor]) -> Ends:
+        found = batch.derived.get(cls)
+        if found is None:
+            heads = batch.first_pieces[:-1]
+            found = batch.derived[cls] = cls(batch.starts[heads], batch.sources[heads], batch.starts[1:] - 1)
+        assert isinstance(found, cls)
+        return found
+
+
 class TorchRecurrentOps(RecurrentOps[Tensor]):
     """The reference."""
 
@@ -178,17 +212,10 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
         return StateMemory(shape, wkv, inputs, views)
 
-    def copy_states(self, memory: StateMemory[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
-        assert all(target != EMPTY_SLOT for _, target in pairs), "the empty state is never written"
-        sources, targets = self.ops.ids(np.array(pairs, dtype=np.int64).T.copy())
-        for part in (memory.wkv, memory.inputs):
-            part.index_copy_(0, targets, part.index_select(0, sources))
-
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-        before = x.roll(1, 0).index_copy_(0, batch.starts[:-1], inputs.index_select(0, batch.state_slots))
-        inputs.index_copy_(0, batch.state_slots, x.index_select(0, batch.starts[1:] - 1))
+        ends = Ends.of(batch)
+        before = x.roll(1, 0).index_copy_(0, ends.first_rows, inputs.index_select(0, ends.first_sources))
+        inputs.index_copy_(0, batch.targets, x.index_select(0, ends.last_rows))
         wide = x.float()
         mixed = torch.addcmul(wide, before.float() - wide, factors.view(-1, 1, x.shape[1]))
         return mixed.to(x.dtype).unbind(0)
@@ -203,6 +230,8 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
     ) -> Tensor:
         num_tokens, num_heads, head_dim = batch.num_tokens, states.shape[1], states.shape[2]
+        if not num_tokens:
+            return torch.zeros_like(inputs.value)
         prepared = prepare_heads(inputs, weights, num_tokens, num_heads, head_dim)
         y = self.wkv(prepared, states, batch).reshape(num_tokens, -1)
         y = F.group_norm(y, num_heads, weights.norm, weights.norm_bias, weights.eps)
@@ -211,21 +240,42 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         return F.pad(y.to(inputs.value.dtype), (0, 0, 0, inputs.value.shape[0] - num_tokens))
 
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        return wkv_sequential(inputs, states, batch.state_slots.tolist(), batch.query_lens.tolist())
+        return wkv_sequential(inputs, states, batch)
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor]
+    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
+        rows, positions = inputs[Input.ROW], inputs[Input.POSITION]
+        num_real = int((positions >= 0).sum())  # they stand first
+        every, ones = torch.arange(inputs.shape[1] + 1, device=inputs.device), np.ones(num_real, dtype=np.int64)
+        sources = inputs[Input.SOURCE, :num_real] + FIRST_SLOT
+        previous = torch.zeros_like(rows)
+        previous[:num_real] = -1 - sources
+        batch = RecurrentBatch(
+            num_tokens=num_real, num_decodes=num_real, query_lens=ones, piece_counts=ones, piece_lens=ones,
+            token_ids=torch.where(inputs[Input.TOKEN] == ON_DEVICE, state.last_tokens[rows], inputs[Input.TOKEN]),
+            previous=previous, sources=sources, targets=inputs[Input.BLOCK, :num_real] + FIRST_SLOT,
+            starts=every[: num_real + 1], first_pieces=every[: num_real + 1],
+        )
+        return batch, sampling_batch(inputs, positions + 1, every[:-1])
 
 
 class ChunkedRecurrentOps(TorchRecurrentOps):
     """Decodes of all sequences together, longer inputs in chunks."""
 
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        num_decodes = batch.num_sequences if batch.is_deterministic else batch.num_decodes
-        slots, lengths = batch.state_slots.tolist(), batch.query_lens
+        lengths, counts = batch.piece_lens, batch.piece_counts
+        num_single = len(lengths) if batch.is_deterministic else batch.num_decodes  # pieces
         parts: list[Tensor] = []
-        num_tokens = int(lengths[:num_decodes].sum())
-        if num_decodes:
-            parts.append(wkv_in_place(inputs.part(0, num_tokens), states, slots[:num_decodes], lengths[:num_decodes].tolist()))
-        if num_decodes < batch.num_sequences:
-            parts.append(wkv_chunked(inputs.part(num_tokens), states, batch.state_slots[num_decodes:], lengths[num_decodes:]))
+        num_tokens = int(lengths[:num_single].sum())
+        if num_single:
+            sources, targets = batch.sources[:num_single].tolist(), batch.targets[:num_single].tolist()
+            parts.append(wkv_in_place(inputs.part(0, num_tokens), states, sources, targets, lengths[:num_single].tolist()))
+        if num_single < len(lengths):
+            rest = batch.sources[num_single:], batch.targets[num_single:]
+            parts.append(
+                wkv_chunked(inputs.part(num_tokens), states, *rest, lengths[num_single:], counts[batch.num_decodes :])
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -56,11 +56,14 @@ class Attention(Generic[T]):
         return self.ops.linear(self._attend(self.ops.linear(x, self.qkv), batch, kv), self.out)
 
     def of_sum(
-        self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], *, adds: bool
+        self, norm: RMSNorm[T], x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], *, adds: bool,
+        kept_rows: T | None = None,
     ) -> tuple[T, T | None]:
         """Attention of the normalised sum of x and residual, and that sum; or the two added up, and None."""
         x, total = norm.linear(x, residual, self.qkv)
         x = self._attend(x, batch, kv)
+        if kept_rows is not None:
+            x, total = self.ops.lookup(x, kept_rows), self.ops.lookup(total, kept_rows)
         return (self.ops.linear(x, self.out, residual=total), None) if adds else (self.ops.linear(x, self.out), total)
 
     def _attend(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
@@ -121,15 +124,21 @@ class DecoderBlock(Generic[T]):
         self._fused_attention = attention if type(attention) is Attention and fuses(norms.before_attention) else None
         self._fused_mlp = mlp if type(mlp) is GatedMLP and fuses(norms.before_mlp) else None
 
-    def __call__(self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T]) -> tuple[T, T | None]:
+    def __call__(
+        self, x: T, residual: T | None, batch: PagedBatch[T], kv: KVLayer[T], kept_rows: T | None = None
+    ) -> tuple[T, T | None]:
+        """kept_rows: all that is wanted of the result, where only keys and values of the others matter."""
         norms = self.norms
         if self._fused_attention is not None:
             x, residual = self._fused_attention.of_sum(
-                norms.before_attention, x, residual, batch, kv, adds=norms.after_attention is None
+                norms.before_attention, x, residual, batch, kv, adds=norms.after_attention is None, kept_rows=kept_rows
             )
         else:
             x, residual = norms.before_attention(x, residual)
             x = self.attention(x, batch, kv)
+            if kept_rows is not None:
+                lookup = norms.before_attention.ops.lookup
+                x, residual = lookup(x, kept_rows), lookup(residual, kept_rows)
         if norms.after_attention is not None:
             x, _ = norms.after_attention(x)
         if self._fused_mlp is not None:

@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, cast
+from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError, did_you_mean
-from archerfish.kernels.ops import KVLayer, Ops, PagedBatch, T
+from archerfish.kernels.ops import Ops, T
+from archerfish.kernels.recurrent import StateShape
 from archerfish.layers.weights import NotedWeights, Weights
 from archerfish.models.config import Config
 
@@ -25,15 +26,22 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_token(self, item_bytes: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes
+    def bytes_per_block(self, block_size: int, item_bytes: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * item_bytes * block_size
+
+
+MemoryShape = KVShape | StateShape
 
 
 class ModelAdapter(ABC, Generic[T]):
     """One architecture. A subclass takes its weights in `__init__` and computes in `forward` and `logits`.
 
-    max_len is the longest sequence that will be asked for. The class methods are used before any weights are there.
+    `memory_shape` says what its sequences keep, and so what `forward` takes: with a KVShape a PagedBatch and KVLayers, with a
+    StateShape a RecurrentBatch and StateLayers. max_len is the longest sequence that will be asked for. The class methods are
+    used before any weights are there.
     """
+
+    gives_kept_rows: ClassVar[bool] = False  # `forward` heeds kept_rows of a batch
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         self.ops: Ops[T] = weights.ops
@@ -41,15 +49,19 @@ class ModelAdapter(ABC, Generic[T]):
         self.max_len = max_len
 
     @abstractmethod
-    def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
-        """Hidden states after the last norm, (rows, width); keys and values of the new tokens go into kv."""
+    def forward(self, batch: Any, layers: Sequence[Any]) -> T:
+        """Hidden states after the last norm, (rows, width), of all rows or of those kept.
+
+        What the new tokens leave behind goes into the layers' memory.
+        """
 
     @abstractmethod
     def logits(self, hidden: T) -> T:
         """float32 scores over the vocabulary for rows of hidden states."""
 
     @classmethod
-    def kv_shape(cls, config: Config) -> KVShape:
+    def memory_shape(cls, config: Config) -> MemoryShape:
+        """What its sequences keep; usually keys and values of all their tokens."""
         heads = config.heads()
         return KVShape(config.integer("num_hidden_layers"), heads.num_kv_heads, heads.head_dim)
 
@@ -85,6 +97,7 @@ _MODELS: dict[str, str | type[ModelAdapter[Any]]] = {
     "gemma2": "archerfish.models.gemma2:Gemma2Model",
     "gemma3_text": "archerfish.models.gemma3:Gemma3Model",
     "phi3": "archerfish.models.phi3:Phi3Model",
+    "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
 }
 
 
@@ -106,10 +119,10 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     if config.model_type in installed:
         return load_entry_point(installed[config.model_type])
     known = [*_MODELS, *installed]
-    raise UnsupportedModelError(
-        f"No text generation model for model_type {config.model_type!r}.",
-        hint=did_you_mean(config.model_type, known) or f"Known: {', '.join(known)}.",
-    )
+    hint = did_you_mean(config.model_type, known) or f"Known: {', '.join(known)}."
+    if config.model_type.startswith("rwkv"):
+        hint = "Of the RWKV family only RWKV-7 is supported."
+    raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 
 def load_entry_point(point: EntryPoint) -> type[ModelAdapter[Any]]:

@@ -14,6 +14,7 @@ from archerfish.models.config import Config
 
 
 class LlamaModel(ModelAdapter[T]):
+    gives_kept_rows: ClassVar[bool] = True
     ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
     norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
     is_fused: ClassVar[bool] = False  # checkpoints have qkv_proj and gate_up_proj instead of their parts
@@ -36,8 +37,9 @@ class LlamaModel(ModelAdapter[T]):
 
     def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
         x, residual = self.embed(batch.token_ids), None
+        last = self.blocks[-1]
         for block, memory in zip(self.blocks, kv, strict=True):
-            x, residual = block(x, residual, batch, memory)
+            x, residual = block(x, residual, batch, memory, batch.kept_rows if block is last else None)
         return self.norm(x, residual)[0]
 
     def embed(self, token_ids: T) -> T:

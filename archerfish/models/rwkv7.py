@@ -7,19 +7,11 @@ it to the table, once (`store/rwkv_source.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic
+from typing import ClassVar, Generic
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import Ops, T
-from archerfish.kernels.recurrent import (
-    HeadInputs,
-    HeadWeights,
-    RecurrentBatch,
-    RecurrentOps,
-    StateLayer,
-    StateShape,
-    recurrent_ops,
-)
+from archerfish.kernels.recurrent import HeadInputs, HeadWeights, RecurrentBatch, RecurrentOps, StateLayer, StateShape
 from archerfish.layers.encoder import LayerNorm
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
@@ -32,9 +24,11 @@ RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim"
 
 
 class Rwkv7Model(RecurrentAdapter[T]):
+    gives_kept_rows: ClassVar[bool] = True
+
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
-        shape, vocab_size = self.state_shape(config), self.vocab_size(config)
+        shape, vocab_size = self.memory_shape(config), self.vocab_size(config)
         eps = config.number("norm_eps", 1e-5)
         body = weights.scope("model")
         self.embedding = body.table("embeddings.weight", vocab_size, shape.width)
@@ -44,15 +38,16 @@ class Rwkv7Model(RecurrentAdapter[T]):
 
     def forward(self, batch: RecurrentBatch[T], layers: Sequence[StateLayer[T]]) -> T:
         x, first_value = self.ops.lookup(self.embedding, batch.token_ids), None
+        last = self.blocks[-1]
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, first_value = block(x, first_value, batch, layer)
+            x, first_value = block(x, first_value, batch, layer, batch.kept_rows if block is last else None)
         return self.norm(x)
 
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head)
 
     @classmethod
-    def state_shape(cls, config: Config) -> StateShape:
+    def memory_shape(cls, config: Config) -> StateShape:
         width, head_dim = config.integer("hidden_size"), config.integer("head_dim", HEAD_DIM)
         if not head_dim or width % head_dim:
             raise UnsupportedModelError(f"A width of {width} does not divide into heads of {head_dim}.")
@@ -69,9 +64,12 @@ class Rwkv7Block(Generic[T]):
         self.channel_norm = LayerNorm(weights, "ffn_norm", shape.width, eps)
         self.channel_mix = ChannelMix(weights.scope("ffn"), shape.width, config.integer("intermediate_size", 4 * shape.width))
 
-    def __call__(self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]) -> tuple[T, T]:
+    def __call__(
+        self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
+    ) -> tuple[T, T]:
+        """kept_rows: all that is wanted of the result, where only the states of the others matter."""
         x, first_value = self.time_mix(self.time_norm(x), x, first_value, batch, layer)
-        return self.channel_mix(self.channel_norm(x), x, batch, layer), first_value
+        return self.channel_mix(self.channel_norm(x), x, batch, layer, kept_rows), first_value
 
 
 class LowRank(Generic[T]):
@@ -79,7 +77,7 @@ class LowRank(Generic[T]):
 
     def __init__(self, weights: Weights[T], width: int, rank: int, *, activation: str = "none", bias: bool = True) -> None:
         self.ops: Ops[T] = weights.ops
-        self.recurrent: RecurrentOps[T] = recurrent_ops(weights.ops)
+        self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
         self.activation = activation
         self.down = weights.linear("lora.0", rank, width, bias=False)
         self.up = weights.linear("lora.2", width, rank, bias=bias)
@@ -93,7 +91,7 @@ class TimeMix(Generic[T]):
     def __init__(self, weights: Weights[T], config: Config, shape: StateShape, layer: int) -> None:
         width = shape.width
         self.ops: Ops[T] = weights.ops
-        self.recurrent: RecurrentOps[T] = recurrent_ops(weights.ops)
+        self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
         self.factors = self.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES])
         self.receptance, self.key, self.value, self.out = (
             weights.linear(f"{name}_proj", width, width, bias=False) for name in "rkvo"
@@ -129,12 +127,14 @@ class ChannelMix(Generic[T]):
 
     def __init__(self, weights: Weights[T], width: int, feed_forward: int) -> None:
         self.ops: Ops[T] = weights.ops
-        self.recurrent: RecurrentOps[T] = recurrent_ops(weights.ops)
+        self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
         self.factor = weights.vector("x_k", width)
         self.key = weights.linear("key", feed_forward, width, bias=False)
         self.value = weights.linear("value", width, feed_forward, bias=False)
 
-    def __call__(self, x: T, residual: T, batch: RecurrentBatch[T], layer: StateLayer[T]) -> T:
+    def __call__(self, x: T, residual: T, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None) -> T:
         (x,) = self.recurrent.shift(x, layer.channel_input, batch, self.factor)
+        if kept_rows is not None:
+            x, residual = self.ops.lookup(x, kept_rows), self.ops.lookup(residual, kept_rows)
         x = self.recurrent.square(self.ops.linear(x, self.key, activation="relu"))
         return self.ops.linear(x, self.value, residual=residual)

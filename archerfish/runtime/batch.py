@@ -1,4 +1,4 @@
-"""Token ids, places and block lists of a step made into the PagedBatch that a model takes."""
+"""Token ids, places and block lists of a step made into the batch that a model takes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,39 @@ from itertools import chain
 import numpy as np
 
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.kernels.recurrent import EMPTY_SLOT, FIRST_SLOT, RecurrentBatch
 
 
 def build_batch(
     ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0,
+    block_size: int, is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
 ) -> PagedBatch[T]:
     """The batch of sequences whose new tokens begin at `starts` and whose KV lies in `blocks`.
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared: as
-    in `PagedBatch`.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared and
+    kept_rows: as in `PagedBatch`; the latter are filled up as the backend likes it.
     """
+    token_ids, query_lens = join_tokens(tokens)
+    return pack_batch(
+        ops, token_ids, query_lens, np.asarray(starts, dtype=np.int64), pad_tables(blocks), block_size,
+        is_deterministic=is_deterministic, num_rows=num_rows, num_shared=num_shared, kept_rows=kept_rows,
+    )
+
+
+def join_tokens(tokens: Sequence[Sequence[int] | Ids]) -> tuple[Ids, Ids]:
+    """All tokens one after the other, and how many each sequence has."""
     query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
     num_tokens = int(query_lens.sum())
     if num_tokens == len(tokens):  # only decodes: no list is worth an array of its own
-        token_ids = np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens)
-    else:
-        token_ids = np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens])
-    return pack_batch(
-        ops, token_ids, query_lens, np.asarray(starts, dtype=np.int64), pad_tables(blocks), block_size,
-        is_deterministic=is_deterministic, num_rows=num_rows, num_shared=num_shared,
-    )
+        return np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens), query_lens
+    return np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens]), query_lens
+
+
+def count_decodes(query_lens: Ids) -> int:
+    is_decode = query_lens == 1
+    num_decodes = int(np.count_nonzero(is_decode))
+    assert is_decode[:num_decodes].all(), "sequences with one new token must stand first"
+    return num_decodes
 
 
 def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
@@ -40,15 +52,17 @@ def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
     return tables
 
 
+def fill_up(ops: Ops[T], rows: Ids | None) -> T | None:
+    """Rows that are wanted on the device, and as many more as make a number that the backend likes."""
+    return None if rows is None else ops.ids(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
+
+
 def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0,
+    is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
 ) -> PagedBatch[T]:
     """The batch out of arrays: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences, most blocks)."""
-    is_decode = query_lens == 1
-    num_decodes = int(np.count_nonzero(is_decode))
-    assert is_decode[:num_decodes].all(), "sequences with one new token must stand first"
-    num_tokens = len(token_ids)
+    num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
     num_rows = num_rows or ops.padded_rows(num_tokens)
     assert num_rows >= num_tokens, "a batch has at least a row per token"
     sequence = np.repeat(np.arange(len(query_lens)), query_lens)
@@ -62,4 +76,41 @@ def pack_batch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
         token_ids=ops.ids(rows[0]), positions=ops.ids(rows[1]), slots=ops.ids(rows[2]), block_tables=ops.ids(block_tables),
         block_size=block_size, is_deterministic=is_deterministic, num_shared=num_shared,
+        kept_rows=fill_up(ops, kept_rows),
+    )
+
+
+def build_recurrent_batch(
+    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
+    block_size: int, is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+) -> RecurrentBatch[T]:
+    """The batch of sequences whose new tokens begin at `starts`, and whose blocks hold a state each.
+
+    The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new tokens
+    are cut at the multiples of block_size. Otherwise as `build_batch`.
+    """
+    token_ids, query_lens = join_tokens(tokens)
+    num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
+    tables = pad_tables(blocks)
+    begins = np.asarray(starts, dtype=np.int64)
+    ends = begins + query_lens
+    counts = (ends - 1) // block_size - begins // block_size + 1
+    first_pieces = np.concatenate(([0], np.cumsum(counts)))
+    sequence = np.repeat(np.arange(len(query_lens)), counts)
+    logical = np.arange(len(sequence)) + (begins // block_size - first_pieces[:-1])[sequence]  # which of its blocks
+    piece_begins = np.maximum(begins[sequence], logical * block_size)
+    piece_lens = np.minimum(ends[sequence], (logical + 1) * block_size) - piece_begins
+    targets = tables[sequence, logical] + FIRST_SLOT
+    before = tables[sequence, np.maximum(piece_begins - 1, 0) // block_size] + FIRST_SLOT
+    sources = np.where(piece_begins == 0, EMPTY_SLOT, before)
+    piece_starts = np.concatenate(([0], np.cumsum(piece_lens)))
+    rows = np.zeros((2, num_rows or ops.padded_rows(num_tokens)), dtype=np.int64)  # token ids, rows before; the filling is 0
+    rows[0, :num_tokens] = token_ids
+    rows[1, 1:num_tokens] = np.arange(num_tokens - 1)
+    rows[1, piece_starts[first_pieces[:-1]]] = -1 - sources[first_pieces[:-1]]
+    return RecurrentBatch(
+        num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, piece_counts=counts, piece_lens=piece_lens,
+        token_ids=ops.ids(rows[0]), previous=ops.ids(rows[1]), sources=ops.ids(sources), targets=ops.ids(targets),
+        starts=ops.ids(piece_starts), first_pieces=ops.ids(first_pieces), is_deterministic=is_deterministic,
+        kept_rows=fill_up(ops, kept_rows),
     )

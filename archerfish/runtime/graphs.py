@@ -1,7 +1,7 @@
 """Steps that are only decodes, recorded once for each batch size and repeated: embedding to sampled token, without the host.
 
 A batch is filled up to the next recorded size. All that a step needs of the host travels in one copy (`kernels/decoding.py`);
-tokens stay on the device from step to step, and so do the block lists.
+tokens stay on the device from step to step, and so do the block lists of models with keys.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Generic
 
 import numpy as np
 
-from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, ON_DEVICE, Input
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, ON_DEVICE, Input
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import pad_tables
-from archerfish.runtime.kv_pool import KVCachePool
+from archerfish.runtime.pool import MemoryPool
 from archerfish.runtime.sampler import FastSampler
 from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, find_shared
 from archerfish.sequence import Plan, Sequence
@@ -40,12 +40,12 @@ class DecodeGraphs(Generic[T]):
     """Runs plans that are only decodes of plainly sampled sequences, on a backend that can record work."""
 
     def __init__(
-        self, model: ModelAdapter[T], pool: KVCachePool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
+        self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
     ) -> None:
         self.ops: Ops[T] = model.ops
         self.model, self.pool, self.sampler = model, pool, sampler
         self.sizes = list_sizes(num_rows)
-        self.state = self.ops.new_decode_state(num_rows, -(-max_len // pool.block_size))
+        self.state = pool.new_decode_state(num_rows, max_len)
         self._spare_row = num_rows
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._recorded: dict[tuple[int, bool], Recorded[T]] = {}
@@ -74,7 +74,7 @@ class DecodeGraphs(Generic[T]):
     def _wanted(self) -> list[tuple[int, bool]]:
         """All that can be recorded: a size, and whether its sequences share keys; in the order of their use."""
         shared = [(size, True) for size in reversed(self.sizes) if size >= MIN_SHARED_SEQUENCES]
-        return [(size, False) for size in reversed(self.sizes)] + shared
+        return [(size, False) for size in reversed(self.sizes)] + (shared if self.pool.has_keys else [])
 
     def takes(self, plan: Plan) -> bool:
         """Whether a plan can be run here."""
@@ -92,8 +92,10 @@ class DecodeGraphs(Generic[T]):
         positions = starts[order]
         sequences = [plan.sequences[i] for i in order.tolist()]
         rows = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
-        self._teach_blocks(sequences, rows, positions)
-        num_shared = self._find_shared(sequences, rows)
+        num_shared = 0
+        if self.pool.has_keys:
+            self._teach_blocks(sequences, rows, positions)
+            num_shared = self._find_shared(sequences, rows)
         size = self.sizes[bisect_left(self.sizes, len(rows))]
         recorded = self._recorded.get((size, num_shared > 0)) or self._record(size, num_shared > 0)
         words = self._words(size)
@@ -106,7 +108,13 @@ class DecodeGraphs(Generic[T]):
             sequence.blocks[own] for sequence, own in zip(sequences, (positions // block_size).tolist(), strict=True)
         ]
         words[Input.ROW, :num], words[Input.POSITION, :num] = rows, positions
-        words[Input.NUM_SHARED, 0] = num_shared
+        if self.pool.has_keys:
+            words[Input.NUM_SHARED, 0] = num_shared
+        else:
+            words[Input.SOURCE, :num] = [
+                sequence.blocks[(at - 1) // block_size] if at else NO_BLOCK
+                for sequence, at in zip(sequences, positions.tolist(), strict=True)
+            ]
         self.sampler.write_inputs(words, rows)
         self.ops.send(words, recorded.inputs)
         return recorded.repeat(), np.argsort(order)
@@ -124,7 +132,7 @@ class DecodeGraphs(Generic[T]):
         inputs = ops.ids(words.copy())
 
         def step() -> T:
-            batch, sampling = ops.decode_batch(inputs, self.state, self.pool.block_size, is_shared=is_shared)
+            batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=is_shared)
             drawn = ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
             ops.keep_tokens(inputs, self.state, drawn.tokens)
             return drawn.report

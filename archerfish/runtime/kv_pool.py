@@ -1,38 +1,72 @@
-"""The memory of KV blocks, and how much of it there is room for."""
+"""The memory of KV blocks, and how much of it, or of states, there is room for."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from itertools import compress
+from typing import Any
 
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.machine import memory
-from archerfish.kernels.ops import KVLayer, Ops, T
-from archerfish.models.adapter import KVShape
+from archerfish.kernels.ops import Ids, KVLayer, Ops, PagedBatch, T
+from archerfish.kernels.recurrent import StateShape
+from archerfish.kernels.sampling import SamplingBatch
+from archerfish.models.adapter import KVShape, MemoryShape
+from archerfish.runtime.batch import build_batch
+from archerfish.runtime.pool import MemoryPool
+from archerfish.runtime.shared import find_shared
+from archerfish.runtime.state_pool import StatePool
 from archerfish.types import DTYPE_BYTES
 
 GIB = 1 << 30
+KV_BLOCK_SIZE, MAX_KV_BLOCK_SIZE = 16, 256
+# Tokens between two states that are kept, by `archerfish bench rwkv`: with 64 a context takes what its keys would take in
+# bfloat16, and what lies behind the last one is computed in no time; a GPU computes more in that, and has less memory.
+CPU_STATE_SPACING, GPU_STATE_SPACING = 64, 256
 CPU_SHARE, CPU_MOST_BYTES = 0.25, 4 * GIB  # of free memory, unless a budget is given
 GPU_SPARE_BYTES = GIB  # for the context, recorded steps, kept logits and the allocator's slack
 MAX_SHRINKS, SHRUNK = 6, 0.85  # how often a pool that does not fit is tried again, and with which share of it
 
 
-class KVCachePool(Generic[T]):
-    """Keys and values of all blocks, in all layers. BlockManager says who owns which block; this only holds them."""
+class KVCachePool(MemoryPool[T]):
+    """Keys and values of all blocks."""
+
+    has_keys = True
 
     def __init__(self, ops: Ops[T], shape: KVShape, num_blocks: int, block_size: int) -> None:
         self.ops = ops
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.records_decodes = shape.head_dim <= ops.max_recorded_head_dim
         self.layers: list[KVLayer[T]] = [
             ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
         ]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block to block, (from, to), in every layer."""
         if pairs:
             self.ops.copy_blocks(self.layers, pairs)
+
+    def build_batch(
+        self, *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
+        is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    ) -> PagedBatch[T]:
+        is_decode = map((1).__eq__, map(len, tokens))
+        decodes = list(compress(blocks, is_decode)) if self.ops.is_async else []
+        return build_batch(
+            self.ops, tokens=tokens, starts=starts, blocks=blocks, block_size=self.block_size,
+            is_deterministic=is_deterministic, num_rows=num_rows, num_shared=find_shared(decodes, self.block_size),
+            kept_rows=kept_rows,
+        )
+
+    def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
+        return self.ops.new_decode_state(num_rows, -(-max_len // self.block_size))
+
+    def decode_batch(
+        self, inputs: T, state: DecodeState[T], *, is_shared: bool
+    ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
+        return self.ops.decode_batch(inputs, state, self.block_size, is_shared=is_shared)
 
 
 _POOLS: dict[str, type[KVCachePool[Any]]] = {"cpu": KVCachePool, "cuda": KVCachePool, "mps": KVCachePool}
@@ -49,7 +83,7 @@ def kv_pool_class(device: str) -> type[KVCachePool[Any]]:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many blocks of KV fit, computed before anything is allocated."""
+    """How many blocks of KV, or states, fit, computed before anything is allocated."""
 
     num_blocks: int
     block_size: int
@@ -68,52 +102,86 @@ class MemoryPlan:
 def work_bytes(shapes: Collection[tuple[int, ...]], vocab_size: int, step_tokens: int, max_num_seqs: int, dtype: str) -> int:
     """What the tensors of the largest step take on a GPU: activations of its tokens, and logits of all sequences."""
     widths = [shape[0] for shape in shapes if len(shape) == 2 and shape[0] != vocab_size]
-    inputs = [shape[1] for shape in shapes if len(shape) == 2]
+    inputs = [shape[1] for shape in shapes if len(shape) == 2 and shape[0] == vocab_size]
     per_token = (4 * max(widths, default=0) + 8 * min(inputs, default=0)) * DTYPE_BYTES[dtype]
     logits = vocab_size * (4 + DTYPE_BYTES[dtype])
     counts = 4 * vocab_size  # of tokens, for penalties
     return step_tokens * per_token + max_num_seqs * (2 * logits + counts)
 
 
-def allocate_pool(device: str, ops: Ops[T], shape: KVShape, plan: MemoryPlan) -> tuple[KVCachePool[T], MemoryPlan]:
+def allocate_pool(device: str, ops: Ops[T], shape: MemoryShape, plan: MemoryPlan) -> tuple[MemoryPool[T], MemoryPlan]:
     """A pool as planned; where a GPU has less room than it said, a smaller one."""
     for _ in range(MAX_SHRINKS):
         try:
+            if isinstance(shape, StateShape):
+                return StatePool(ops, shape, plan.num_blocks, plan.block_size), plan
             return kv_pool_class(device)(ops, shape, plan.num_blocks, plan.block_size), plan
         except OutOfMemoryError:
             ops.free_unused()
             tried, reason = plan, f"{plan.num_blocks:,} blocks did not fit"
             plan = replace(plan, num_blocks=max(1, int(plan.num_blocks * SHRUNK)), reason=reason)
     raise DeviceError(
-        f"There is no room for KV: not even {tried.num_bytes / GIB:.2f} GiB could be had.",
+        f"There is no room for {kind_of(shape)}: not even {tried.num_bytes / GIB:.2f} GiB could be had.",
         hint="Other programs may use the card: free memory there, or lower gpu_memory_utilization.",
     )
 
 
+def kind_of(shape: MemoryShape) -> str:
+    return "states" if isinstance(shape, StateShape) else "KV"
+
+
+def choose_block_size(config: EngineConfig, shape: MemoryShape, device: str, max_len: int) -> int:
+    """As configured, else what suits the memory: without a prefix cache, a recurrent model needs one state for a sequence."""
+    if isinstance(shape, KVShape):
+        if config.block_size > MAX_KV_BLOCK_SIZE:
+            raise InvalidOptionError(
+                f"[engine] block_size is {config.block_size}; a block of KV has at most {MAX_KV_BLOCK_SIZE} tokens."
+            )
+        return config.block_size or KV_BLOCK_SIZE
+    if config.block_size or not config.enable_prefix_caching:
+        return config.block_size or max_len
+    return GPU_STATE_SPACING if device == "cuda" else CPU_STATE_SPACING
+
+
 def plan_memory(
-    config: EngineConfig, shape: KVShape, device: str, dtype: str, weight_bytes: int, work_bytes: int = 0
+    config: EngineConfig, shape: MemoryShape, device: str, dtype: str, weight_bytes: int, work_bytes: int = 0, *,
+    max_len: int = 1 << 20,
 ) -> MemoryPlan:
     """Blocks for a model on a device; a DeviceError when not even one would fit. work_bytes: what a step needs on a GPU."""
-    block_bytes = shape.bytes_per_token(DTYPE_BYTES[dtype]) * config.block_size
+    block_size, has_states = choose_block_size(config, shape, device, max_len), isinstance(shape, StateShape)
+    block_bytes = shape.bytes_per_block(block_size, DTYPE_BYTES[dtype])
     if config.max_cache_tokens:
-        num_blocks = config.max_cache_tokens // config.block_size
-        if num_blocks < 1:
-            raise InvalidOptionError(
-                f"[engine] max_cache_tokens is {config.max_cache_tokens}, less than one block of {config.block_size} tokens."
-            )
-        return MemoryPlan(num_blocks, config.block_size, block_bytes, "max_cache_tokens")
+        return plan_tokens(config, block_size, block_bytes, is_one_state=has_states and block_size >= max_len)
     budget, reason = memory_budget(config, device, weight_bytes + work_bytes)
-    num_blocks = int(budget // block_bytes)
+    num_blocks = int(budget // block_bytes) - has_states  # one is the empty state
     if num_blocks < 1:
+        what = "two states take" if has_states else f"one block of {block_size} tokens takes"
         raise DeviceError(
-            f"There is no room for KV: {reason}; one block of {config.block_size} tokens takes {block_bytes / 1e6:.1f} MB.",
+            f"There is no room for {kind_of(shape)}: {reason}; {what} {block_bytes * (1 + has_states) / 1e6:.1f} MB.",
             hint="Free memory, choose a smaller model, or raise the budget.",
         )
-    return MemoryPlan(num_blocks, config.block_size, block_bytes, reason)
+    if has_states and block_size >= max_len and num_blocks > config.max_num_seqs:
+        num_blocks, reason = config.max_num_seqs, "one state for each of max_num_seqs"
+    return MemoryPlan(num_blocks, block_size, block_bytes, reason)
+
+
+def plan_tokens(config: EngineConfig, block_size: int, block_bytes: int, *, is_one_state: bool) -> MemoryPlan:
+    """As max_cache_tokens says."""
+    if is_one_state:
+        raise InvalidOptionError(
+            "[engine] max_cache_tokens has no meaning for a recurrent model that keeps one state of each sequence.",
+            hint="Leave it out: max_num_seqs and memory_budget_gib say how many states there are.",
+        )
+    num_blocks = config.max_cache_tokens // block_size
+    if num_blocks < 1:
+        raise InvalidOptionError(
+            f"[engine] max_cache_tokens is {config.max_cache_tokens}, less than one block of {block_size} tokens."
+        )
+    return MemoryPlan(num_blocks, block_size, block_bytes, "max_cache_tokens")
 
 
 def memory_budget(config: EngineConfig, device: str, taken_bytes: int) -> tuple[float, str]:
-    """Bytes for KV and what set them. taken_bytes: of a GPU, for all else."""
+    """Bytes for KV or states and what set them. taken_bytes: of a GPU, for all else."""
     if device == "cuda":
         import torch
 

@@ -17,13 +17,12 @@ import numpy as np
 
 from archerfish.background import Lazy
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
+from archerfish.kernels.recurrent import RecurrentBatch
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
-from archerfish.runtime.batch import build_batch
 from archerfish.runtime.graphs import DecodeGraphs
-from archerfish.runtime.kv_pool import KVCachePool
+from archerfish.runtime.pool import MemoryPool
 from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
-from archerfish.runtime.shared import find_shared
 from archerfish.runtime.token_masks import MaskFinder
 from archerfish.sequence import Plan, Sequence, StepResult
 
@@ -39,7 +38,7 @@ class Pass(Generic[T]):
     """One forward pass of a step: which sequences of the plan it computes, and what must be filled in before."""
 
     members: list[int]  # indices into the plan
-    batch: PagedBatch[T]
+    batch: PagedBatch[T] | RecurrentBatch[T]
     pending_places: Ids  # tokens of the batch that the step before chooses
     pending_rows: Ids  # rows of their sequences
     last_places: Ids  # of members that are sampled: where their last token stands
@@ -74,7 +73,7 @@ class ModelRunner(Generic[T]):
     """Runs plans of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
 
     def __init__(
-        self, model: ModelAdapter[T], pool: KVCachePool[T], *, vocab_size: int, max_num_seqs: int,
+        self, model: ModelAdapter[T], pool: MemoryPool[T], *, vocab_size: int, max_num_seqs: int,
         is_deterministic: bool = False, num_threads: int = 0, executor: Executor | None = None,
     ) -> None:
         self.model, self.pool = model, pool
@@ -88,7 +87,7 @@ class ModelRunner(Generic[T]):
         self._thread: Executor | None = None
         self._owns_thread = executor is None
         if self.ops.is_async:
-            if not is_deterministic and model.kv_shape(model.config).head_dim <= self.ops.max_recorded_head_dim:
+            if not is_deterministic and pool.records_decodes:
                 self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
         elif executor is not None:
             executor.submit(self.ops.start_thread, num_threads).result()
@@ -132,10 +131,10 @@ class ModelRunner(Generic[T]):
             zero, one = ops.ids(host_ids([0])), ops.floats(np.ones(1))
             for kind in WARM_UPS:
                 lens = [(min(new, self.model.max_len), min(context, self.model.max_len)) for new, context in kind]
-                batch = build_batch(
-                    ops, tokens=[[0] * new for new, _ in lens], starts=[context - new for new, context in lens],
+                batch = self.pool.build_batch(
+                    tokens=[[0] * new for new, _ in lens], starts=[context - new for new, context in lens],
                     blocks=[[i % self.pool.num_blocks for i in range(-(-context // size))] for _, context in lens],
-                    block_size=size, is_deterministic=self.is_deterministic,
+                    is_deterministic=self.is_deterministic,
                 )
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), host_ids([0])))
                 ops.sample(logits, SamplingBatch())
@@ -200,12 +199,11 @@ class ModelRunner(Generic[T]):
                 last_places.append(place - 1)
                 sampled.append(index)
         is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
-        decodes = [plan.sequences[i].blocks for i in members if plan.counts[i] == 1] if self.ops.is_async else []
-        batch = build_batch(
-            self.ops, tokens=tokens, starts=[plan.starts[i] for i in members],
-            blocks=[plan.sequences[i].blocks for i in members], block_size=self.pool.block_size,
+        keeps_all = bool(spans) or self.is_deterministic or len(last_places) == place or not self.model.gives_kept_rows
+        batch = self.pool.build_batch(
+            tokens=tokens, starts=[plan.starts[i] for i in members], blocks=[plan.sequences[i].blocks for i in members],
             is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if is_decode_tile else 0,
-            num_shared=find_shared(decodes, self.pool.block_size),
+            kept_rows=None if keeps_all else host_ids(last_places),
         )
         return Pass(members, batch, host_ids(pending_places), host_ids(pending_rows), host_ids(last_places), sampled, spans)
 
@@ -257,8 +255,8 @@ class ModelRunner(Generic[T]):
             return []
         if self.is_deterministic and batch.num_decodes:
             return [ops.rows(self.model.logits(hidden), one.last_places)]  # always DECODE_TILE rows
-        if len(one.last_places) == batch.num_tokens:
-            return [ops.first_rows(self.model.logits(hidden), batch.num_tokens)]
+        if batch.kept_rows is not None or len(one.last_places) == batch.num_tokens:
+            return [ops.first_rows(self.model.logits(hidden), len(one.last_places))]
         return [self.model.logits(ops.rows(hidden, one.last_places))]
 
     def _sample(self, plan: Plan, logits: T, order: list[int], result: StepResult) -> Callable[[], None]:

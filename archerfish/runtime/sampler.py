@@ -30,11 +30,13 @@ from archerfish.kernels.sampling import (
     Logprobs,
     Masks,
     Penalties,
+    Ranges,
     SamplingBatch,
     TokenCounts,
     stream_key,
 )
 from archerfish.observe.sampling import SamplingMetrics
+from archerfish.params import Stage
 from archerfish.runtime.logits_view import LogitsView, SamplingConfig
 from archerfish.runtime.token_masks import find_masks
 from archerfish.sequence import Sequence, TokenLogprobs
@@ -45,8 +47,11 @@ ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
     ("repetition", np.float64), ("presence", np.float64), ("frequency", np.float64), ("is_penalised", np.bool_),
     ("free_from", np.int64),  # the position from which stop tokens are allowed
+    ("is_ranged", np.bool_), ("first", np.int64), ("end", np.int64), ("offset", np.int64),
+    ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
+NEVER = np.iinfo(np.int64).max
 K = TypeVar("K", bound=Hashable, contravariant=True)
 V = TypeVar("V")
 
@@ -70,6 +75,7 @@ class FastSampler(Generic[T]):
         self._problems: dict[int, str] = {}
         self._special: set[int] = set()  # rows that ask for more than a draw from the model's logits
         self._matched: set[int] = set()  # rows with a grammar
+        self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
         self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: SamplingBatch[T] = SamplingBatch()
@@ -82,8 +88,10 @@ class FastSampler(Generic[T]):
         self._table[row] = (
             stream_key(request.seed, sequence.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
             params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
-            sequence.num_prompt + params.min_tokens,
+            sequence.num_prompt + params.min_tokens, False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
+        if params.stages:
+            self._staged[row] = sequence.num_prompt, params.stages
         if params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None:
             self._special.add(row)
         if request.grammar is not None:
@@ -105,7 +113,7 @@ class FastSampler(Generic[T]):
 
     def remove(self, row: int) -> None:
         """Forget what a row was told."""
-        for known in (self._bias, self._stop_ids, self._problems):
+        for known in (self._bias, self._stop_ids, self._problems, self._staged):
             known.pop(row, None)
         self._special.discard(row)
         self._matched.discard(row)
@@ -117,13 +125,20 @@ class FastSampler(Generic[T]):
         return not self._special or self._special.isdisjoint([sequence.row for sequence in sequences])
 
     def write_inputs(self, words: Ids, rows: Ids) -> None:
-        """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy."""
-        part, num = self._table[rows], len(rows)
+        """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
+
+        Their positions stand there already.
+        """
+        num = len(rows)
+        if self._staged:
+            self._enter_stages(rows, words[Input.POSITION, :num] + 1)
+        part = self._table[rows]
         is_greedy = part["temperature"] == 0
         floats = words[FIRST_FLOAT:].view(np.float64)
         for target, values, filling in (
             (words[Input.KEY], part["key"], 0), (words[Input.IS_GREEDY], is_greedy, 1),
-            (words[Input.TOP_K], part["top_k"], TOP_K_OFF),
+            (words[Input.TOP_K], part["top_k"], TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
+            (words[Input.END], part["end"], self.vocab_size), (words[Input.OFFSET], part["offset"], 0),
             (floats[Input.TEMPERATURE - FIRST_FLOAT], np.where(is_greedy, 1.0, part["temperature"]), 1.0),
             (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
         ):
@@ -193,6 +208,8 @@ class FastSampler(Generic[T]):
 
     def _batch_for(self, rows: Ids, positions: Ids) -> SamplingBatch[T]:
         """The parameters of these rows; those on the device are used again while they stay the same."""
+        if self._staged:
+            self._enter_stages(rows, positions)
         part = self._table[rows]
         waiting = np.flatnonzero(positions < part["free_from"]) if self._stop_ids else NO_IDS
         key = rows.tobytes(), waiting.tobytes()
@@ -204,6 +221,24 @@ class FastSampler(Generic[T]):
         if self._batch.temperature is None:
             return self._batch
         return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
+
+    def _enter_stages(self, rows: Ids, positions: Ids) -> None:
+        """Bring rows whose next token is of another stage up to date: which one it is follows from the position alone."""
+        for place in np.flatnonzero(positions >= self._table["until"][rows]).tolist():
+            row = int(rows[place])
+            end, stages = self._staged[row]
+            for stage in stages:
+                end += stage.num_tokens
+                if positions[place] < end:
+                    break
+            top_k, top_p = _limits(stage.top_k, stage.top_p, stage.end - stage.first)
+            entry = self._table[row]
+            for name, value in (
+                ("temperature", stage.temperature), ("top_k", top_k), ("top_p", top_p), ("is_ranged", True),
+                ("first", stage.first), ("end", stage.end), ("offset", stage.offset), ("until", end),
+            ):
+                entry[name] = value
+            self._batch_key = None
 
     def _masks(self, sequences: list[Sequence]) -> tuple[Masks[T] | None, dict[int, BaseException]]:
         """What grammars allow, found while the device computes the logits; and, by place in the batch, who has no way to go."""
@@ -224,6 +259,7 @@ class FastSampler(Generic[T]):
             bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned),
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
+            ranges=self._ranges(part) if part["is_ranged"].any() else None,
         )
         is_greedy = part["temperature"] == 0
         if is_greedy.all():
@@ -241,6 +277,11 @@ class FastSampler(Generic[T]):
             long_cuts=self._cuts(part, is_long),
             has_uncut=not (is_greedy | is_short | is_long).all(),
         )
+
+    def _ranges(self, part: npt.NDArray[Any]) -> Ranges[T]:
+        first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
+        ids = self.ops.ids
+        return Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
 
     def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T] | None:
         places = np.flatnonzero(is_cut)

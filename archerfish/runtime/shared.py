@@ -7,7 +7,7 @@ from collections.abc import Sequence
 MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS = 8, 256  # from which on reading shared keys once for all of them pays
 
 
-def find_shared(blocks: Sequence[list[int]], block_size: int) -> int:
+def find_shared(blocks: Sequence[Sequence[int]], block_size: int) -> int:
     """Leading tokens that all sequences have in the same blocks, or 0 where sharing them does not pay.
 
     Every sequence has more: the block of its new token is its own.

@@ -87,8 +87,7 @@ class FakeRunner:
 
     def _finish(self, plan: Plan, result: StepResult, index: int, context: list[int]) -> None:
         seq, request = plan.sequences[index], plan.sequences[index].request
-        seen = [token for block in seq.blocks[: -(-len(context) // self._block_size)] for token in self._memory[block]]
-        _demand(seen[: len(context)] == context, f"{seq.key}: its blocks hold another context")
+        self._check_context(seq, context)
         if request.params.prompt_logprobs is not None:
             told = range(plan.starts[index] + 1, min(len(context) + 1, seq.num_prompt))
             result.prompt_logprobs[index] = [TokenLogprobs(seq.tokens[i], -1.0, 1, []) for i in told]
@@ -105,6 +104,10 @@ class FakeRunner:
         if request.params.logprobs is not None:
             result.logprobs[index] = TokenLogprobs(token, -1.0, 1, [])
 
+    def _check_context(self, seq: Sequence, context: list[int]) -> None:
+        seen = [token for block in seq.blocks[: -(-len(context) // self._block_size)] for token in self._memory[block]]
+        _demand(seen[: len(context)] == context, f"{seq.key}: its blocks hold another context")
+
     def _check_shape(self, plan: Plan) -> None:
         counts = plan.counts
         rows = [seq.row for seq in plan.sequences]
@@ -119,6 +122,34 @@ class FakeRunner:
             mine = set(seq.blocks[start // size : -(-(start + count) // size)]) if count else set()
             _demand(not mine & written, f"{seq.key} writes a block that another writes")
             written |= mine
+
+
+class FakeStateRunner(FakeRunner):
+    """Keeps the whole context behind a block's last computed token where a real runner keeps a state."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, vocab_size: int = 1000) -> None:
+        super().__init__(num_blocks, block_size, vocab_size=vocab_size)
+        self._states: list[list[int] | None] = [None] * num_blocks
+
+    def execute(self, plan: Plan) -> StepResult:
+        _demand(not plan.copies, f"states are copied: {plan.copies}")
+        return super().execute(plan)
+
+    def spoil(self, plan: Plan) -> None:
+        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+            for block in seq.blocks[start // self._block_size : -(-(start + count) // self._block_size)] if count else ():
+                self._states[block] = None
+
+    def _write(self, seq: Sequence, start: int, count: int) -> list[int]:
+        size, tokens = self._block_size, super()._write(seq, start, count)
+        if start and count:
+            _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
+        for end in [*range(start - start % size + size, start + count, size), start + count] if count else ():
+            self._states[seq.blocks[(end - 1) // size]] = tokens[:end]
+        return tokens
+
+    def _check_context(self, seq: Sequence, context: list[int]) -> None:
+        _demand(self._states[seq.blocks[(len(context) - 1) // self._block_size]] == context, f"{seq.key}: another state")
 
 
 class FakeLoop:

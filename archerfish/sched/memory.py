@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ class SequenceMemory:
 
     A sequence owns a reference to each of its blocks and locks the node up to which its tokens are in the tree, or the root,
     which keeps nothing from being evicted but tells whether the cache was cleared meanwhile.
+
+    Where blocks are of use as wholes only (states), the block that a sequence is inside of is its own alone: it never goes into
+    the tree, so that it is never copied either.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class SequenceMemory:
         self.num_held_tokens = 0  # of sequences that hold blocks
         self.num_held_blocks = 0
         self._block_size = blocks.block_size
+        # Where a match may end: where chunks do, and the cache's own rule must hold as well.
+        self._match_step = math.lcm(fixed_chunk, self._block_size if cache.whole_blocks else 1) if fixed_chunk else 1
         self._model_state_hash = model_state_hash
         self._state_hashes: dict[Namespace, str] = {}
 
@@ -94,8 +100,7 @@ class SequenceMemory:
         num_tokens, node = match.num_tokens, match.node
         if num_tokens < num_known:
             logits = None
-            if self.fixed_chunk:
-                num_tokens -= num_tokens % self.fixed_chunk
+            num_tokens -= num_tokens % self._match_step
         if num_tokens < node.end:  # cut the node there, so that no more is locked than is used
             node = self.cache.insert(RadixKey(seq.tokens[:num_tokens], request.namespace), match.blocks, handle=match)
         self.cache.lock(node)
@@ -140,27 +145,32 @@ class SequenceMemory:
 
     def store_prompt(self, seq: Sequence, logits: Any) -> None:
         """The prompt is computed: others may have it now, and its logits where there are any."""
-        cache, num_prompt = self.cache, seq.num_prompt
-        if not cache.is_enabled or seq.node.is_stale:
+        cache, num_tokens = self.cache, self._num_kept(seq.num_prompt)
+        if not cache.is_enabled or seq.node.is_stale or not num_tokens:
             return
-        key = RadixKey(seq.tokens[:num_prompt], seq.request.namespace)
-        num_blocks = self.num_blocks_for(num_prompt)
+        key = RadixKey(seq.tokens[:num_tokens], seq.request.namespace)
+        num_blocks = self.num_blocks_for(num_tokens)
         node = cache.insert(key, seq.blocks[:num_blocks], handle=seq.node)
         # Where the tree had the prompt from elsewhere, locking it would keep blocks that this sequence does not use.
         if node.blocks[-1] == seq.blocks[num_blocks - 1]:
             cache.lock(node)
             cache.unlock(seq.node)
             seq.node = node
-        if logits is not None and self.logits_cache is not None:
+        if logits is not None and self.logits_cache is not None and num_tokens == seq.num_prompt:
             state_hash = self._state_hash(seq.request.namespace)
             num_bytes = int(getattr(logits, "nbytes", 0))
-            self.logits_cache.insert(CacheKey(key, num_prompt, state_hash), logits, num_bytes, node)
+            self.logits_cache.insert(CacheKey(key, num_tokens, state_hash), logits, num_bytes, node)
+
+    def _num_kept(self, num_tokens: int) -> int:
+        """How many of a sequence's tokens can go into the tree."""
+        return num_tokens - num_tokens % self._block_size if self.cache.whole_blocks else num_tokens
 
     def release(self, seq: Sequence, *, keeps: bool) -> None:
         """Take everything back; `keeps`: what is computed goes into the tree."""
         num_tokens = min(seq.num_computed, len(seq.tokens))
         if self.fixed_chunk:  # what came one by one would be computed in chunks by another, with other roundings
             num_tokens = min(num_tokens, seq.num_prompt)
+        num_tokens = self._num_kept(num_tokens)
         if keeps and num_tokens and self.cache.is_enabled and not seq.node.is_stale:
             key = RadixKey(seq.tokens[:num_tokens], seq.request.namespace)
             self.cache.insert(key, seq.blocks[: self.num_blocks_for(num_tokens)], handle=seq.node)

@@ -119,8 +119,8 @@ class Scheduler:
             )
         if self._memory.num_blocks_for(total) > pool:
             raise InputTooLargeError(
-                f"{wish}; the whole KV memory holds {pool * self._block_size:,}.",
-                hint="Shorten the prompt, lower max_tokens, or give the engine more KV memory (max_cache_tokens).",
+                f"{wish}; the whole memory holds {pool * self._block_size:,}.",
+                hint="Shorten the prompt, lower max_tokens, or give the engine more memory (max_cache_tokens).",
             )
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> bool:
@@ -316,6 +316,8 @@ class Scheduler:
         """Blocks that running sequences will soon want: the rest of their prompts, and about one for each decode."""
         memory, board = self._memory, self._board
         rest = sum(memory.num_blocks_for(len(seq.tokens)) - len(seq.blocks) for seq in board.prefilling)
+        if self._block_size >= self.max_model_len:  # a sequence never wants a second one
+            return rest
         return rest + min(board.num_running, memory.blocks.num_total // 8)
 
     def _start(self, seq: Sequence, found: Found, draft: Draft, now: float) -> None:

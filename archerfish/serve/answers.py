@@ -246,6 +246,19 @@ class Detokenized(Stated):
     prompt: str
 
 
+class TTSTokens(Stated):
+    """Numbers from 0 on; 50 semantic tokens are a second of audio."""
+
+    id: str
+    object: Literal["tts.tokens"]
+    created: int
+    model: str
+    global_tokens: list[int]
+    semantic_tokens: list[int]
+    finish_reason: Literal["stop", "length", "deadline"]
+    usage: Usage
+
+
 class Explanation(BaseModel):
     """What the cache says of a prompt."""
 
@@ -288,7 +301,7 @@ class Options(BaseModel):
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 STRING = {"type": "string"}
 EVENT = {"type": "object", "properties": {"event": STRING, "data": STRING}, "required": ["data"]}
-STREAMED = {"chat/completions", "completions", "responses", "messages"}
+STREAMED = {"chat/completions", "completions", "responses", "messages", "tts/tokens"}
 # By method and path: what a success looks like (a media type where it is no JSON), and which errors there are.
 ANSWERS: dict[tuple[str, str], tuple[type[BaseModel] | str, tuple[int, ...]]] = {
     ("post", "/v1/chat/completions"): (ChatCompletion, WRITING), ("post", "/v1/completions"): (Completion, WRITING),
@@ -296,6 +309,7 @@ ANSWERS: dict[tuple[str, str], tuple[type[BaseModel] | str, tuple[int, ...]]] = 
     ("post", "/v1/messages/count_tokens"): (TokenCount, COMPUTING), ("post", "/v1/embeddings"): (Embeddings, COMPUTING),
     ("post", "/v1/rerank"): (Ranking, COMPUTING), ("post", "/similarity"): (Similarities, COMPUTING),
     ("post", "/tokenize"): (Tokens, COMPUTING), ("post", "/detokenize"): (Detokenized, COMPUTING),
+    ("post", "/v1/tts/tokens"): (TTSTokens, WRITING),
     ("post", "/v1/cache/explain"): (Explanation, COMPUTING), ("get", "/v1/models"): (Models, LOOKING),
     ("get", "/v1/models/{model_id}"): (Model, (401, 404, 503)), ("get", "/health"): (Health, ()),
     ("get", "/ready"): (Health, ()),

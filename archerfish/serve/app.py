@@ -32,6 +32,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.sharing import FrontShare
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.text_routes import TextRoutes
+from archerfish.serve.tts_routes import TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
 from archerfish.serve.wire import Ping, Pong
 
@@ -131,7 +132,7 @@ def create_app(
     app = FastAPI(title="archerfish", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (
         OpenAIRoutes(texts, config), ResponsesRoutes(texts), MessagesRoutes(texts), VectorRoutes(catalog, config, registry),
-        TextRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
+        TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
         app.include_router(routes.router)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)

@@ -30,10 +30,12 @@ class ModelCard:
     dimension: int = 0
     directory: str = ""
     aliases: tuple[str, ...] = ()
+    vocab_size: int = 0
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> ModelCard:
-        known = {name: values[name] for name in ("id", "kind", "max_length", "dimension", "directory") if name in values}
+        names = ("id", "kind", "max_length", "dimension", "directory", "vocab_size")
+        known = {name: values[name] for name in names if name in values}
         return cls(**known, aliases=tuple(values.get("aliases", ())))
 
     @property

@@ -87,7 +87,7 @@ class Writing:
     """One sequence of an answer while it comes."""
 
     def __init__(self, order: Order) -> None:
-        tokenizer = order.text.tokenizer
+        tokenizer = None if order.params.stages else order.text.tokenizer  # their tokens stand for no text
         # The engine says which token ended a sequence, so that end tokens need not be known here.
         request = TokenRequest("", order.prompt_ids, order.params, max_tokens=0)
         self._text = None if tokenizer is None else OutputText(tokenizer, request)
@@ -342,7 +342,7 @@ def size_of(message: Chunk | Generated) -> int:
 def checked_params(values: dict[str, Any], names: dict[str, str] | None = None) -> SamplingParams:
     """SamplingParams of what a body states (None: left out); an error names the body's parameter, by `names` if it differs."""
     try:
-        params = SamplingParams(**values)
+        params = SamplingParams.of(values)
         msgspec.msgpack.encode(values)
     except InvalidInputError as error:
         stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)

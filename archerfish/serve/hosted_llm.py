@@ -52,10 +52,11 @@ class HostedLLM:
 
     def card(self) -> dict[str, Any]:
         facts = self.engine.facts
+        memory = {"num_states": facts.memory.num_blocks} if facts.has_states else {"kv_tokens": facts.memory.num_tokens}
         return {
             "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
             "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
-            "device": facts.device, "dtype": facts.dtype, "kv_tokens": facts.memory.num_tokens,
+            "device": facts.device, "dtype": facts.dtype, **memory,
         }  # fmt: skip
 
     def _has_chat_template(self) -> bool:
@@ -87,7 +88,7 @@ class HostedLLM:
     def _admit(self, ticket: Ticket, message: Generate) -> Pass:
         """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
         params, ids = message.params, message.token_ids
-        max_tokens, num_sequences = params.get("max_tokens", SamplingParams.max_tokens), params.get("n", 1)
+        max_tokens, num_sequences = most_tokens(params), params.get("n", 1)
         left_s = ticket.left_s(self.desk.clock())
         try:
             return self.gate.admit(
@@ -116,6 +117,7 @@ class HostedLLM:
             if reserved:
                 raise InvalidInputError(f"A chat template has no option {reserved[0]!r}.")
             prompt = self.engine.render_chat(message.messages, **message.template_options)
+            params = self.engine.chat_template.stopping(params)
         assert prompt is not None
         return self.engine.prepare_request(
             prompt, params, listener=answering.hear, wants_text=not message.wants_ids, request_id=f"host-{next(self._ids)}",
@@ -327,12 +329,21 @@ def size_of_prompt(message: Generate) -> int:
     return len(message.prompt or "")
 
 
+def most_tokens(params: dict[str, Any]) -> Any:
+    """Of one sequence, as parameters that nobody has checked say it."""
+    stages = params.get("stages")
+    if isinstance(stages, list) and stages:
+        counts = [stage.get("num_tokens") for stage in stages if isinstance(stage, dict)]
+        return sum(count for count in counts if type(count) is int and count > 0)
+    return params.get("max_tokens", SamplingParams.max_tokens)
+
+
 def flat(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
     return [(one.token_id, one.logprob, one.rank, one.top) for one in logprobs]
 
 
 def read_params(given: dict[str, Any]) -> SamplingParams:
     try:
-        return SamplingParams(**given)
+        return SamplingParams.of(given)
     except TypeError as error:
         raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None

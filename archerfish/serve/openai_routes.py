@@ -111,6 +111,7 @@ async def chat_order(
     params = checked_params(values, names)
     text.check_size(sum(len(message["content"]) for message in messages), param)
     prompt_ids = await text.encode_chat(messages, param, options)
+    params = text.stopping(params)
     if opening:
         prompt_ids = prompt_ids + await text.encode(opening, param, False, plain=True)
     text.check_length(prompt_ids, param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Coroutine
@@ -119,12 +120,27 @@ class BodyRoute(APIRoute):
     """A route of strict requests."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, endpoint, model = super().get_route_handler(), self.endpoint, self._only_body()
 
         async def answer(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            if model is None or strict.headers.get("content-type") != "application/json":
+                return await handle(strict)
+            try:
+                body = model.model_validate(await strict.json())
+            except (ValueError, RecursionError):
+                return await handle(strict)  # which says what is wrong
+            answered: Response = await endpoint(strict, body)
+            return answered
 
         return answer
+
+    def _only_body(self) -> type[Body] | None:
+        """The model of the body, where that and the request are all that an endpoint takes."""
+        found = [*inspect.get_annotations(self.endpoint, eval_str=True).items()]
+        models = [kind for name, kind in found if name == "body"]
+        is_plain = [name for name, _ in found if name != "return"] == ["request", "body"] and not self.dependencies
+        return models[0] if is_plain and isinstance(models[0], type) and issubclass(models[0], Body) else None
 
 
 class Body(BaseModel):

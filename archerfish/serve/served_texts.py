@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 from archerfish.background import Lazy
 from archerfish.engine.chat_template import ChatTemplate
-from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.text_tokenizer import find_text_tokenizer
+from archerfish.engine.tokenizer import Tokenizer
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
+from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.errors import InvalidParameterError
 
@@ -40,7 +42,7 @@ class ServedText:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self._opened = Lazy(self._open)
-        self._template = Lazy(lambda: ChatTemplate.find(card.directory, card.id))
+        self._template = Lazy(lambda: ChatTemplate.find(card.directory, card.id, self.tokenizer))
         self._tokens: dict[int, tuple[str, list[int]]] = {}
 
     async def open(self) -> ServedText:
@@ -49,19 +51,19 @@ class ServedText:
             await asyncio.to_thread(self._opened.get)
         return self
 
-    def _open(self) -> tuple[TextTokenizer | None, int]:
+    def _open(self) -> tuple[Tokenizer | None, int]:
         """The tokenizer, and the characters of its longest token."""
-        tokenizer = TextTokenizer.find(self.card.directory) if self.card.directory else None
+        tokenizer = find_text_tokenizer(self.card.directory) if self.card.directory else None
         if tokenizer is None:
             return None, 1
         _ = tokenizer.special_tokens, tokenizer.decoder_kinds  # which are made now, not in the event loop
         return tokenizer, max(len(tokenizer.id_to_token(i) or "") for i in range(tokenizer.vocab_size))
 
     @property
-    def tokenizer(self) -> TextTokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         return self._opened.get()[0]
 
-    def need_tokenizer(self, param: str) -> TextTokenizer:
+    def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.", param)
         return self.tokenizer
@@ -85,6 +87,10 @@ class ServedText:
 
         size = chat_size(messages, options)
         return await aside(render, size if self._template.is_made else LONG_TEXT + 1)
+
+    def stopping(self, params: SamplingParams) -> SamplingParams:
+        """Parameters of an answer to a conversation, after `encode_chat`."""
+        return self._template.get().stopping(params)
 
     def check_size(self, num_characters: int, param: str) -> None:
         """Refuse what must be too long before it is tokenized."""

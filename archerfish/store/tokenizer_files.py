@@ -11,9 +11,10 @@ from archerfish.store.files import write_file
 from archerfish.store.format import first_line
 from archerfish.store.sidecars import optional_json, read_json
 
+WORLD_NAME = "rwkv_vocab_v20230424.txt"  # of RWKV models
 COPIED_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "vocab.txt", "vocab.json", "merges.txt",
+    "chat_template.json", "vocab.txt", "vocab.json", "merges.txt", WORLD_NAME,
 )  # fmt: skip
 SENTENCEPIECE_NAMES = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
@@ -22,7 +23,7 @@ MPNET_TOKENS = {**ROBERTA_TOKENS, "unk_token": "[UNK]"}
 
 
 def write_tokenizer_files(source: Path, target: Path) -> None:
-    """Fill `target` with tokenizer.json and its companions; a source without any tokenizer leaves it absent."""
+    """Fill `target` with tokenizer.json, or an RWKV vocabulary, and its companions; without a tokenizer it stays absent."""
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
     if "tokenizer.json" in data:
         check_tokenizer(source / "tokenizer.json", data["tokenizer.json"].decode("utf-8", "replace"))
@@ -30,7 +31,7 @@ def write_tokenizer_files(source: Path, target: Path) -> None:
         data["tokenizer.json"] = build_wordpiece(source).encode()
     elif "vocab.json" in data and "merges.txt" in data:
         data["tokenizer.json"] = build_byte_level(source).encode()
-    else:
+    elif WORLD_NAME not in data:
         found = [name for name in SENTENCEPIECE_NAMES if (source / name).is_file()]
         if found:
             hint = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,7 @@ class Simulation:
                 assert any(number % 10 == 7 for number in numbers), task.exception()
 
 
+@pytest.mark.no_cover
 @settings(max_examples=300, deadline=None)
 @given(steps, st.integers(1, 5), st.integers(6, 20), st.sampled_from(["drain", "discard", "cancel"]))
 def test_every_predict_ends_exactly_once(plan: list[Step], batch: int, queue: int, ending: str) -> None:

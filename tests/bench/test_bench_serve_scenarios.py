@@ -35,6 +35,7 @@ from archerfish.errors import InvalidOptionError, ServiceError
 from tests.bench.serve_fakes import MODELS, Answer, Asked, FakeServer, Script, error, stream, whole, with_server
 
 QUICK = BenchOptions(rounds=1, num_warmup=0)
+FEW = BenchOptions(rounds=1, num_warmup=0, count=100)
 
 
 def tried(asked: Asked) -> bool:
@@ -93,16 +94,17 @@ def test_embed(delay_s: float, expected: list[bool]) -> None:
     assert opened.median("e2e_p99_ms") == pytest.approx(1000 * delay_s, abs=0.01)
 
 
+@pytest.mark.no_cover
 def test_table() -> None:
     options = BenchOptions(rounds=2, num_warmup=0, duration_s=2.0)
-    found = run_bench(answering, ["table"], options)
+    found = run_bench(lambda asked: answering(asked, embedding_s=0.05), ["table"], options)
     assert [(point.load.split(":")[0], point.concurrency) for point in found.points] == [
         (kind, size) for kind in ("embeddings", "chat") for size in (1, 4, 8, 16)
     ]
     assert all(len(point.rounds) == 2 for point in found.points)
     for point in found.points:
-        latency_s = 0.01 if point.load.startswith("embeddings") else 0.25
-        assert point.median("requests_s") == pytest.approx(point.concurrency / latency_s, rel=0.01)
+        latency_s = 0.05 if point.load.startswith("embeddings") else 0.25
+        assert point.median("requests_s") == pytest.approx(point.concurrency / latency_s, rel=0.03)
 
 
 def limited(most_running: int, refuses: bool) -> Script:
@@ -123,8 +125,9 @@ def limited(most_running: int, refuses: bool) -> Script:
     return script
 
 
+@pytest.mark.no_cover
 def test_overload_of_a_server_with_manners() -> None:
-    found = run_bench(limited(32, refuses=True), ["overload"], BenchOptions(num_warmup=0, duration_s=30.0))
+    found = run_bench(limited(32, refuses=True), ["overload"], BenchOptions(num_warmup=0, duration_s=16.0))
     assert verdicts(found) == {
         "not answered, nor refused with Retry-After": True, "load / capacity": True,
         "goodput / capacity": True, "growth of memory beside KV": None, "capacity afterwards / before": True,
@@ -134,6 +137,7 @@ def test_overload_of_a_server_with_manners() -> None:
     assert 0 < (over.median("num_refused") or 0) < (over.median("num_requests") or 0)
 
 
+@pytest.mark.no_cover
 def test_only_answers_within_the_deadline_are_goodput() -> None:
     """And the deadline is sent to servers that take it."""
     asked_for: set[float | None] = set()
@@ -144,7 +148,7 @@ def test_only_answers_within_the_deadline_are_goodput() -> None:
         asked_for.add(asked.body.get("deadline_s"))
         return answering(asked, first_s=2.0 if asked.number % 2 else 0.1)
 
-    options = BenchOptions(num_warmup=0, duration_s=20.0, limits=Limits(latency_s=1.0))
+    options = BenchOptions(num_warmup=0, duration_s=12.0, limits=Limits(latency_s=1.0))
     for refuses in (False, True):
         asked_for.clear()
         found = run_bench(script, ["overload"], options)
@@ -155,7 +159,8 @@ def test_only_answers_within_the_deadline_are_goodput() -> None:
 
 
 def test_overload_of_embeddings() -> None:
-    found = run_bench(answering, ["overload-embed"], BenchOptions(num_warmup=0, duration_s=2.0))
+    slow = lambda asked: answering(asked, embedding_s=0.25)  # noqa: E731
+    found = run_bench(slow, ["overload-embed"], BenchOptions(num_warmup=0, duration_s=2.0))
     assert {scenario for scenario, _, _ in found.targets} == {"overload-embed"}
     assert all(point.load.startswith("embeddings") for point in found.points)
 
@@ -167,7 +172,7 @@ def test_files_and_threads_that_stay_are_leaks(leaked: int, monkeypatch: pytest.
 
     async def test(fake: FakeServer, pool: Pool) -> Found:
         server = Server(ServerOptions("fake", pool.address.url, pid=1 << 30), pool)
-        return await ServeBench([server], QUICK).run(["disconnect"])
+        return await ServeBench([server], FEW).run(["disconnect"])
 
     script = lambda asked: whole({"num_running": 0, "blocks_in_use": 0}) if asked.path == "/stats" else answering(asked)  # noqa: E731
     found = verdicts(with_server(script, test))
@@ -175,8 +180,9 @@ def test_files_and_threads_that_stay_are_leaks(leaked: int, monkeypatch: pytest.
     assert found["more threads than before"] is (leaked == 0)
 
 
+@pytest.mark.no_cover
 def test_overload_of_a_server_that_queues_without_end() -> None:
-    options = BenchOptions(num_warmup=0, duration_s=30.0, timeout_s=5.0)
+    options = BenchOptions(num_warmup=0, duration_s=12.0, timeout_s=4.0)
     found = run_bench(limited(32, refuses=False), ["overload"], options)
     assert verdicts(found)["not answered, nor refused with Retry-After"] is False
     over = next(point for point in found.points if point.rate)
@@ -184,14 +190,15 @@ def test_overload_of_a_server_that_queues_without_end() -> None:
 
 
 def test_overload_of_a_server_that_fails() -> None:
-    found = run_bench(lambda asked: answering(asked) if tried(asked) else error(500, "internal_error"), ["overload"], QUICK)
+    options = BenchOptions(num_warmup=0, duration_s=2.0)
+    found = run_bench(lambda asked: answering(asked) if tried(asked) else error(500, "internal_error"), ["overload"], options)
     assert verdicts(found) == {"capacity, requests/s": False}
 
 
-@pytest.mark.parametrize("leaked", [0, 3])
-def test_disconnect(leaked: int) -> None:
+@pytest.mark.parametrize(("leaked", "options", "num_leavers"), [(0, QUICK, 500), (3, FEW, 100)])
+def test_disconnect(leaked: int, options: BenchOptions, num_leavers: int) -> None:
     async def test(server: FakeServer, pool: Pool) -> Found:
-        return await ServeBench([Server(ServerOptions("fake", pool.address.url), pool)], QUICK).run(["disconnect"])
+        return await ServeBench([Server(ServerOptions("fake", pool.address.url), pool)], options).run(["disconnect"])
 
     def script(asked: Asked) -> Answer:
         if asked.path == "/stats":  # after a while nothing runs, and blocks come back, or do not
@@ -205,12 +212,13 @@ def test_disconnect(leaked: int) -> None:
         "not answered well afterwards": True, "more files and sockets than before": None, "more threads than before": None,
     }  # fmt: skip
     leavers = found.points[1]
-    assert (leavers.median("num_left") or 0) > 150
-    assert leavers.median("num_left") == 500 - (leavers.median("num_ok") or 0)
+    assert (leavers.median("num_left") or 0) > 0.3 * num_leavers
+    assert leavers.median("num_left") == num_leavers - (leavers.median("num_ok") or 0)
 
 
 def test_disconnect_of_a_server_without_stats_is_not_measured() -> None:
-    found = run_bench(lambda asked: error(404, "not_found") if asked.path == "/stats" else answering(asked), ["disconnect"])
+    script = lambda asked: error(404, "not_found") if asked.path == "/stats" else answering(asked)  # noqa: E731
+    found = run_bench(script, ["disconnect"], FEW)
     assert verdicts(found)["blocks in use afterwards"] is None
 
 
@@ -367,7 +375,8 @@ def test_lines_stay_inside_their_chart(points: list[tuple[float, float | None]])
 
 
 def test_the_page_shows_what_was_found_and_needs_nothing_else() -> None:
-    found = run_bench(answering, ["chat8", "table"], BenchOptions(rounds=1, num_warmup=0, duration_s=1.0))
+    script = lambda asked: answering(asked, embedding_s=0.05)  # noqa: E731
+    found = run_bench(script, ["chat8", "table"], BenchOptions(rounds=1, num_warmup=0, duration_s=1.0))
     found.notes.append("<b>a remark</b>")
     found.targets.append(("s", "x", PerformanceTarget("not looked at", 1.0, at_least=True).judged(None)))
     text = page(found, "heading")

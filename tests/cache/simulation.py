@@ -41,6 +41,7 @@ class Simulation:
     num_blocks: int
     block_size: int
     policy: str = "lru"
+    whole_blocks: bool = False
     running: list[Running] = field(default_factory=list)
     old_matches: list[tuple[Match, bool]] = field(default_factory=list)  # and whether it must be stale
 
@@ -48,7 +49,9 @@ class Simulation:
         self.now = 0.0
         self.blocks = BlockManager(self.num_blocks, self.block_size)
         self.dropped: list[Node] = []
-        self.cache = RadixCache(self.blocks, policy=self.policy, clock=lambda: self.now, on_drop=self.dropped.append)
+        self.cache = RadixCache(
+            self.blocks, policy=self.policy, clock=lambda: self.now, on_drop=self.dropped.append, whole_blocks=self.whole_blocks
+        )
         self.contents: list[list[int]] = [[0] * self.block_size for _ in range(self.num_blocks)]
         self.inserted: dict[Namespace, list[list[int]]] = {}  # of namespaces that have lost nothing since
         self.has_evicted = False
@@ -90,7 +93,10 @@ class Simulation:
         for other in self.inserted.get(namespace, ()):
             shorter = min(len(other), len(tokens))
             longest = max(longest, next((i for i in range(shorter) if other[i] != tokens[i]), shorter))
-        assert match.num_tokens == min(longest, limit)
+        assert match.num_tokens == self.usable(min(longest, limit))
+
+    def usable(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self.block_size if self.whole_blocks else num_tokens
 
     # What happens
 
@@ -152,6 +158,7 @@ class Simulation:
         """Cache what a sequence has computed, in full or up to `length`, and move its lock there."""
         self.num_operations += 1
         tokens = sequence.tokens[:length]
+        tokens = tokens[: self.usable(len(tokens))]
         key = RadixKey(tokens, sequence.namespace)
         if sequence.node.is_stale:
             try:

@@ -73,7 +73,7 @@ def test_physical_blocks_of_logical_ones() -> None:
             blocks.get_physical_blocks([index], [7, 8, 9])
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (4, 257)])
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (4, (1 << 20) + 1)])
 def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(InvalidOptionError):
         BlockManager(num_blocks, block_size)

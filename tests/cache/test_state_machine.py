@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.cache.simulation import NAMESPACES, Simulation
 
+pytestmark = pytest.mark.no_cover
 namespaces = st.sampled_from(NAMESPACES)
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 # Long common prefixes with a tail of their own: what splits nodes inside blocks.
@@ -21,9 +22,12 @@ POLICIES = ["lru", "lfu", "fifo"]
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(block_size=st.sampled_from([1, 3, 16]), policy=st.sampled_from(POLICIES), tokens=st.integers(60, 200))
-    def make(self, block_size: int, policy: str, tokens: int) -> None:
-        self.sim = Simulation(max(4, tokens // block_size), block_size, policy)
+    @initialize(
+        block_size=st.sampled_from([1, 3, 16]), policy=st.sampled_from(POLICIES), tokens=st.integers(60, 200),
+        whole_blocks=st.booleans(),
+    )
+    def make(self, block_size: int, policy: str, tokens: int, whole_blocks: bool) -> None:
+        self.sim = Simulation(max(4, tokens // block_size), block_size, policy, whole_blocks)
 
     @rule(namespace=namespaces, tokens=st.one_of(prompts, shared_prompts.filter(bool)), below=st.integers(0, 2), data=st.data())
     def start(self, namespace: Any, tokens: list[int], below: int, data: st.DataObject) -> None:

@@ -84,6 +84,7 @@ def outputs_of(engine: LLMEngine, params: SamplingParams, num_seeds: int = 100) 
     return [result.outputs[0] for result in results]
 
 
+@pytest.mark.no_cover
 def test_every_output_is_a_json_object(engine: LLMEngine) -> None:
     ending = {engine.tokenizer.token_to_id(word): 3.0 for word in ("}", '"', '"}', "]", "}}")} if engine.tokenizer else {}
     outputs = outputs_of(engine, constrained("json", logit_bias=ending, max_tokens=230))
@@ -93,9 +94,10 @@ def test_every_output_is_a_json_object(engine: LLMEngine) -> None:
     assert len({output.text for output in ended}) > 30
 
 
-@pytest.mark.parametrize("written", [SCHEMA, json.dumps(SCHEMA)])
-def test_every_output_matches_its_schema(engine: LLMEngine, written: Any) -> None:
-    for output in outputs_of(engine, constrained("json_schema", written)):
+@pytest.mark.no_cover
+@pytest.mark.parametrize(("written", "num_seeds"), [(SCHEMA, 60), (json.dumps(SCHEMA), 5)])
+def test_every_output_matches_its_schema(engine: LLMEngine, written: Any, num_seeds: int) -> None:
+    for output in outputs_of(engine, constrained("json_schema", written), num_seeds):
         assert output.finish_reason == "stop" and output.stop_reason == END, output
         value = json.loads(output.text)
         assert list(value) == ["name", "kind", "sizes"]
@@ -140,6 +142,7 @@ def test_all_ways_to_sample_keep_to_the_grammar(engine: LLMEngine, options: dict
         assert len({output.text for output in results[0].outputs}) > 1
 
 
+@pytest.mark.no_cover
 def test_the_distribution_is_that_of_the_model_over_the_allowed_tokens(engine: LLMEngine) -> None:
     num_draws = 4000
     assert engine.tokenizer is not None
@@ -175,6 +178,7 @@ def test_neighbours_do_not_notice(directory: Path) -> None:
     assert neighbours(constrained("regex", "[a-z]{1,60}", logit_bias={END: -50.0})) == alone
 
 
+@pytest.mark.no_cover
 def test_preempted_sequences_go_on_where_they_were(directory: Path) -> None:
     params = constrained("json_schema", SCHEMA)
     with LLMEngine(tiny_config(directory)) as engine:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from archerfish import LLM, LLMEngine, SamplingParams
+from archerfish.engine import sandbox
 from archerfish.errors import ArcherfishError, InputTooLargeError, InvalidInputError
 from archerfish.store.loader import WeightLoader
 
@@ -64,7 +65,7 @@ def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:
     assert "tokens came from the cache" in second.hit.explain()
 
 
-def test_bad_text_is_refused(engine: LLMEngine) -> None:
+def test_bad_text_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="empty"):
         engine.generate("")
     with pytest.raises(InputTooLargeError, match="bytes"):
@@ -73,6 +74,7 @@ def test_bad_text_is_refused(engine: LLMEngine) -> None:
         engine.generate("fish " * 9000)
     with pytest.raises(InvalidInputError, match="role"):
         engine.chat([{"content": "no role"}])
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ArcherfishError, match="template"):
         type(engine.chat_template)(loop).render(QUESTION)

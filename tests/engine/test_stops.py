@@ -69,8 +69,9 @@ def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -
     assert longer == []
 
 
+@pytest.mark.no_cover
 def test_a_stop_that_almost_matches_for_ever_stays_cheap() -> None:
-    stops = [f"{'a' * 1000}{i}" for i in range(64)]
+    stops = [f"{'a' * 1000}{i}" for i in range(16)]
 
     def cost(num_characters: int) -> float:
         finder = StopStrings(stops)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archerfish.engine import tool_calls
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.tool_calls import STYLES, ToolCallParser, ToolPiece, grammar_for_tools, style_of, tool_schemas
@@ -123,8 +124,9 @@ def test_without_tools_any_name_is_right_but_bare_json_needs_arguments() -> None
     assert parse("llama3", '{"name": "x", "parameters": {}}', tools=()) == call("x", "{}")
 
 
-def test_a_call_that_never_ends_is_let_go() -> None:
-    text = '<tool_call>{"name": "' + "x" * 100_000
+def test_a_call_that_never_ends_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_calls, "MAX_HELD", 2000)
+    text = '<tool_call>{"name": "' + "x" * 5000
     assert parse("hermes", text) == [("text", -1, text)]
 
 
@@ -136,6 +138,7 @@ FRAGMENTS = st.sampled_from([
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join)
 
 
+@pytest.mark.no_cover
 @given(style=st.sampled_from(sorted(STYLES)), text=TEXTS, data=st.data())
 def test_any_chunking_gives_the_same(style: str, text: str, data: st.DataObject) -> None:
     whole = parse(style, text)
@@ -155,6 +158,7 @@ VALUES = st.recursive(
 OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 
 
+@pytest.mark.no_cover
 @given(
     style=st.sampled_from(sorted(STYLES)), every=st.lists(st.tuples(st.text(min_size=1), OBJECTS), min_size=1, max_size=3),
     before=st.text(alphabet="ab <[{\n", max_size=6), ascii_only=st.booleans(), indent=st.sampled_from([None, 2]),
@@ -192,12 +196,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
         yield engine
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_parallel", [False, True])
 def test_forced_calls_are_right(engine: LLMEngine, style: str, is_parallel: bool) -> None:
     forced = grammar_for_tools(style, TOOLS[:2], "required", is_parallel=is_parallel, tokenizer=engine.tokenizer)
     params = SamplingParams(grammar=forced, max_tokens=220, logit_bias={1: 5.0})
-    results = engine.generate([[3 + seed] for seed in range(20)], [params.replace(seed=seed) for seed in range(20)])
+    results = engine.generate([[3 + seed] for seed in range(12)], [params.replace(seed=seed) for seed in range(12)])
     names = set()
     for result in results:
         assert result.finish_reason in (("stop", "length") if is_parallel else ("stop",)), result.outputs[0].error
@@ -216,7 +221,7 @@ def test_forced_calls_are_right(engine: LLMEngine, style: str, is_parallel: bool
 def test_a_named_function_is_called(engine: LLMEngine, style: str) -> None:
     for choice in ({"type": "function", "function": {"name": 'say "it"'}}, {"type": "tool", "name": 'say "it"'}):
         forced = grammar_for_tools(style, TOOLS, choice)
-        output = engine.generate([[9]], SamplingParams(grammar=forced, max_tokens=90, seed=1))[0]
+        output = engine.generate([[9]], SamplingParams(grammar=forced, max_tokens=60, seed=1))[0]
         assert parse(style, output.text)[0] == ("name", 0, 'say "it"')
 
 

@@ -84,6 +84,7 @@ def test_text_of_any_tokens_in_pieces(ids: list[int]) -> None:
     assert "".join([*pieces, decoder.finish()]) == WORLD.decode(ids)
 
 
+@pytest.mark.no_cover
 @needs_rwkv
 @settings(deadline=None)
 @given(some_bytes)
@@ -114,6 +115,7 @@ def test_what_engines_ask() -> None:
     assert WORLD.encode("\ud800!") == WORLD.encode("?!")  # half a surrogate pair, which UTF-8 does not have
 
 
+@pytest.mark.no_cover
 def test_a_vocabulary_of_a_model_directory(tmp_path: Path) -> None:
     (tmp_path / VOCABULARY_NAME).write_bytes(gzip.decompress(BUNDLED.read_bytes()))
     for path in (tmp_path, tmp_path / VOCABULARY_NAME, BUNDLED):

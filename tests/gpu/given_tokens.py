@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, Input
 from archerfish.kernels.reference import TorchOps
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import model_class
+from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.batch import build_batch, pad_tables
 
@@ -45,7 +46,8 @@ class GivenTokens:
         ops.prepare()
         needed = [-(-len(own) // BLOCK_SIZE) for own in tokens]
         order = np.random.default_rng(5).permutation(sum(needed) + 2).tolist()
-        shape = self.model.kv_shape(values)
+        shape = self.model.memory_shape(values)
+        assert isinstance(shape, KVShape)
         self.kv = [
             ops.new_kv_layer(len(order), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
         ]
@@ -123,6 +125,7 @@ def rms(x: Tensor) -> float:
 @contextmanager
 def card_filled(left_bytes: int) -> Iterator[None]:
     """Take all of the card's memory but some."""
+    gc.collect()  # or what others have left behind is given back when it is least wanted
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()

@@ -17,7 +17,7 @@ from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_places import PLACES, Places, Tile, find_places, lay_mask  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 SMALL = Tile(16, 16, 4, 1)
 WIDE = Tile(64, 32, 4, 1)  # its queries lie in several rows of a mask
@@ -45,7 +45,6 @@ CASES = [  # heads, size of a mask's blocks, rows and columns of the mask, parts
 ]
 
 
-@untraced
 @pytest.mark.parametrize(("case", "tile", "dtype"), combine(CASES, [SMALL, WIDE], TYPES))
 def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtype: str) -> None:
     heads, size, num_rows, num_columns, num_splits = case
@@ -61,7 +60,6 @@ def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtyp
     assert not torch.allclose(expected, TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads), atol=0.01)
 
 
-@untraced
 def test_keys_laid_side_by_side() -> None:
     heads = HeadShape(2, 1, 64, 0.125)
     ops = TritonOps(DEVICE, "float16")
@@ -99,7 +97,6 @@ def test_what_no_query_sees_is_not_loaded(num_splits: int) -> None:
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
-@untraced
 def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
     ops = TritonOps(DEVICE, "float32")
@@ -112,7 +109,6 @@ def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
         assert torch.equal(ops.paged_attention(q, kv, batch, heads, mask=BlockMask(16, other)), expected)
 
 
-@untraced
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_lengths_and_mask_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
     """What a captured graph relies on."""

@@ -25,7 +25,7 @@ from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.encoder import TokenBatch, encoder_class  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 LENGTHS = (7, 1, 19, 33, 16, 17)
 SHAPES = [(2, 32, False), (2, 64, True), (3, 12, True), (1, 80, False)]  # heads, head_dim, bias
@@ -40,7 +40,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@untraced
 @pytest.mark.parametrize(
     ("shape", "tile", "dtype"), combine(SHAPES, [None, Tile(16, 16, 1, 1), Tile(32, 16, 2, 1)], TYPES)
 )
@@ -97,7 +96,6 @@ def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
     assert LAYOUT in segments.derived
 
 
-@untraced
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [48, 384, 1100])
 def test_layer_norm(width: int, dtype: str) -> None:
@@ -179,7 +177,6 @@ def batch_of(lengths: tuple[int, ...], vocab_size: int = 60, *, has_types: bool 
     return TokenBatch(numbers.integers(3, vocab_size, sum(lengths)), Segments(lengths), types)
 
 
-@untraced
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_encoders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIGS[kind], "model_type": kind}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 ROWS = [1, 2, 3, 4, 5, 8, 16, 32]
 TILES = [
@@ -57,7 +58,6 @@ def _no_torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchOps, "logits", refuse)
 
 
-@untraced
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "width", "dtype"),
     [(num_rows, *size, dtype) for num_rows, size, dtype in combine(ROWS, [(48, 64), (37, 100), (3, 515)], TYPES)],
@@ -70,7 +70,6 @@ def test_linear(num_rows: int, num_outputs: int, width: int, dtype: str) -> None
     check(y, TorchOps(DEVICE).linear(x.float(), wide), dtype)
 
 
-@untraced
 @pytest.mark.parametrize(
     ("tile", "num_rows", "width", "dtype"), combine(TILES, [1, 3, 7] if HAS_CUDA else [3], [128, 300], TYPES)
 )
@@ -87,7 +86,6 @@ def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, 
     check(y, reference.normed_linear(x.float(), norm, 1e-3, wide)[0], dtype)
 
 
-@untraced
 @pytest.mark.parametrize(("tile", "width", "gate", "dtype"), combine(STREAMS, [128, 300], [None, "silu"], TYPES))
 def test_programs_that_stay(tile: LinearTile, width: int, gate: Activation | None, dtype: str) -> None:
     """Outputs that fill their last turn, and such that do not."""
@@ -113,7 +111,6 @@ def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
     assert float((y - expected.half()).float().norm()) <= 1e-4 * float(expected.norm())
 
 
-@untraced
 @pytest.mark.parametrize(
     ("activation", "has_residual", "num_rows"), combine(get_args(Activation), [True, False], [2, 6])
 )
@@ -128,7 +125,6 @@ def test_bias_activation_and_residual(
     check(y, TorchOps(DEVICE).linear(x * 5, weight, activation=activation, residual=residual), "float32")
 
 
-@untraced
 @pytest.mark.parametrize(
     ("num_rows", "gate", "has_residual", "dtype"), combine(ROWS, [None, "silu", "gelu_tanh"], [True, False], TYPES)
 )
@@ -158,7 +154,6 @@ def test_the_norm_sees_the_rounded_sum() -> None:
     assert not y.any()
 
 
-@untraced
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -176,7 +171,6 @@ def test_logits_of_few_rows_are_not_rounded() -> None:
     check(TritonOps(DEVICE, "float16").logits(x, head), TorchOps(DEVICE).logits(x.float(), wide), "float32")
 
 
-@untraced
 @pytest.mark.parametrize("num_rows", [4, 16])
 def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
     ops = TritonOps(DEVICE, "float16")
@@ -273,6 +267,19 @@ def test_a_block_gives_the_same_with_norms_fused(
     assert torch.equal(*found)
     assert isinstance(ops, FusingOps)
     assert ops.num_calls == num_calls
+
+
+@pytest.mark.parametrize("attention", [Attention, OwnAttention])
+@pytest.mark.parametrize("ops", [TorchOps(DEVICE), FusingOps(DEVICE)])
+def test_a_block_gives_the_rows_that_are_wanted(ops: TorchOps, attention: type[Attention[Tensor]]) -> None:
+    batch, kv = batch_over(ops, ((1, 5), (4, 9)), 4, HeadShape(4, 2, 8, 0.3))
+    block = block_of(ops, lambda own: GatedMLP(own, 24, 40, "silu"), attention)
+    x, residual = random(5, 24), random(5, 24)
+    found = []
+    for kept in (None, ops.ids(np.array([0, 4]))):
+        y, added = block(x.clone(), residual.clone(), batch, kv, kept)
+        found.append(y if added is None else y + added)
+    torch.testing.assert_close(found[1], found[0][[0, 4]])
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")

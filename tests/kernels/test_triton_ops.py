@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 
 from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_places import PLACES, Places, Tile, choose_splits, find_places  # isort: skip
+from archerfish.kernels.triton_places import PLACES, Places, Tile, choose_splits, send_pieces, find_places  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 
@@ -116,7 +116,15 @@ def test_lengths_are_read_from_the_device_and_filling_gives_zeros(num_splits: in
 
 
 def test_the_device_is_kept_busy_by_parts_of_decodes() -> None:
-    assert [choose_splits(num, 8, 132) for num in (1, 8, 24, 32, 256, 10_000)] == [64, 8, 2, 1, 1, 1]
+    assert [choose_splits(num, 8, 132) for num in (1, 8, 16, 24, 256, 10_000)] == [64, 8, 2, 1, 1, 1]
+
+
+def test_pieces_are_aligned_wherever_they_lie() -> None:
+    """Or a kernel is compiled anew, for a second, when a batch has another number of sequences."""
+    pieces = [np.arange(5), np.arange(0), np.array([7]), np.arange(6)]
+    for found, piece in zip(send_pieces(pieces, torch.device(DEVICE)), pieces, strict=True):
+        assert found.dtype == torch.int32 and found.tolist() == piece.tolist()
+        assert found.data_ptr() % 16 == 0
 
 
 def test_a_neighbour_full_of_nan_does_not_spread() -> None:

@@ -17,7 +17,7 @@ from archerfish.kernels.triton_places import PLACES, Places, Tile, find_places  
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_places import choose_shared_parts  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the interpreter meets infinity
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 SMALL = Tile(16, 16, 4, 1)
 
@@ -74,7 +74,6 @@ if HAS_CUDA:
     ]
 
 
-@untraced
 @pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SHAPES, [1, 3], TYPES))
 def test_shared_keys(shape: tuple[HeadShape, int, int], num_splits: int, dtype: str) -> None:
     heads, block_size, num_blocks = shape
@@ -87,7 +86,6 @@ def test_shared_keys(shape: tuple[HeadShape, int, int], num_splits: int, dtype: 
     torch.testing.assert_close(out.float(), expect(q, kv, batch, heads), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@untraced
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
     """More rows than a tile has; the last tile is filling alone, and none of it reads what was never written."""
@@ -110,7 +108,6 @@ def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_spli
     assert not attend_anew(ops, q, kv, shared, heads).any()
 
 
-@untraced
 @pytest.mark.parametrize(("window", "is_deterministic"), [(20, False), (0, True)])
 def test_windows_and_deterministic_batches_share_nothing(window: int, is_deterministic: bool) -> None:
     heads = HeadShape(2, 1, 32, 0.2, window=window)
@@ -175,7 +172,6 @@ SINKS = [  # heads, block size
 ]
 
 
-@untraced
 @pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SINKS, [1, 3], TYPES))
 def test_sinks(shape: tuple[HeadShape, int], num_splits: int, dtype: str) -> None:
     heads, block_size = shape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,20 @@ import torch
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, random, untraced
 
-from archerfish.kernels.recurrent import NO_SLOT  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.decoding import (  # isort: skip (triton must be told to interpret first)
+    FILLING_POSITION,
+    NO_BLOCK,
+    NUM_INPUTS,
+    ON_DEVICE,
+    DecodeState,
+    Input,
+)
+from archerfish.kernels.recurrent import NO_SLOT  # isort: skip
 from archerfish.kernels.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton_wkv import TritonRecurrentOps  # isort: skip
 from archerfish.kernels.wkv import TorchRecurrentOps  # isort: skip
 from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
-from tests.kernels.wkv_cases import MixCase, make_case  # isort: skip
+from tests.kernels.wkv_cases import WHOLE, MixCase, make_case  # isort: skip
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint  # isort: skip
 
 pytestmark = [untraced]
@@ -66,27 +73,74 @@ def test_other_heads(head_dim: int, min_chunked: int) -> None:
     both(make_case([1, 20], device=DEVICE, num_heads=3, head_dim=head_dim), "float32", min_chunked, 2e-4)
 
 
+@pytest.mark.parametrize("lengths", [[1, 1, 5], [1, 23, 9]])
+@pytest.mark.parametrize("min_chunked", [1, NEVER])
+@pytest.mark.parametrize(("block_size", "is_new"), [(4, False), (7, True)])
+def test_states_are_kept_behind_every_piece(lengths: list[int], min_chunked: int, block_size: int, is_new: bool) -> None:
+    case = make_case(lengths, device=DEVICE, head_dim=16, block_size=block_size, is_new=is_new)
+    both(case, "float32", min_chunked, 2e-4)
+
+
+def decode_inputs(num: int) -> Tensor:
+    """Three sequences: inside of a block, behind one, and new; the rest is filling."""
+    words = torch.zeros((NUM_INPUTS, num), dtype=torch.int64)
+    words[Input.POSITION], words[Input.ROW] = FILLING_POSITION, 5
+    words[Input.TOKEN, :3] = torch.tensor([ON_DEVICE, 12, 13])
+    words[Input.ROW, :3] = torch.tensor([2, 0, 1])
+    words[Input.POSITION, :3] = torch.tensor([6, 8, 0])
+    words[Input.BLOCK, :3] = torch.tensor([9, 4, 7])
+    words[Input.SOURCE, :3] = torch.tensor([9, 3, NO_BLOCK])
+    return words.to(DEVICE)
+
+
+def test_inputs_of_decodes_are_staged() -> None:
+    ops = TorchOps(DEVICE)
+    state = DecodeState(torch.arange(70, 76, device=DEVICE), torch.zeros((6, 1), dtype=torch.int32, device=DEVICE))
+    batch, sampling = TritonRecurrentOps(ops).decode_batch(decode_inputs(5), state)
+    assert batch.token_ids[:3].tolist() == [72, 12, 13]
+    assert batch.sources.tolist() == [10, 4, 0, NO_SLOT, NO_SLOT]
+    assert batch.targets.tolist() == [10, 5, 8, NO_SLOT, NO_SLOT]
+    assert batch.previous.tolist() == [-11, -5, -1, 0, 0]
+    assert (batch.num_tokens, batch.num_decodes, batch.num_sequences) == (5, 5, 5)
+    expected, expected_sampling = TorchRecurrentOps(ops).decode_batch(decode_inputs(5), state)
+    assert expected.num_tokens == 3
+    for mine, theirs in ((batch.sources, expected.sources), (batch.targets, expected.targets)):
+        assert mine[:3].tolist() == theirs.tolist()
+    for mine, theirs in ((batch.token_ids, expected.token_ids), (batch.previous, expected.previous)):
+        assert mine[:3].tolist() == theirs[:3].tolist()
+    assert sampling.positions is not None and expected_sampling.positions is not None
+    assert sampling.positions.tolist() == expected_sampling.positions.tolist() == [7, 9, 1, 0, 0]
+
+
 def test_rows_that_stand_for_no_sequence() -> None:
     """As steps that are recorded have them: nothing of theirs is read or written."""
-    case = make_case(DECODES, device=DEVICE, num_filling=1)
-    nobody = torch.tensor([NO_SLOT], device=DEVICE)
-    slots = torch.cat((case.batch.state_slots, nobody))
-    both(replace(case, batch=case.batch), "float32", NEVER, 1e-4)
-    states = case.states.clone()
-    ops = TritonRecurrentOps(TorchOps(DEVICE))
-    out = ops.mix_heads(case.inputs, case.weights, states, replace(case.batch, state_slots=slots))
-    expected_states = case.states.clone()
-    expected = ops.mix_heads(case.inputs, case.weights, expected_states, case.batch)
-    torch.testing.assert_close(out[:3], expected[:3], atol=0, rtol=0)
-    torch.testing.assert_close(states, expected_states, atol=0, rtol=0, equal_nan=True)
+    case = make_case(DECODES, device=DEVICE, num_filling=2)
+    ops, state = TorchOps(DEVICE), TorchOps(DEVICE).new_decode_state(5, 1)
+    triton_ops, torch_ops = TritonRecurrentOps(ops), TorchRecurrentOps(ops)
+    batch, _ = triton_ops.decode_batch(decode_inputs(5), state)
+    expected_batch, _ = torch_ops.decode_batch(decode_inputs(5), state)
+    case.states[10], case.states[4] = 1.0, 2.0
+    states, expected_states = case.states.clone(), case.states.clone()
+    out = triton_ops.mix_heads(case.inputs, case.weights, states, batch)
+    expected = torch_ops.mix_heads(case.inputs, case.weights, expected_states, expected_batch)
+    torch.testing.assert_close(out[:3], expected[:3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states, expected_states, atol=1e-4, rtol=1e-4, equal_nan=True)
+    x, factors, inputs = random(5, 96), random(2 * 96), random(len(states), 96)
+    expected_inputs = inputs.clone()
+    mixed = triton_ops.shift(x, inputs, batch, factors)
+    for mine, theirs in zip(mixed, torch_ops.shift(x, expected_inputs, expected_batch, factors), strict=True):
+        torch.testing.assert_close(mine[:3], theirs[:3], atol=1e-5, rtol=1e-5)
+    assert torch.equal(inputs, expected_inputs)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("lengths", "width", "num_factors"), [(DECODES, 128, 6), (MIXED, 96, 6), ([7], 1200, 1)])
-def test_shift(lengths: list[int], width: int, num_factors: int, dtype: str) -> None:
-    case = make_case(lengths, device=DEVICE, num_filling=2)
+@pytest.mark.parametrize("block_size", [WHOLE, 5])
+def test_shift(lengths: list[int], width: int, num_factors: int, block_size: int, dtype: str) -> None:
+    block_size = block_size if max(lengths) < 100 else WHOLE
+    case = make_case(lengths, device=DEVICE, num_filling=2, block_size=block_size)
     x, factors = random(sum(lengths) + 2, width, dtype=dtype), random(num_factors * width)
-    inputs = random(12, 3, width, dtype=dtype)[:, 1]
+    inputs = random(len(case.states), 3, width, dtype=dtype)[:, 1]
     expected_inputs = inputs.clone()
     mixed = TritonRecurrentOps(TorchOps(DEVICE, dtype)).shift(x, inputs, case.batch, factors)
     expected = TorchRecurrentOps(TorchOps(DEVICE, dtype)).shift(x, expected_inputs, case.batch, factors)
@@ -103,7 +157,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
     golden = torch.from_numpy(np.load(GOLDEN))
     ops = TorchOps(DEVICE)
     tokens = random_tokens(SIZES["tiny"], 3, 100)
-    driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops))
+    driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=8)
     for work in ([(0, 20)], [(0, 1), (1, 18), (2, 3)], [(2, 1), (0, 1), (1, 1)]):
         before = list(driver.num_computed)
         for (i, count), logits in zip(work, driver.step(work), strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +12,10 @@ from hypothesis import strategies as st
 
 from archerfish.errors import DeviceError
 from archerfish.kernels.ops import Ops
-from archerfish.kernels.recurrent import HeadInputs, StateShape, build_recurrent_batch, recurrent_ops
+from archerfish.kernels.recurrent import HeadInputs
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.wkv import (
+    CHUNK,
     ChunkedRecurrentOps,
     TorchRecurrentOps,
     WkvInputs,
@@ -23,14 +23,19 @@ from archerfish.kernels.wkv import (
     wkv_in_place,
     wkv_sequential,
 )
-from tests.kernels.wkv_cases import MixCase, make_case
+from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
 
 Tensor = torch.Tensor
 
 
 def sequential(case: MixCase) -> tuple[Tensor, Tensor]:
     states = case.states.clone()
-    out = wkv_sequential(case.prepared(), states, case.slots, case.batch.query_lens.tolist())
+    return wkv_sequential(case.prepared(), states, case.batch), states
+
+
+def chunked(case: MixCase, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    states, batch = case.states.clone(), case.batch
+    out = wkv_chunked(case.prepared(), states, batch.sources, batch.targets, batch.piece_lens, batch.piece_counts, chunk)
     return out, states
 
 
@@ -43,46 +48,57 @@ def test_the_loop_is_the_formula() -> None:
     case = make_case([3], num_heads=1, head_dim=4)
     inputs = case.prepared()
     out, states = sequential(case)
-    state = case.states[case.slots[0], 0].double()
+    state = case.states[case.targets[0], 0].double()
     for t in range(3):
         r, log_decay, k, v, z, added = (each[t, 0].double() for each in inputs.all())
         state = state @ (torch.diag(log_decay.exp()) - torch.outer(z, added)) + torch.outer(v, k)
         torch.testing.assert_close(out[t, 0].double(), state @ r, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(states[case.slots[0], 0].double(), state, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[case.targets[0], 0].double(), state, atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+def test_the_loop_keeps_what_a_sequence_cut_short_would_have() -> None:
+    """The state behind every piece is that of a sequence which ends there; the first begins with the empty state."""
+    case = make_case([11, 8], head_dim=4, block_size=4, is_new=True)
+    assert case.batch.piece_counts.tolist() == [3, 2]
+    assert case.batch.piece_lens.tolist() == [4, 4, 3, 4, 4]
+    assert case.batch.sources.tolist() == [0, *case.targets[:2], 0, case.targets[3]]
+    _, states = sequential(case)
+    ends = [(0, 4), (0, 8), (0, 11), (11, 15), (11, 19)]
+    for target, (begin, end) in zip(case.targets, ends, strict=True):
+        alone = torch.zeros_like(case.states)
+        inputs = case.prepared().part(begin, end)
+        wkv_sequential(inputs, alone, one_slot_batch([[1] * (end - begin)], [1]))
+        assert torch.equal(alone[1], states[target])
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5), chunk=st.sampled_from([1, 2, 7, 16, 32, 64]),
-    seed=st.integers(0, 99),
+    seed=st.integers(0, 99), block_size=st.sampled_from([10, 16, 33, WHOLE]), is_new=st.booleans(),
 )
-def test_chunks_equal_the_loop(lengths: list[int], chunk: int, seed: int) -> None:
+def test_chunks_equal_the_loop(lengths: list[int], chunk: int, seed: int, block_size: int, is_new: bool) -> None:
     lengths.sort(key=lambda length: length != 1)
-    case = make_case(lengths, head_dim=8, seed=seed)
-    states = case.states.clone()
-    out = wkv_chunked(case.prepared(), states, torch.tensor(case.slots), np.array(lengths), chunk)
-    assert_same((out, states), sequential(case), 2e-4)
+    case = make_case(lengths, head_dim=8, seed=seed, block_size=block_size, is_new=is_new)
+    assert_same(chunked(case, chunk), sequential(case), 2e-4)
 
 
 @pytest.mark.parametrize("options", [{"is_repeated": True}, {"decay": 12.0}, {"decay": -12.0}])
 def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
     """One token over and over, the strongest decay, and hardly any."""
     case = make_case([100, 130], **options)  # type: ignore[arg-type]
-    states = case.states.clone()
-    out = wkv_chunked(case.prepared(), states, torch.tensor(case.slots), case.batch.query_lens)
     expected = sequential(case)
-    assert_same((out, states), expected, 2e-4 * float(expected[0].abs().max()))
+    assert_same(chunked(case), expected, 2e-4 * float(expected[0].abs().max()))
 
 
 def test_states_changed_in_place_are_the_same_however_tokens_are_cut() -> None:
-    case = make_case([9, 30, 4])
+    case, lengths = make_case([9, 30, 4]), [9, 30, 4]
     inputs, states = case.prepared(), case.states.clone()
-    out = wkv_in_place(inputs, states, case.slots, [9, 30, 4])
+    out = wkv_in_place(inputs, states, case.targets, case.targets, lengths)
     assert_same((out, states), sequential(case))
-    alone, slot = case.states.clone(), case.slots[1]
+    alone, slot = case.states.clone(), case.targets[1]
     parts = []
     for begin, end in ((9, 10), (10, 26), (26, 39)):  # the second sequence alone, in three parts
-        batch = build_recurrent_batch(TorchOps(), tokens=[[1] * (end - begin)], slots=[slot], is_deterministic=True)
+        batch = one_slot_batch([[1] * (end - begin)], [slot], is_deterministic=True)
         parts.append(ChunkedRecurrentOps(TorchOps()).wkv(inputs.part(begin, end), alone, batch))
     assert torch.equal(torch.cat(parts), out[9:39])
     assert torch.equal(alone[slot], states[slot])
@@ -94,27 +110,27 @@ def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
     states = case.states.clone()
     out = recurrent.mix_heads(case.inputs, case.weights, states, replace(case.batch, is_deterministic=True))
     start = 0
-    for slot, length in zip(case.slots, lengths, strict=True):
+    for slot, length in zip(case.targets, lengths, strict=True):
         names = ("receptance", "decay", "key", "value", "rate", "gate", "first_value", "value_mix")
         own = HeadInputs(**{name: getattr(case.inputs, name)[start : start + length] for name in names})
         alone = case.states.clone()
-        batch = build_recurrent_batch(TorchOps(), tokens=[[1] * length], slots=[slot], is_deterministic=True)
+        batch = one_slot_batch([[1] * length], [slot], is_deterministic=True)
         assert torch.equal(recurrent.mix_heads(own, case.weights, alone, batch), out[start : start + length])
         assert torch.equal(alone[slot], states[slot])
         start += length
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40, 3], [33, 2]])
-@pytest.mark.parametrize("has_value_mix", [True, False])
-def test_mixing_heads(lengths: list[int], has_value_mix: bool) -> None:
-    case = make_case(lengths, has_value_mix=has_value_mix, num_filling=3)
+@pytest.mark.parametrize(("has_value_mix", "block_size"), [(True, WHOLE), (False, WHOLE), (True, 9)])
+def test_mixing_heads(lengths: list[int], has_value_mix: bool, block_size: int) -> None:
+    case = make_case(lengths, has_value_mix=has_value_mix, num_filling=3, block_size=block_size)
     results = []
     for backend in (TorchRecurrentOps, ChunkedRecurrentOps):
         states = case.states.clone()
         results.append((backend(TorchOps()).mix_heads(case.inputs, case.weights, states, case.batch), states))
     assert results[0][0].shape == (sum(lengths) + 3, 128)
     assert_same(results[1], results[0])
-    untouched = [slot for slot in range(len(case.states)) if slot not in case.slots]
+    untouched = [slot for slot in range(len(case.states)) if slot not in case.targets]
     assert torch.equal(results[1][1][untouched].isnan(), case.states[untouched].isnan())
     assert not results[1][1][0].any()
 
@@ -132,51 +148,33 @@ def test_what_surrounds_the_recurrence() -> None:
     y = v * (k @ r)
     y = (y - y.mean()) / (y.var(unbiased=False) + 64e-5).sqrt() * case.weights.norm + case.weights.norm_bias
     torch.testing.assert_close(out, (y + (r * k * case.weights.bonus).sum() * v) * g, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(states[case.slots[0], 0], torch.outer(v, k), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[case.targets[0], 0], torch.outer(v, k), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1], [1, 4, 2], [5]])
-def test_shift(lengths: list[int]) -> None:
-    case = make_case(lengths, num_filling=2)
+@pytest.mark.parametrize("block_size", [2, 3, WHOLE])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_shift(lengths: list[int], block_size: int, is_new: bool) -> None:
+    case = make_case(lengths, num_filling=2, block_size=block_size, is_new=is_new)
+    batch = case.batch
     x, factors = torch.randn(sum(lengths) + 2, 6), torch.randn(3, 6)
-    inputs = torch.randn(12, 6)
+    inputs = torch.randn(len(case.states), 6)
     before = inputs.clone()
-    mixed = TorchRecurrentOps(TorchOps()).shift(x, inputs, case.batch, factors.flatten())
-    start = 0
-    for slot, length in zip(case.slots, lengths, strict=True):
-        last = before[slot]
-        for row in range(start, start + length):
+    mixed = TorchRecurrentOps(TorchOps()).shift(x, inputs, batch, factors.flatten())
+    heads = set((batch.piece_counts.cumsum() - batch.piece_counts).tolist())
+    row, last = 0, before[0]
+    for piece, (source, target, length) in enumerate(
+        zip(batch.sources.tolist(), case.targets, batch.piece_lens.tolist(), strict=True)
+    ):
+        last = before[source] if piece in heads else last
+        for _ in range(length):
             for result, factor in zip(mixed, factors, strict=True):
                 torch.testing.assert_close(result[row], x[row] + (last - x[row]) * factor)
             last = x[row]
-        assert torch.equal(inputs[slot], last)
-        start += length
-    others = [slot for slot in range(12) if slot not in case.slots]
+            row += 1
+        assert torch.equal(inputs[target], last)
+    others = [slot for slot in range(len(before)) if slot not in case.targets]
     assert torch.equal(inputs[others], before[others])
-
-
-def test_copied_states_and_the_empty_one() -> None:
-    recurrent = recurrent_ops(TorchOps())
-    memory = recurrent.new_states(5, StateShape(2, 2, 4))
-    layer = memory.layers[1]
-    layer.wkv[2], layer.time_input[2], layer.channel_input[2] = 7.0, 8.0, 9.0
-    recurrent.copy_states(memory, [(2, 4), (0, 3)])
-    assert (layer.wkv[4] == 7).all() and (layer.time_input[4] == 8).all() and (layer.channel_input[4] == 9).all()
-    assert not memory.layers[0].wkv[4].any()
-    recurrent.copy_states(memory, [(0, 4)])
-    assert not memory.wkv[4].any() and not memory.inputs[4].any()
-    recurrent.copy_states(memory, [])
-    with pytest.raises(AssertionError, match="empty state"):
-        recurrent.copy_states(memory, [(2, 0)])
-
-
-def test_a_batch_says_where_tokens_follow() -> None:
-    batch = build_recurrent_batch(TorchOps(), tokens=[[5], [6, 7, 8]], slots=[3, 9], num_rows=6)
-    assert batch.token_ids.tolist() == [5, 6, 7, 8, 0, 0]
-    assert batch.previous.tolist() == [-4, -10, 1, 2, 0, 0]
-    assert batch.starts.tolist() == [0, 1, 4] and (batch.num_tokens, batch.num_decodes) == (4, 1)
-    with pytest.raises(AssertionError, match="stand first"):
-        build_recurrent_batch(TorchOps(), tokens=[[1, 2], [3]], slots=[1, 2])
 
 
 def test_a_backend_without_recurrent_models_says_so() -> None:
@@ -186,7 +184,7 @@ def test_a_backend_without_recurrent_models_says_so() -> None:
     concrete: Any = OtherOps
     concrete.__abstractmethods__ = frozenset()
     with pytest.raises(DeviceError, match="other"):
-        recurrent_ops(concrete())
+        concrete().recurrent()
 
 
 def test_parts_of_inputs() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from archerfish.kernels.recurrent import HeadInputs, HeadWeights, RecurrentBatch, build_recurrent_batch
+from archerfish.kernels.recurrent import FIRST_SLOT, HeadInputs, HeadWeights, RecurrentBatch
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.wkv import WkvInputs, prepare_heads
+from archerfish.runtime.batch import build_recurrent_batch
 
 Tensor = torch.Tensor
-NUM_SLOTS = 12
+NUM_SLOTS = 40
+WHOLE = 1 << 20  # tokens of a block that no sequence comes to the end of
 
 
 @dataclass(frozen=True)
@@ -21,25 +24,40 @@ class MixCase:
     weights: HeadWeights[Tensor]
     states: Tensor
     batch: RecurrentBatch[Tensor]
-    slots: tuple[int, ...]
+
+    @property
+    def targets(self) -> list[int]:
+        slots: list[int] = self.batch.targets.tolist()
+        return slots
 
     def prepared(self) -> WkvInputs:
         return prepare_heads(self.inputs, self.weights, self.batch.num_tokens, self.states.shape[1], self.states.shape[2])
 
 
-def slots_of(num: int) -> tuple[int, ...]:
-    return tuple(torch.randperm(NUM_SLOTS - 1)[:num].add(1).tolist())
+def one_slot_batch(
+    tokens: Sequence[Sequence[int]], slots: Sequence[int], ops: TorchOps | None = None, **options: Any
+) -> RecurrentBatch[Tensor]:
+    """Sequences that go on from the states in their slots, and leave them there."""
+    blocks = [[slot - FIRST_SLOT] for slot in slots]
+    starts = [1] * len(slots)
+    return build_recurrent_batch(ops or TorchOps(), tokens=tokens, starts=starts, blocks=blocks, block_size=WHOLE, **options)
 
 
 def make_case(
     lengths: Sequence[int], *, device: str = "cpu", dtype: str = "float32", num_heads: int = 2, head_dim: int = 64,
     seed: int = 0, has_value_mix: bool = True, is_repeated: bool = False, decay: float = -1.0, num_filling: int = 0,
+    block_size: int = WHOLE, is_new: bool = False,
 ) -> MixCase:
-    """is_repeated: every token is the same one, hardly decays and replaces all that it removes. decay: mean of its input."""
+    """is_repeated: every token is the same one, hardly decays and replaces all that it removes. decay: mean of its input.
+
+    block_size: where sequences are cut. They begin with their second token, or with their first: is_new.
+    """
     torch.manual_seed(seed)
     ops = TorchOps(device, dtype)
     num_tokens, width = sum(lengths), num_heads * head_dim
-    slots = slots_of(len(lengths))
+    start = 0 if is_new else 1
+    free = torch.randperm(NUM_SLOTS - FIRST_SLOT).tolist()
+    blocks = [[free.pop() for _ in range(-(-(start + length) // block_size))] for length in lengths]
 
     def rows(scale: float = 1.0, plus: float = 0.0) -> Tensor:
         drawn = torch.randn(1 if is_repeated else num_tokens + num_filling, width) * scale + plus
@@ -56,7 +74,10 @@ def make_case(
     weights = HeadWeights(vector(0.2, 0.8), vector(0.2, 1.0), vector(0.3), vector(0.2, 1.0), vector(0.1), 64e-5)
     states = torch.full((NUM_SLOTS, num_heads, head_dim, head_dim), float("nan"), device=device)
     states[0] = 0
-    states[list(slots)] = torch.randn(len(slots), num_heads, head_dim, head_dim).to(device)
-    tokens = [[1] * length for length in lengths]
-    batch = build_recurrent_batch(ops, tokens=tokens, slots=slots, num_rows=num_tokens + num_filling)
-    return MixCase(inputs, weights, states, batch, slots)
+    for first, *_ in blocks:
+        states[FIRST_SLOT + first] = torch.randn(num_heads, head_dim, head_dim).to(device)
+    batch = build_recurrent_batch(
+        ops, tokens=[[1] * length for length in lengths], starts=[start] * len(lengths), blocks=blocks, block_size=block_size,
+        num_rows=num_tokens + num_filling,
+    )
+    return MixCase(inputs, weights, states, batch)

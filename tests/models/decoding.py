@@ -7,12 +7,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 
 from archerfish.kernels.reference import TorchOps
 from archerfish.layers.weights import Weights
-from archerfish.models.adapter import model_class
+from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.batch import build_batch
 
@@ -90,6 +91,11 @@ def random_tokens(num: int, vocab_size: int = 97) -> list[list[int]]:
     return np.random.default_rng(0).integers(3, vocab_size, (num, LENGTH)).tolist()  # type: ignore[no-any-return]
 
 
+def last_rows(work: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """Where the last tokens of a step's sequences stand."""
+    return np.cumsum([count for _, count in work]) - 1
+
+
 def their_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0].float()
@@ -108,7 +114,8 @@ class Driver:
         values = Config(config)
         architecture = model_class(values)
         self.model = architecture(Weights(weights, ops), values, max_len)
-        shape = architecture.kv_shape(values)
+        shape = architecture.memory_shape(values)
+        assert isinstance(shape, KVShape)
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * len(tokens) + 3
         sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
@@ -120,8 +127,8 @@ class Driver:
         self.blocks = [order[i :: len(tokens)] for i in range(len(tokens))]
         self.num_computed = [0] * len(tokens)
 
-    def step(self, work: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens."""
+    def step(self, work: Sequence[tuple[int, int]], *, keeps_last: bool = False) -> list[torch.Tensor]:
+        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens, or of the last of them."""
         starts = [self.num_computed[i] for i, _ in work]
         new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
         for i, count in work:
@@ -129,12 +136,13 @@ class Driver:
         blocks = [self.blocks[i][: -(-self.num_computed[i] // self.block_size)] for i, _ in work]
         batch = build_batch(
             self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size,
-            is_deterministic=self.is_deterministic,
+            is_deterministic=self.is_deterministic, kept_rows=last_rows(work) if keeps_last else None,
         )
         with torch.inference_mode():
             hidden = self.model.forward(batch, self.kv)
-            logits = self.model.logits(self.ops.rows(hidden, np.arange(batch.num_tokens)))
-        return list(logits.split([count for _, count in work]))
+            num_rows = len(work) if keeps_last else batch.num_tokens
+            logits = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
+        return list(logits.split([1 if keeps_last else count for _, count in work]))
 
     def greedy(self, num_tokens: int) -> list[list[int]]:
         """Prefill what is given, then decode all sequences together."""

@@ -1,4 +1,4 @@
-"""Random RWKV-7 checkpoints in BlinkDL's layout, and a driver that runs ours over shuffled state slots."""
+"""Random RWKV-7 checkpoints in BlinkDL's layout, and a driver that runs ours over shuffled blocks of states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from archerfish.kernels.recurrent import RecurrentOps, build_recurrent_batch
+from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentOps
 from archerfish.kernels.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
+from archerfish.runtime.batch import build_recurrent_batch
 
 Tensor = torch.Tensor
 GOLDEN = Path(__file__).with_name("rwkv7_golden.npy")  # (3, 100, 67): logits of the tiny size, by rwkv 0.8.32
@@ -90,47 +91,54 @@ def random_tokens(size: Size, num: int, length: int) -> list[list[int]]:
 
 
 class RecurrentDriver:
-    """A model of ours with state memory, whose sequences own slots in a shuffled order."""
+    """A model of ours with state memory, whose sequences take blocks in a shuffled order."""
 
     def __init__(
         self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        recurrent: RecurrentOps[Tensor] | None = None,
+        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16,
     ) -> None:
         values = Config(config)
-        self.ops = ops
+        self.ops, self.block_size = ops, block_size
         self.model = Rwkv7Model(Weights(weights, ops), values, 1024)
         if recurrent is not None:
             use_recurrent(self.model, recurrent)
         self.tokens = [list(each) for each in tokens]
-        num_slots = len(tokens) + 4
-        self.memory = self.model.recurrent.new_states(num_slots, Rwkv7Model.state_shape(values))
-        self.memory.wkv[1:].fill_(float("nan"))  # whatever stands in slots that nobody has started must not matter
+        num_blocks = (len(tokens) + 2) * -(-len(tokens[0]) // block_size)
+        self.memory = self.model.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
+        self.memory.wkv[1:].fill_(float("nan"))  # whatever stands in blocks that nobody has written must not matter
         self.memory.inputs[1:].fill_(float("nan"))
-        order = 1 + np.random.RandomState(5).permutation(num_slots - 1)
-        self.slots, self.spare = order[: len(tokens)].tolist(), order[len(tokens) :].tolist()
-        self.model.recurrent.copy_states(self.memory, [(0, slot) for slot in self.slots])
+        self.free: list[int] = np.random.RandomState(5).permutation(num_blocks).tolist()
+        self.blocks: list[list[int]] = [[] for _ in tokens]
         self.num_computed = [0] * len(tokens)
 
-    def step(self, work: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens."""
-        new = [self.tokens[i][self.num_computed[i] : self.num_computed[i] + count] for i, count in work]
-        slots = [self.slots[i] for i, _ in work]
+    def step(self, work: Sequence[tuple[int, int]], *, keeps_last: bool = False) -> list[Tensor]:
+        """Compute (sequence, number of tokens); the float32 logits of each one's new tokens, or of the last of them."""
+        starts = [self.num_computed[i] for i, _ in work]
+        new = [self.tokens[i][start : start + count] for (i, count), start in zip(work, starts, strict=True)]
         for i, count in work:
             self.num_computed[i] += count
-        batch = build_recurrent_batch(self.ops, tokens=new, slots=slots)
+            while len(self.blocks[i]) * self.block_size < self.num_computed[i]:
+                self.blocks[i].append(self.free.pop())
+        blocks = [self.blocks[i] for i, _ in work]
+        batch = build_recurrent_batch(
+            self.ops, tokens=new, starts=starts, blocks=blocks, block_size=self.block_size,
+            kept_rows=np.cumsum([count for _, count in work]) - 1 if keeps_last else None,
+        )
         with torch.inference_mode():
             hidden = self.model.forward(batch, self.memory.layers)
-            logits = self.model.logits(self.ops.rows(hidden, np.arange(batch.num_tokens)))
-        return list(logits.split_with_sizes([count for _, count in work]))
+            num_rows = len(work) if keeps_last else batch.num_tokens
+            logits = self.model.logits(self.ops.rows(hidden, np.arange(num_rows)))
+        return list(logits.split_with_sizes([1 if keeps_last else count for _, count in work]))
 
-    def save(self, sequence: int) -> tuple[int, int]:
-        """Copy a sequence's state into a spare slot: that slot, and the tokens behind it."""
-        self.model.recurrent.copy_states(self.memory, [(self.slots[sequence], self.spare[0])])
-        return self.spare[0], self.num_computed[sequence]
+    def go_back(self, sequence: int, other: int, num_tokens: int) -> None:
+        """Have a sequence go on behind some tokens of another, at a place where a state of it is kept."""
+        assert num_tokens % self.block_size == 0
+        self.blocks[sequence] = self.blocks[other][: num_tokens // self.block_size]
+        self.num_computed[sequence] = num_tokens
 
-    def restore(self, sequence: int, saved: tuple[int, int]) -> None:
-        self.model.recurrent.copy_states(self.memory, [(saved[0], self.slots[sequence])])
-        self.num_computed[sequence] = saved[1]
+    def slot(self, sequence: int) -> int:
+        """Where its newest state is."""
+        return FIRST_SLOT + self.blocks[sequence][-1]
 
 
 def use_recurrent(model: Rwkv7Model[Tensor], recurrent: RecurrentOps[Tensor]) -> None:

@@ -114,7 +114,7 @@ def test_facts_that_are_known_before_loading(kind: str) -> None:
     assert ours == theirs
     attention = model.model.layers[0].self_attn
     kv_shape = KVShape(config["num_hidden_layers"], config["num_key_value_heads"], attention.head_dim)
-    assert architecture.kv_shape(values) == kv_shape
+    assert architecture.memory_shape(values) == kv_shape
     assert architecture.vocab_size(values) == 97
     assert architecture.max_positions(values) == {"phi3-longrope": 64, "llama-dynamic": 32}.get(kind, 128)
 

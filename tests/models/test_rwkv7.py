@@ -53,13 +53,13 @@ def checkpoint(directory: Path, name: str) -> Path:
 
 def driver(
     directory: Path, name: str, backend: type[TorchOps] = TorchCpuOps, recurrent: type[TorchRecurrentOps] | None = None,
-    *, dtype: str = "float32",
+    *, dtype: str = "float32", block_size: int = 16,
 ) -> RecurrentDriver:
     config, weights = read_rwkv7(checkpoint(directory, name))
     ops = backend("cpu", dtype)
     states: RecurrentOps[Any] | None = None if recurrent is None else recurrent(ops)
     tokens = random_tokens(SIZES[name], 3, LENGTH)
-    return RecurrentDriver(ops, weights, config, tokens, recurrent=states)
+    return RecurrentDriver(ops, weights, config, tokens, recurrent=states, block_size=block_size)
 
 
 def check(ours: RecurrentDriver, theirs: Sequence[Any], *, tolerance: float = TOLERANCE) -> None:
@@ -74,22 +74,26 @@ def check(ours: RecurrentDriver, theirs: Sequence[Any], *, tolerance: float = TO
 
 @pytest.mark.parametrize("recurrent", RECURRENT)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_golden_logits(backend: type[TorchOps], recurrent: type[TorchRecurrentOps], directory: Path) -> None:
-    check(driver(directory, "tiny", backend, recurrent), np.load(GOLDEN))
+@pytest.mark.parametrize("block_size", [1, 7, 32, 256])
+def test_golden_logits(
+    backend: type[TorchOps], recurrent: type[TorchRecurrentOps], block_size: int, directory: Path
+) -> None:
+    check(driver(directory, "tiny", backend, recurrent, block_size=block_size), np.load(GOLDEN))
 
 
-def test_golden_logits_after_restoring_a_state(directory: Path) -> None:
+def test_golden_logits_behind_a_state_that_was_kept(directory: Path) -> None:
     golden = torch.from_numpy(np.load(GOLDEN))
-    ours = driver(directory, "tiny")
-    ours.step([(0, 40)])
-    saved = ours.save(0)
+    ours = driver(directory, "tiny", block_size=8)
+    ours.step([(0, 45)])
     for _ in range(2):
+        ours.go_back(0, 0, 40)
         for logits, place in ((ours.step([(0, 1)])[0], 40), (ours.step([(0, 50)])[0], 41)):
             torch.testing.assert_close(logits, golden[0, place : place + len(logits)], atol=TOLERANCE, rtol=TOLERANCE)
-        ours.restore(0, saved)
-    ours.tokens[2] = ours.tokens[0]
-    ours.restore(2, saved)  # another sequence goes on from there
-    torch.testing.assert_close(ours.step([(2, 30)])[0], golden[0, 40:70], atol=TOLERANCE, rtol=TOLERANCE)
+    ours.tokens[1] = ours.tokens[2] = ours.tokens[0]
+    ours.go_back(1, 0, 40)  # others go on from there, together
+    ours.go_back(2, 0, 40)
+    for logits in ours.step([(2, 30), (1, 30)]):
+        torch.testing.assert_close(logits, golden[0, 40:70], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -107,15 +111,15 @@ def test_half_precision_is_close(dtype: str, directory: Path) -> None:
 @pytest.mark.parametrize("width", [100, 130])
 def test_a_width_that_makes_no_heads(width: int) -> None:
     with pytest.raises(UnsupportedModelError, match=str(width)):
-        Rwkv7Model.state_shape(Config({"hidden_size": width, "num_hidden_layers": 1}))
+        Rwkv7Model.memory_shape(Config({"hidden_size": width, "num_hidden_layers": 1}))
 
 
 def test_shapes_are_known_without_weights(directory: Path) -> None:
     config, weights = read_rwkv7(checkpoint(directory, "tiny"))
     shapes = Rwkv7Model.dummy_shapes(Config(config))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    assert Rwkv7Model.state_shape(Config(config)) == StateShape(2, 2, 64)
-    assert StateShape(24, 16, 64).bytes_per_slot(2) == 24 * (16 * 64 * 64 * 4 + 2 * 1024 * 2)
+    assert Rwkv7Model.memory_shape(Config(config)) == StateShape(2, 2, 64)
+    assert StateShape(24, 16, 64).bytes_per_block(256, 2) == 24 * (16 * 64 * 64 * 4 + 2 * 1024 * 2)
 
 
 def test_a_wrong_shape_is_named(directory: Path) -> None:
@@ -148,14 +152,13 @@ def test_logits_equal_the_package_rwkv(name: str, directory: Path) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_decoding_from_a_restored_state_equals_the_package_rwkv(name: str, directory: Path) -> None:
     theirs = load_rwkv(checkpoint(directory, name))
-    ours = driver(directory, name)
+    ours = driver(directory, name, block_size=37)
     tokens = ours.tokens[0]
     _, state = theirs.forward(tokens[:37], None)
-    ours.step([(0, 37)])
-    saved = ours.save(0)
+    ours.step([(0, 40)])
     kept = [part.clone() for part in state]
     for _ in range(2):
-        ours.restore(0, saved)
+        ours.go_back(0, 0, 37)
         state = [part.clone() for part in kept]
         for token in tokens[37:45]:
             expected, state = theirs.forward([token], state)
@@ -163,7 +166,7 @@ def test_decoding_from_a_restored_state_equals_the_package_rwkv(name: str, direc
     for layer, (inputs, matrix, channel) in enumerate(zip(state[::3], state[1::3], state[2::3], strict=True)):
         own = ours.memory.layers[layer]
         for mine, part in ((own.time_input, inputs), (own.wkv, matrix), (own.channel_input, channel)):
-            torch.testing.assert_close(mine[ours.slots[0]], part, atol=TOLERANCE, rtol=TOLERANCE)
+            torch.testing.assert_close(mine[ours.slot(0)], part, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def make_golden(directory: Path) -> None:

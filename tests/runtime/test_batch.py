@@ -7,7 +7,7 @@ import pytest
 
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.torch_cpu import TorchCpuOps, padded_rows
-from archerfish.runtime.batch import build_batch
+from archerfish.runtime.batch import build_batch, build_recurrent_batch
 from tests.calls import num_calls
 
 
@@ -52,5 +52,39 @@ def test_building_a_batch_calls_nothing_per_token() -> None:
         tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
         blocks = [list(range(start // 16 + 1)) for start in starts]
         return num_calls(lambda: build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16))
+
+    assert calls(256) == calls(16)
+
+
+def test_tokens_over_states_are_cut_where_blocks_end() -> None:
+    """A decode inside of a block, one that begins a block, a chunk over three blocks, and a prompt from its beginning."""
+    batch = build_recurrent_batch(
+        TorchOps(), tokens=[[5], [6], np.arange(10, 19), [1, 2, 3]], starts=[6, 8, 3, 0],
+        blocks=[[7, 2], [3, 9, 8], [4, 0, 5], [6]], block_size=4, num_rows=16,
+    )
+    assert (batch.num_tokens, batch.num_decodes) == (14, 2)
+    assert batch.query_lens.tolist() == [1, 1, 9, 3]
+    assert batch.piece_counts.tolist() == [1, 1, 3, 1]
+    assert batch.piece_lens.tolist() == [1, 1, 1, 4, 4, 3]
+    assert batch.sources.tolist() == [3, 10, 5, 5, 1, 0]
+    assert batch.targets.tolist() == [3, 9, 5, 1, 6, 7]
+    assert batch.starts.tolist() == [0, 1, 2, 3, 7, 11, 14]
+    assert batch.first_pieces.tolist() == [0, 1, 2, 5, 6]
+    assert batch.token_ids.tolist() == [5, 6, *range(10, 19), 1, 2, 3, 0, 0]
+    assert batch.previous.tolist() == [-4, -11, -6, *range(2, 10), -1, 11, 12, 0, 0]
+
+
+def test_decodes_over_states_after_longer_ones_are_refused() -> None:
+    with pytest.raises(AssertionError, match="first"):
+        build_recurrent_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
+
+
+def test_building_a_batch_over_states_calls_nothing_per_token() -> None:
+    def calls(num: int) -> int:
+        tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
+        blocks = [list(range(start // 16 + 1)) for start in starts]
+        return num_calls(
+            lambda: build_recurrent_batch(TorchCpuOps(), tokens=tokens, starts=starts, blocks=blocks, block_size=16)
+        )
 
     assert calls(256) == calls(16)

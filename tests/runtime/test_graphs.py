@@ -21,6 +21,7 @@ from archerfish.runtime.runner import RunningStep
 from archerfish.sequence import Plan
 from tests.engine.tiny_llama import TINY
 
+USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1}
 PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(1 + 5 * i % 23)] for i in range(12)]
 
 
@@ -44,7 +45,7 @@ def generate(
     each = [replace(params, max_tokens=10 + 4 * i) for i in range(len(PROMPTS))]
     with LLMEngine(
         str(model), dtype="float32", load_format="dummy", max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10,
-        enable_prefix_caching=has_cache,
+        enable_prefix_caching=has_cache, num_threads=1,
     ) as engine:
         found = [output.token_ids for output in engine.generate(PROMPTS, each)]
         again = [output.token_ids for output in engine.generate(PROMPTS, each)]
@@ -85,7 +86,7 @@ def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: p
         TorchOps.send(self, values, target)
 
     monkeypatch.setattr(RecordingOps, "send", noted)
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024, block_size=4) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, block_size=4) as engine:
         greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         engine.generate([[7] * 22], greedy)
         sent.clear()
@@ -101,21 +102,21 @@ def test_many_penalised_tokens_leave_the_next_request_alone(tmp_path: Path, monk
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 512, "vocab_size": 400}))
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     params = SamplingParams(max_tokens=300, repetition_penalty=1.1, seed=1, ignore_eos=True)
-    with LLMEngine(str(tmp_path), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+    with LLMEngine(str(tmp_path), **USUAL, max_cache_tokens=1024) as engine:
         for _ in range(2):
             assert engine.generate([[5, 6, 7]], params)[0].finish_reason == "length"
 
 
 def test_a_model_of_few_positions_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_model_len=10) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_model_len=10) as engine:
         assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
 def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256) as engine:
         expected = engine.generate([PROMPTS[3]], params)[0].token_ids
         launch = engine.runner.launch
         with monkeypatch.context() as patch:
@@ -173,7 +174,7 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
 
     monkeypatch.setattr(DecodeGraphs, "takes", noted)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         for params in (
             SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
             SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
@@ -186,7 +187,7 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
 
 def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=1024) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         expected = engine.generate([PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
         graphs = engine.runner._graphs
         assert graphs is not None
@@ -206,7 +207,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeyp
 
 def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_num_seqs=5) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         for _ in range(5):
             engine.use_idle_time()
@@ -220,7 +221,7 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
 
 def test_a_buffer_that_held_another_size_is_filled_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
-    with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=256, max_num_seqs=5) as engine:
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         graphs = engine.runner._graphs
         assert graphs is not None
         expected = graphs._words(4).copy()

@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
+from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
 from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, kv_pool_class, plan_memory, register_kv_pool, work_bytes
+from archerfish.runtime.state_pool import StatePool
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
+STATES = StateShape(num_layers=2, num_heads=4, head_dim=64)
 GIB = 1 << 30
 
 
@@ -25,9 +28,50 @@ def plan(**options: Any) -> kv_pool.MemoryPlan:
     return plan_memory(EngineConfig(**options), SHAPE, "cpu", "float32", weight_bytes=0)
 
 
-def test_bytes_of_a_token_follow_from_the_model() -> None:
-    assert SHAPE.bytes_per_token(4) == 2 * 2 * 3 * 8 * 4
-    assert plan(max_cache_tokens=1000, block_size=16).block_bytes == SHAPE.bytes_per_token(4) * 16
+def test_bytes_of_a_block_follow_from_the_model() -> None:
+    assert SHAPE.bytes_per_block(16, 4) == 2 * 2 * 3 * 8 * 4 * 16
+    assert plan(max_cache_tokens=1000, block_size=16).block_bytes == SHAPE.bytes_per_block(16, 4)
+    assert plan(max_cache_tokens=1000).block_size == 16
+    with pytest.raises(InvalidOptionError, match="at most 256 tokens"):
+        plan(block_size=257)
+
+
+def test_a_block_of_states_is_one_state_whatever_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    state_bytes = 2 * (4 * 4 * 64 * 64 + 2 * 256 * 2)
+    usual = plan_memory(EngineConfig(), STATES, "cpu", "bfloat16", 0)
+    assert (usual.block_bytes, usual.block_size) == (state_bytes, 64)
+    assert usual.num_blocks == GIB // 2 // state_bytes - 1  # and the empty state
+    near = plan_memory(EngineConfig(block_size=16), STATES, "cpu", "bfloat16", 0)
+    assert (near.num_blocks, near.block_size) == (usual.num_blocks, 16)
+    few = plan_memory(EngineConfig(max_cache_tokens=1024, block_size=512), STATES, "cpu", "bfloat16", 0)
+    assert few.num_blocks == 2
+
+
+def test_without_a_prefix_cache_a_sequence_keeps_one_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
+    config = EngineConfig(enable_prefix_caching=False, max_num_seqs=70)
+    found = plan_memory(config, STATES, "cpu", "float32", 0, max_len=3000)
+    assert (found.num_blocks, found.block_size) == (70, 3000)
+    assert "max_num_seqs" in found.reason
+    with pytest.raises(InvalidOptionError, match="max_cache_tokens has no meaning"):
+        plan_memory(config.replace(max_cache_tokens=4096), STATES, "cpu", "float32", 0, max_len=3000)
+    monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 1000))
+    with pytest.raises(DeviceError, match="no room for states"):
+        plan_memory(config, STATES, "cpu", "float32", 0, max_len=3000)
+
+
+def test_a_pool_of_states() -> None:
+    ops = TorchOps("cpu", "bfloat16")
+    pool, got = allocate_pool("cpu", ops, STATES, kv_pool.MemoryPlan(5, 16, 1, ""))
+    assert isinstance(pool, StatePool) and got.num_blocks == 5
+    assert pool.layers[0].wkv.shape == (6, 4, 64, 64) and pool.layers[0].wkv.dtype == torch.float32
+    assert pool.layers[1].time_input.shape == pool.layers[1].channel_input.shape == (6, 256)
+    assert pool.layers[1].time_input.dtype == torch.bfloat16
+    assert not pool.memory.wkv.any() and not pool.memory.inputs.any()
+    pool.copy([])
+    with pytest.raises(InvariantError, match="not to be copied"):
+        pool.copy([(1, 2)])
 
 
 def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from archerfish.sched.fakes import FakeRunner
 from archerfish.sequence import Plan, Sequence, StepResult
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
@@ -259,3 +261,28 @@ def test_with_fixed_chunks_matches_are_rounded_down_unless_all_is_known() -> Non
     (same,) = world.add([*range(1, 22)], max_tokens=2)
     world.run()
     assert (part.num_cached, same.num_cached) == (16, 21)
+
+
+@pytest.mark.parametrize(("block_size", "fixed_chunk", "cached"), [(4, 0, 20), (3, 0, 21), (3, 4, 12), (8, 4, 16), (16, 0, 16)])
+def test_what_is_found_of_states_ends_where_one_is_kept(block_size: int, fixed_chunk: int, cached: int) -> None:
+    """And with fixed chunks where one of those ends as well."""
+    world = World(block_size=block_size, fixed_chunk=fixed_chunk, has_states=True, has_logits_cache=False)
+    prompt = list(range(100, 123))
+    for expected in (0, cached):
+        (seq,) = world.add(prompt, max_tokens=3)
+        world.run()
+        world.check_output(seq)
+        assert seq.num_cached == expected
+
+
+def test_a_state_that_a_sequence_is_still_changing_is_not_shared() -> None:
+    world = World(block_size=8, has_states=True)
+    (first,) = world.add(list(range(20)), max_tokens=12)
+    for _ in range(3):
+        world.step()
+    assert world.cache.stats().total_cached == 16  # of 22
+    (second,) = world.add(list(range(20)), max_tokens=12)
+    world.run()
+    assert (first.num_cached, second.num_cached) == (0, 16)
+    assert world.outputs[first.key] == world.outputs[second.key]
+    assert world.cache.stats().total_cached == 24  # of 31 that were computed

@@ -10,6 +10,7 @@ import pytest
 from archerfish.sequence import Delta, Sequence
 from tests.sched.worlds import World
 
+pytestmark = pytest.mark.no_cover
 MAX_WAITING = 60
 # About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share it is the tenant that asks for most
 # who waits.
@@ -29,11 +30,13 @@ class Tally:
 class Simulation:
     """Requests keep arriving while others run; some are aborted, some have deadlines, now and then a step fails."""
 
-    def __init__(self, policy: str, depth: int, *, seed: int, has_failures: bool = True) -> None:
+    def __init__(
+        self, policy: str, depth: int, *, seed: int, has_failures: bool = True, has_states: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.world = World(
             policy=policy, depth=depth, num_blocks=80, block_size=8, max_num_seqs=24, max_num_batched_tokens=96,
-            max_queue_size=MAX_WAITING,
+            max_queue_size=MAX_WAITING, has_states=has_states,
         )  # fmt: skip
         self.tally = Tally()
         self.has_failures = has_failures
@@ -121,6 +124,14 @@ def test_mixed_requests_all_end_once_and_nobody_starves(policy: str, depth: int)
     tally = simulation.run(700)
     simulation.check()
     assert max(tally.waits) < MAX_WAIT_STEPS[policy]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_mixed_requests_over_states_all_end_once(depth: int) -> None:
+    simulation = Simulation("fcfs", depth, seed=depth, has_states=True)
+    tally = simulation.run(700)
+    simulation.check()
+    assert max(tally.waits) < MAX_WAIT_STEPS["fcfs"]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.world
 
     @initialize(
-        block_size=st.sampled_from([1, 2, 4, 16]),
+        block_size=st.sampled_from([1, 2, 3, 4, 16]),
         num_tokens=st.integers(48, 160),
         policy=st.sampled_from(POLICIES),
         has_cache=st.booleans(),
@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 30),
         fixed_chunk=st.sampled_from([0, 0, 0, 4, 8]),
+        has_states=st.booleans(),
     )
     def start(
         self, *, block_size: int, num_tokens: int, budget: int, max_num_seqs: int, fixed_chunk: int, **options: Any

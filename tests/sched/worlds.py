@@ -12,7 +12,7 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
-from archerfish.sched.fakes import FakeLoop, FakeRunner, expected_output
+from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Delta, Namespace, Plan, Request, Sequence
@@ -33,13 +33,16 @@ class World:
         policy: SchedulingPolicy | str = "fcfs",
         has_cache: bool = True,
         has_logits_cache: bool = True,
+        has_states: bool = False,
         **options: Any,
     ) -> None:
         self.now = 100.0
         self.blocks = BlockManager(num_blocks, block_size)
         self.logits_cache = LogitsCache(1 << 16, 1e9, clock=lambda: self.now) if has_logits_cache else None
         on_drop = self.logits_cache.drop if self.logits_cache is not None else None
-        self.cache = RadixCache(self.blocks, is_enabled=has_cache, clock=lambda: self.now, on_drop=on_drop)
+        self.cache = RadixCache(
+            self.blocks, is_enabled=has_cache, clock=lambda: self.now, on_drop=on_drop, whole_blocks=has_states
+        )
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_size": 100, "max_model_len": 1000} | options
         self.scheduler = Scheduler(
             blocks=self.blocks,
@@ -50,7 +53,8 @@ class World:
             clock=lambda: self.now,
             **settings,
         )
-        self.runner = FakeRunner(num_blocks, block_size, vocab_size=VOCAB)
+        runner = FakeStateRunner if has_states else FakeRunner
+        self.runner: FakeRunner = runner(num_blocks, block_size, vocab_size=VOCAB)
         self.loop = FakeLoop(self.scheduler, self.runner, depth)
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from archerfish.config import EngineConfig, ServeConfig
 from archerfish.engine.request_options import RUNNING_OPTIONS
 from archerfish.engine.text_tokenizer import byte_alphabet
+from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.errors import install_handlers
@@ -87,6 +88,7 @@ class FakeBackend:
 
     def __init__(self, reply: str | Callable[[Generate], str] = "Hello there", *, max_length: int = 1000) -> None:
         self.directory, self.max_length = model_directory(), max_length
+        self.vocab_size = VOCAB_SIZE  # of TTS, whose tokens are these bytes as well
         self.reply = reply
         self.requests: list[Generate] = []
         self.left: list[str] = []  # requests that were left before their end
@@ -192,6 +194,7 @@ class FakeBackend:
         if about != "models":
             return {}
         card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
+        card["vocab_size"] = self.vocab_size
         bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
         vectors = {"id": "lab/vectors", "kind": "embedding", "directory": str(self.directory), "max_length": 64, "dimension": 4}
         return {"models": [card, bare, vectors]}

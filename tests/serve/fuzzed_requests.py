@@ -95,6 +95,11 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"prompt": "Hi", "add_special_tokens": True, "return_token_strs": True}, {"messages": TALK, "tools": [TOOL]}],
     "/detokenize": [{"tokens": [5, 6], "skip_special_tokens": True}],
     "/v1/cache/explain": [{"prompt": "Hi"}, {"prompt": [5, 6]}, {"messages": HI, "tools": [TOOL]}],
+    "/v1/tts/tokens": [
+        {"text": "Hi", "emotion": "SAD", "speed": "fast", "seed": 5},
+        {"text": "Hi", "max_tokens": 3, "stream": True, "top_k": 9, "pitch": "low_pitch"},
+        {"text": "Hi", "ref_global_tokens": [7] * 32, "ref_semantic_tokens": [1, 2], "temperature": 0, "top_p": 0.5},
+    ],
     "/admin/optimization": [{"enable_prefetch": True}, {"logits_cache_mib": 8, "eviction_policy": "lru"}],
 }  # fmt: skip
 EVERY = [body for bodies in VALID.values() for body in bodies]

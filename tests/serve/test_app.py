@@ -27,7 +27,7 @@ EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
 ROUTES = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
     "/v1/rerank", "/v1/models", "/v1/models/{model_id}", "/v1/cache/explain", "/tokenize", "/detokenize", "/similarity",
-    "/health", "/ready", "/metrics", "/stats", "/admin/optimization",
+    "/v1/tts/tokens", "/health", "/ready", "/metrics", "/stats", "/admin/optimization",
 }  # fmt: skip
 
 

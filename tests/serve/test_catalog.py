@@ -52,7 +52,7 @@ class Clock:
 
 def test_a_card_has_what_the_engine_process_says_and_ignores_what_it_adds() -> None:
     card = ModelCard.read({**WRITER, "vocab_size": 9, "is_loaded": True})
-    assert card == ModelCard("lab/writer", "generation", 100, 0, "/models/writer", ("/m/pen/",))
+    assert card == ModelCard("lab/writer", "generation", 100, 0, "/models/writer", ("/m/pen/",), 9)
     assert card.names == ["lab/writer", "/m/pen/", "writer", "pen"]
 
 

@@ -22,6 +22,20 @@ EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 
+@pytest.mark.parametrize("body", [{"input": "hello"}, {"inputs": "hello"}, {"input": [[]]}, [1], 3])
+def test_bodies_mean_the_same_whatever_way_they_are_read(body: Any) -> None:
+    """A content type to the letter is read at once, any other, and what is wrong, by the framework."""
+
+    async def test(client: httpx.AsyncClient) -> None:
+        kinds = ("application/json", "application/json; charset=utf-8")
+        content = json.dumps(body)
+        first, second = [await client.post(EMBEDDINGS, content=content, headers={"Content-Type": kind}) for kind in kinds]
+        assert (first.status_code, first.json()) == (second.status_code, second.json())
+        assert first.status_code == (200 if body == {"input": "hello"} else 400)
+
+    with_client(test)
+
+
 @pytest.mark.parametrize(
     ("route", "body", "param", "message"),
     [

@@ -204,6 +204,7 @@ def test_who_goes_in_the_middle_cancels() -> None:
     run(test)
 
 
+@pytest.mark.no_cover
 @given(
     text=st.text("ab é", min_size=1, max_size=30), stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
     size=st.integers(1, 8), stream=st.booleans(),

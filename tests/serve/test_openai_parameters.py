@@ -152,6 +152,7 @@ def test_supported_parameters(route: str, name: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in WITHOUT_EFFECT.items() for name in table])
 def test_parameters_without_effect(route: str, name: str) -> None:
     backend = FakeBackend()

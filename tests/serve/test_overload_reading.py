@@ -23,6 +23,7 @@ from archerfish.serve.limits import RateLimits
 from archerfish.serve.ticket import Ticket
 from archerfish.serve.wire import Embed, Vectors
 
+pytestmark = pytest.mark.no_cover
 NUM_TOKENS, TOKEN_S, ARRIVAL_S = 32, 1.4e-4, 1e-4
 DEADLINE_S = 1.0
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from archerfish.engine.chat_template import PLAIN_STOPS
 from archerfish.engine.text_tokenizer import TextTokenizer
+from archerfish.engine.world_tokenizer import WorldTokenizer
+from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.served_texts import ContextLengthError, ServedTexts
+from tests.engine.tiny_rwkv import save_tiny_rwkv
 
 from .fake_backend import model_directory
 
@@ -42,4 +47,18 @@ def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.Monke
             text.check_size(100 * len("<|start|>"), "prompt")
 
     monkeypatch.setattr(TextTokenizer, "id_to_token", slowly)
+    asyncio.run(main())
+
+
+def test_conversations_with_an_rwkv_model(tmp_path: Path) -> None:
+    """Its tokenizer and its template are known from its configuration alone; answers end where the next turn would begin."""
+    card = ModelCard("rwkv", "generation", 100, directory=str(save_tiny_rwkv(tmp_path, vocab_size=65536)))
+
+    async def main() -> None:
+        text = await ServedTexts().of(card)
+        ids = await text.encode_chat([{"role": "user", "content": "Hi"}], "messages", {})
+        assert WorldTokenizer().decode(ids) == "User: Hi\n\nAssistant:"
+        assert text.stopping(SamplingParams(stop=["x"])).stop == ("x", *PLAIN_STOPS)
+        assert text.token(256)[1] == [255]
+
     asyncio.run(main())

@@ -22,7 +22,7 @@ from archerfish.serve.host_config import HostConfig, ModelSpec
 from archerfish.serve.supervisor import EngineStartError, Supervisor
 from archerfish.serve.wire import Generate, Generated, Ping, Pong
 from tests.engine.tiny_llama import save_tiny_llama
-from tests.serve.hosting import ENDLESS, whole
+from tests.serve.hosting import ENDLESS, LONG, whole
 
 LIMIT_S = 120
 
@@ -55,9 +55,9 @@ def start(directory: Path, **options: Any) -> tuple[Supervisor, threading.Semaph
     return supervisor, changed
 
 
-async def load(client: AsyncClient, num: int) -> list[asyncio.Task[Any]]:
+async def load(client: AsyncClient, num: int, params: dict[str, Any] = ENDLESS) -> list[asyncio.Task[Any]]:
     """Requests that would run for long, each of which has begun."""
-    streams = [client.generate(Generate(request_id="", token_ids=[5 + i], params=ENDLESS, stream=True)) for i in range(num)]
+    streams = [client.generate(Generate(request_id="", token_ids=[5 + i], params=params, stream=True)) for i in range(num)]
     for stream in streams:
         await anext(stream)
 
@@ -106,7 +106,7 @@ def kill_again_and_again(tmp_path: Path, num_kills: int) -> None:
 
 
 def test_a_killed_process_is_started_again_and_nobody_is_left_waiting(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 2)
+    kill_again_and_again(tmp_path, 1)
 
 
 @pytest.mark.slow
@@ -120,11 +120,11 @@ def test_stopping_lets_what_runs_finish(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), supervisor.client() as client:
-            running = await load(client, 3)
+            running = await load(client, 3, LONG)
             stopping = asyncio.create_task(asyncio.to_thread(supervisor.stop))
             for parts in await asyncio.gather(*running):
                 assert isinstance(parts[-1], Generated)
-                assert parts[-1].num_output_tokens == ENDLESS["max_tokens"]
+                assert parts[-1].num_output_tokens == LONG["max_tokens"]
             await stopping
 
     asyncio.run(main())

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from archerfish.engine.llm_engine import LLMEngine
 from archerfish.serve.tenants import Tenants, add_key
 
 from .client import PASS, WORDS, app_of, with_app
@@ -75,44 +74,59 @@ async def look(client: httpx.AsyncClient, key: str) -> Seen:
     return seen
 
 
+@dataclass
+class Run:
+    """What each of some callers saw, in turn; and of the cache at the end: tokens in all, and blocks in use."""
+
+    seen: dict[str, Seen] = field(default_factory=dict)
+    held: tuple[int, int] = (0, 0)
+
+
 class Stack:
-    """A service of two tenants; `run` gives what each of some callers sees, in turn."""
+    """A service of two tenants; what `run` finds is kept."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.keys_file = directory, directory / "keys.toml"
+        self.runs: dict[str, Run] = {}
         limits = {"requests_per_minute": 1000.0, "tokens_per_minute": 1e6}
         self.keys = {name: add_key(self.keys_file, name, **limits) for name in ("alice", "bob")}
         self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
 
-    def run(
-        self, *callers: str, check: Callable[[LLMEngine], None] = lambda engine: None, **options: Any
-    ) -> dict[str, Seen]:
-        seen: dict[str, Seen] = {}
+    def run(self, *callers: str, **options: Any) -> Run:
+        """Of a service that nobody else has ever called."""
+        name = f"{callers} {options}"
+        if name not in self.runs:
+            self.runs[name] = self._run(callers, options)
+        return self.runs[name]
+
+    def _run(self, callers: tuple[str, ...], options: dict[str, Any]) -> Run:
+        found = Run()
         with tempfile.TemporaryDirectory() as place:
             host = make_host(Path(place), front_end_pass=PASS, api_keys_file=str(self.keys_file))
-            engine = add_llm(host, self.directory, has_text=True, max_len=512)
+            engine = add_llm(host, self.directory, has_text=True, max_len=192)
             (self.directory / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
             add_encoder(host, WordEncoder(WORDS))
 
             async def test(client: httpx.AsyncClient) -> None:
                 for caller in callers:
-                    seen[caller] = await look(client, self.keys[caller])
-                check(engine)
+                    found.seen[caller] = await look(client, self.keys[caller])
+                blocks = engine.scheduler.blocks
+                found.held = engine.cache_stats().total_cached, blocks.num_total - blocks.num_free
 
             with host:
                 with_app(test, app_of(host, tenants=Tenants.from_file(self.keys_file), **options))
-        return seen
+        return found
 
 
-@pytest.fixture
-def stack(tmp_path: Path) -> Stack:
-    return Stack(tmp_path)
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    return Stack(tmp_path_factory.mktemp("stack"))
 
 
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
 def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any]) -> None:
-    alone = stack.run("bob", **options)["bob"]
-    both = stack.run("alice", "bob", **options)
+    alone = stack.run("bob", **options).seen["bob"]
+    both = stack.run("alice", "bob", **options).seen
     for expected, found in zip(alone, both["bob"], strict=True):
         assert found == expected
     for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
@@ -123,27 +137,16 @@ def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any])
 
 
 def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
-    held: dict[str, tuple[int, ...]] = {}
-
-    def note(name: str) -> Callable[[LLMEngine], None]:
-        def check(engine: LLMEngine) -> None:
-            total = engine.cache_stats().total_cached
-            blocks = engine.scheduler.blocks
-            held[name] = total, blocks.num_total - blocks.num_free
-
-        return check
-
-    seen = stack.run("bob", check=note("one"))["bob"]
-    stack.run("alice", "bob", check=note("two"))
-    assert held["one"][0] > 0
-    assert held["two"] == tuple(2 * number for number in held["one"])
-    cached = [usage_of(seen, number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
+    one, two = stack.run("bob"), stack.run("alice", "bob")
+    assert one.held[0] > 0
+    assert two.held == tuple(2 * number for number in one.held)
+    cached = [usage_of(one.seen["bob"], number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
 def test_an_operator_sees_both(stack: Stack) -> None:
     """So that what the others do not see is there to be seen."""
-    alone, both = stack.run("operator"), stack.run("alice", "bob", "operator")
+    alone, both = stack.run("operator").seen, stack.run("alice", "bob", "operator").seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:
         assert alone["operator"][place][1] == both["operator"][place][1] == 200

@@ -1,0 +1,246 @@
+"""RwkvSampler: texts in, TTS tokens out, over an LLMEngine of an RWKV-7 TTS model.
+
+Requests of a batch join and leave the steps of the engine like any others, each with its own state, seed and stage, so that a
+step of all of them is one forward pass. One that is wrong or fails ends by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from archerfish.config import EngineConfig
+from archerfish.engine.live_request import LiveRequest
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.outputs import TextDelta
+from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, read_output
+from archerfish.errors import (
+    ArcherfishError,
+    InputTooLargeError,
+    InvalidInputError,
+    OverloadedError,
+    StoppedError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from archerfish.runtime.sampler import FastSampler
+
+Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and what it has gained
+
+
+class EngineOptions(Protocol):
+    """Options that know how to put themselves in force: `OptimizationConfig` does."""
+
+    def apply(self, engine: LLMEngine, /) -> Mapping[str, Any]: ...
+
+
+class RwkvSampler:
+    """Generates TTS tokens with an engine, or with one made from a model's name and options, which `close` closes with it.
+
+    Safe to use from several threads at once: their requests share the engine's steps.
+    """
+
+    def __init__(self, model: LLMEngine | EngineConfig | str | None = None, **options: Any) -> None:
+        self._owns_engine = not isinstance(model, LLMEngine)
+        self.engine = model if isinstance(model, LLMEngine) else LLMEngine(model, **options)
+        num_known = self.engine.facts.vocab_size
+        if num_known < VOCAB_SIZE:
+            self.close()
+            raise UnsupportedModelError(
+                f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}.",
+                hint="Give a model that was trained to speak.",
+            )
+        self._open: set[str] = set()  # ids of requests that run
+        self._lock = threading.Lock()  # over the sampler of `sample_logits`
+
+    @classmethod
+    def new(cls, model: LLMEngine | EngineConfig | str | None = None, **options: Any) -> Self:
+        """The constructor under the name that it has elsewhere."""
+        return cls(model, **options)
+
+    # Tokens of texts
+
+    def generate_tts_tokens(self, request: TTSRequest | str, **options: Any) -> TTSTokens:
+        """Global and semantic tokens of one text. options: of TTSRequest, where the request is a text."""
+        (tokens,) = self.generate_tts_tokens_batch([as_request(request, options)])
+        if tokens.error is not None:
+            raise tokens.error
+        return tokens
+
+    def generate_tts_tokens_batch(self, requests: Iterable[TTSRequest | str | Mapping[str, Any]]) -> list[TTSTokens]:
+        """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice."""
+        found: dict[int, list[TTSTokens]] = {}
+        for place, tokens in self.stream_tts_tokens_batch(requests):
+            found.setdefault(place, []).append(tokens)
+        return [joined(found[place]) for place in sorted(found)]
+
+    def stream_tts_tokens(self, request: TTSRequest | str, **options: Any) -> Generator[TTSTokens, None, None]:
+        """What one text gains, as it comes; the last piece has a finish_reason. Closing the iterator aborts the request."""
+        for _, tokens in self.stream_tts_tokens_batch([as_request(request, options)]):
+            if tokens.error is not None:
+                raise tokens.error
+            yield tokens
+
+    def stream_tts_tokens_batch(
+        self, requests: Iterable[TTSRequest | str | Mapping[str, Any]]
+    ) -> Generator[Piece, None, None]:
+        """What many texts gain, as it comes, each piece with the place of its request. Closing the iterator aborts the rest.
+
+        The voice of a reference is its request's first piece.
+        """
+        arrived: deque[Piece] = deque()
+        waiting: deque[LiveRequest] = deque()
+        batch = as_batch(requests)
+        for place, request in enumerate(batch):
+            try:
+                waiting.append(self._prepare(place, as_request(request, {}), arrived))
+            except ArcherfishError as error:
+                arrived.append((place, TTSTokens(finish_reason="error", error=error)))
+        num_open, mine = len(batch), [live.request.request_id for live in waiting]
+        try:
+            while num_open:
+                self._fill_queue(waiting)
+                self.engine.wait_until(lambda: bool(arrived or (waiting and self._has_room())))
+                while arrived:
+                    piece = arrived.popleft()
+                    num_open -= piece[1].finish_reason is not None
+                    yield piece
+            self.engine.settle()
+        finally:
+            for request_id in mine:
+                if request_id in self._open:
+                    self.engine.abort(request_id)
+                self._open.discard(request_id)
+
+    def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> LiveRequest:
+        """A request for the engine, all of it checked; what it brings goes into `arrived`."""
+        engine, facts = self.engine, self.engine.facts
+        num_bytes = len(request.text.encode(errors="replace"))
+        if num_bytes > engine.config.max_prompt_bytes:
+            raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
+        prompt = request.prompt()
+        params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
+        live = engine.prepare_request(prompt, params, listener=partial(self._hear, place, arrived), wants_text=False)
+        engine.scheduler.check(live.request)
+        if request.ref_global_tokens is not None:
+            arrived.append((place, TTSTokens(list(request.ref_global_tokens))))
+        return live
+
+    def _hear(self, place: int, arrived: deque[Piece], delta: TextDelta) -> None:
+        """In whichever thread steps the engine."""
+        global_tokens, semantic_tokens = read_output(delta.token_ids)
+        reason, error, num_prompt = delta.finish_reason, None, 0
+        if reason is not None:
+            self._open.discard(delta.request_id)
+        if delta.output is not None:
+            error, num_prompt = delta.output.outputs[0].error, len(delta.output.prompt_token_ids)
+        if reason in ("abort", "error") and error is None:
+            error = StoppedError("The request was given up before its tokens were complete.", hint="Send it again.")
+        if global_tokens or semantic_tokens or reason is not None:
+            arrived.append((place, TTSTokens(global_tokens, semantic_tokens, reason, error, num_prompt)))
+
+    def _has_room(self) -> bool:
+        return self.engine.scheduler.num_queued < self.engine.config.max_queue_size
+
+    def _fill_queue(self, waiting: deque[LiveRequest]) -> None:
+        while waiting and self._has_room():
+            try:
+                self._open.add(waiting[0].request.request_id)
+                self.engine.submit(waiting[0])
+            except OverloadedError:  # another thread was quicker
+                self._open.discard(waiting[0].request.request_id)
+                return
+            waiting.popleft()
+
+    # Single logits
+
+    def sample_logits(
+        self, logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0,
+        end: int | None = None, masked: Sequence[int] = (), seed: int = 0, position: int = 0,
+    ) -> int:
+        """A token of one row of logits (a list, an array or a tensor) from first to end, as the engine would draw it.
+
+        A draw follows from its seed and position: count one of them up to get another.
+        """
+        import torch
+
+        from archerfish.runtime.logits_view import LogitsView, SamplingConfig
+
+        try:
+            row = torch.as_tensor(logits, dtype=torch.float32, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidInputError(f"logits must be a row of numbers: {error}.") from None
+        config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+        with self._lock:
+            view = LogitsView(row, first, end, masked=masked)
+            return self._sampler.sample_optimized(view, config, seed=seed, position=position)
+
+    @cached_property
+    def _sampler(self) -> FastSampler[torch.Tensor]:
+        """One of its own: that of the engine belongs to the thread that steps."""
+        from archerfish.kernels.reference import TorchOps
+        from archerfish.runtime.sampler import FastSampler
+
+        return FastSampler(TorchOps(), self.engine.facts.vocab_size, 1)
+
+    # Running
+
+    def reset(self) -> None:
+        """Abort what runs here and forget all cached contexts."""
+        for request_id in list(self._open):
+            self.engine.abort(request_id)
+        self.engine.clear_cache()
+
+    def update_config(self, config: EngineOptions | None = None, **changes: Any) -> dict[str, Any]:
+        """Change options while requests run: by an OptimizationConfig, which tells what has changed, or by name."""
+        if config is not None and changes:
+            raise InvalidInputError("Give an OptimizationConfig or options by name, not both.")
+        return dict(config.apply(self.engine)) if config is not None else self.engine.configure(**changes)
+
+    def close(self) -> None:
+        """Close the engine, if it was made here."""
+        if self._owns_engine:
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
+    """What was given as a text, a table of values or a TTSRequest."""
+    if isinstance(request, str):
+        return TTSRequest(text=request, **options)
+    if options:
+        raise InvalidInputError(f"{next(iter(options))} is given beside a request.", hint="Put it into the TTSRequest.")
+    if isinstance(request, Mapping):
+        return TTSRequest(**{str(name): value for name, value in request.items()})
+    if not isinstance(request, TTSRequest):
+        raise InvalidInputError(f"A TTS request must be a text or a TTSRequest, not {type(request).__name__}.")
+    return request
+
+
+def as_batch(requests: object) -> list[Any]:
+    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+        raise InvalidInputError(f"Expected a list of requests, not {type(requests).__name__}.")
+    return list(requests)
+
+
+def joined(pieces: Sequence[TTSTokens]) -> TTSTokens:
+    """The pieces of one request together; one that failed has no tokens."""
+    last = pieces[-1]
+    if last.error is not None:
+        return last
+    return TTSTokens(
+        [token for piece in pieces for token in piece.global_tokens],
+        [token for piece in pieces for token in piece.semantic_tokens],
+        last.finish_reason, None, last.num_prompt_tokens,
+    )  # fmt: skip

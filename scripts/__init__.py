@@ -1,0 +1,1 @@
+"""Programs that made what the project ships; nothing of the project imports them."""

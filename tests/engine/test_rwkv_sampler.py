@@ -1,0 +1,383 @@
+"""RwkvSampler over tiny random models with the vocabulary of TTS: ranges, ends, batches, streams, and what goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import archerfish
+from archerfish import EngineConfig, LLMEngine, RwkvSampler, SamplingParams, TTSRequest, TTSTokens
+from archerfish.engine import llm_loading
+from archerfish.engine.tts import EOS, GLOBAL_OFFSET, TAG_1, VOCAB_SIZE
+from archerfish.errors import (
+    ArcherfishError,
+    InputTooLargeError,
+    InvalidInputError,
+    ModelError,
+    StoppedError,
+    UnknownOptionError,
+    UnsupportedModelError,
+)
+from archerfish.kernels import reference
+from archerfish.kernels.reference import TorchOps
+from archerfish.sequence import Plan
+from archerfish.serve.optimization import OptimizationConfig
+from tests.engine.test_tts import BAD, REFERENCE, VOICE
+from tests.engine.tiny_llama import save_tiny_llama, tiny_config
+from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
+
+TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 3, "你好，世界", "a", "One. Two. Three!", "ß" * 40]
+
+
+class RecordingOps(TorchOps):
+    is_async = True
+
+
+def config_of(directory: Path, **options: Any) -> EngineConfig:
+    save_tiny_rwkv(directory, vocab_size=VOCAB_SIZE + 9, hidden_size=32, max_position_embeddings=2600)
+    return rwkv_config(directory, **{"load_format": "dummy", "max_cache_tokens": 40_000, **options})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_weights() -> Iterator[None]:
+    """Such that what is drawn depends on all that was read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "DUMMY_SCALE", 0.5)
+        yield
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RwkvSampler]:
+    with RwkvSampler(config_of(tmp_path_factory.mktemp("model"))) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "sampler" in request.fixturenames:
+        engine: LLMEngine = request.getfixturevalue("sampler").engine
+        engine.settle()
+        assert not engine.has_work and not request.getfixturevalue("sampler")._open
+        engine.scheduler.cache.check(engine.scheduler.owned_blocks())
+
+
+def requests(num: int, **options: Any) -> list[TTSRequest]:
+    """Of both modes, and of different texts, lengths and seeds."""
+    voices: list[dict[str, Any]] = [{}, {}, REFERENCE]
+    return [
+        TTSRequest(text=TEXTS[i % len(TEXTS)], seed=100 + i, max_tokens=3 + i, **voices[i % 3], **options)
+        for i in range(num)
+    ]
+
+
+def favour_end(engine: LLMEngine, bonus: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the end of the semantic tokens likelier than the random model has it."""
+    logits = engine.runner.model.logits
+
+    def favouring(hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = logits(hidden).clone()
+        found[:, EOS] += bonus
+        return found
+
+    monkeypatch.setattr(engine.runner.model, "logits", favouring)
+    engine.clear_cache()  # of logits too
+
+
+def test_tokens_are_as_many_as_they_should_be_and_in_range(sampler: RwkvSampler) -> None:
+    found = sampler.generate_tts_tokens_batch(requests(12))
+    for i, tokens in enumerate(found):
+        assert len(tokens.global_tokens) == 32 and all(0 <= token < 4096 for token in tokens.global_tokens)
+        assert len(tokens.semantic_tokens) == 3 + i and all(0 <= token < 8192 for token in tokens.semantic_tokens)
+        assert (tokens.finish_reason, tokens.error) == ("length", None) and tokens.num_prompt_tokens > 8
+        assert (tokens.global_tokens == VOICE) == (i % 3 == 2)
+    assert len({tuple(tokens.global_tokens) for tokens in found}) == 9 and len(set(found[-1].semantic_tokens)) > 10
+
+
+def test_the_sequence_is_that_of_the_procedure(sampler: RwkvSampler) -> None:
+    """Whole, as the engine has it: global tokens with their offset, TAG_1, semantic tokens as they are."""
+    request = TTSRequest(text="Hello", seed=4, max_tokens=6)
+    (output,) = sampler.engine.generate([request.prompt()], request.params())
+    tokens = sampler.generate_tts_tokens(request)
+    assert output.token_ids == [*(GLOBAL_OFFSET + i for i in tokens.global_tokens), TAG_1, *tokens.semantic_tokens]
+    # What follows a given voice is what follows the same voice where it was drawn, at other positions.
+    voiced = TTSRequest(
+        text="Hello", seed=4, max_tokens=6, temperature=0, ref_global_tokens=tokens.global_tokens, ref_semantic_tokens=[1]
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    known = [*request.prompt(), *output.token_ids[:33]]
+    assert known == voiced.prompt()
+    first = sampler.generate_tts_tokens(voiced).semantic_tokens
+    for place in range(3):
+        step = sampler.engine.generate([known + first[:place]], greedy.replace(logprobs=64))[0].logprobs
+        assert step is not None
+        likely = [token_id for token_id, _ in step[0].top if token_id <= EOS]
+        assert not likely or likely[0] == first[place]
+
+
+def test_the_end_is_respected(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        favour_end(sampler.engine, 10.0, patch)
+        many = [TTSRequest(text=TEXTS[0], seed=i, max_tokens=50, top_k=0, top_p=1.0) for i in range(12)]
+        found = sampler.generate_tts_tokens_batch(many)
+        ended = [tokens for tokens in found if tokens.finish_reason == "stop"]
+        assert len({len(tokens.semantic_tokens) for tokens in ended}) > 2
+        assert all(len(tokens.semantic_tokens) < 50 for tokens in ended)
+        assert all(EOS not in tokens.semantic_tokens and len(tokens.global_tokens) == 32 for tokens in found)
+        assert all(len(tokens.semantic_tokens) == 50 for tokens in found if tokens.finish_reason == "length")
+    with monkeypatch.context() as patch:
+        favour_end(sampler.engine, 1e4, patch)  # which no global token minds
+        at_once = sampler.generate_tts_tokens("Hello", seed=1)
+        assert (len(at_once.global_tokens), at_once.semantic_tokens, at_once.finish_reason) == (32, [], "stop")
+    sampler.engine.clear_cache()
+
+
+def test_sixteen_together_are_sixteen_alone(sampler: RwkvSampler) -> None:
+    together = sampler.generate_tts_tokens_batch(requests(16))
+    sampler.reset()
+    alone = [sampler.generate_tts_tokens(request) for request in requests(16)]
+    assert alone == together
+    assert sampler.generate_tts_tokens_batch(reversed(requests(16))) == together[::-1]
+    assert sampler.generate_tts_tokens(requests(1, emotion="SAD")[0]) != together[0]
+
+
+def test_the_architecture_makes_no_difference(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
+    with RwkvSampler(tiny_config(tmp_path, max_cache_tokens=2000)) as sampler:
+        found = sampler.generate_tts_tokens_batch(requests(4))
+        assert [sampler.generate_tts_tokens(request) for request in requests(4)] == found
+        for i, tokens in enumerate(found):
+            assert len(tokens.global_tokens) == 32 and max(tokens.global_tokens) < 4096
+            assert len(tokens.semantic_tokens) == 3 + i and max(tokens.semantic_tokens) < 8192
+
+
+def test_a_step_of_the_batch_is_one_forward_pass(sampler: RwkvSampler) -> None:
+    sampler.reset()
+    before = sampler.engine.runner.num_forward_passes
+    sampler.generate_tts_tokens_batch([TTSRequest(text="Hello", seed=i, max_tokens=10 + i) for i in range(16)])
+    assert sampler.engine.runner.num_forward_passes - before <= 32 + 1 + 25 + 4  # some begin after the first has its prompt
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_num_seqs": 3}, {"max_cache_tokens": 200}, {"pipeline_depth": 0}, {"deterministic": True}]
+)
+def test_few_rows_and_little_memory_change_nothing(sampler: RwkvSampler, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = sampler.generate_tts_tokens_batch(requests(8))
+    with RwkvSampler(config_of(tmp_path, block_size=4, **options)) as other:
+        assert other.generate_tts_tokens_batch(requests(8)) == expected
+        if "max_cache_tokens" in options:
+            assert other.engine.scheduler.stats().num_preemptions > 0
+
+
+def test_recorded_steps_change_nothing(sampler: RwkvSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = sampler.generate_tts_tokens_batch(requests(8))
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    with RwkvSampler(config_of(tmp_path, max_num_seqs=8)) as other:
+        graphs, plans = other.engine.runner._graphs, list[Plan]()
+        assert graphs is not None
+        start = graphs.start
+
+        def noted(plan: Plan) -> Any:
+            plans.append(plan)
+            return start(plan)
+
+        monkeypatch.setattr(graphs, "start", noted)
+        assert other.generate_tts_tokens_batch(requests(8)) == expected
+        assert len(plans) > 35 and max(plan.num_decodes for plan in plans) == 8
+
+
+def test_a_bad_request_leaves_the_rest_of_its_batch_alone(sampler: RwkvSampler) -> None:
+    good = requests(6)
+    expected = sampler.generate_tts_tokens_batch(good)
+    bad: list[Any] = [{"text": "Hello", **values} for values, _ in BAD]
+    bad += [5, None, {"text": "a", "emotions": "SAD"}, {"text": "a", 7: 8}, TTSRequest(text="long " * 3000, max_tokens=2000)]
+    mixed = [one for pair in itertools.zip_longest(bad, good) for one in pair if one is not None or pair[0] is None]
+    found = sampler.generate_tts_tokens_batch(mixed)
+    assert len(found) == len(mixed)
+    for request, tokens in zip(mixed, found, strict=True):
+        if any(request is one for one in good):
+            assert tokens == expected[good.index(request)]
+        else:
+            assert tokens.finish_reason == "error" and isinstance(tokens.error, InvalidInputError | UnknownOptionError)
+            assert list(tokens) == [[], []] and tokens.error.message
+
+
+def test_one_that_fails_while_it_runs_leaves_the_others_alone(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = requests(4)
+    expected = sampler.generate_tts_tokens_batch(good)
+    sampler.reset()
+    logits, spoiled = sampler.engine.runner.model.logits, iter(range(100))
+
+    def failing(hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = logits(hidden).clone()
+        if next(spoiled) == 20:
+            found[1] = float("nan")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.engine.runner.model, "logits", failing)
+        found = sampler.generate_tts_tokens_batch(good)
+    failed = [i for i, tokens in enumerate(found) if tokens.error is not None]
+    assert len(failed) == 1 and isinstance(found[failed[0]].error, ModelError)
+    assert [tokens for i, tokens in enumerate(found) if i not in failed] == [
+        tokens for i, tokens in enumerate(expected) if i not in failed
+    ]
+    assert sampler.generate_tts_tokens_batch(good) == expected
+
+
+def test_a_single_request_raises_its_error(sampler: RwkvSampler) -> None:
+    with pytest.raises(InvalidInputError, match="no emotion 'hapy'"):
+        sampler.generate_tts_tokens("Hello", emotion="hapy")
+    with pytest.raises(InputTooLargeError, match="leaves room for"):
+        sampler.generate_tts_tokens("long " * 3000)
+    with pytest.raises(InvalidInputError, match="beside a request"):
+        sampler.generate_tts_tokens(TTSRequest(text="a"), seed=5)
+    with pytest.raises(InvalidInputError, match="Expected a list"):
+        sampler.generate_tts_tokens_batch("Hello")
+    with pytest.raises(UnknownOptionError, match="no 'sead'"):
+        next(sampler.stream_tts_tokens("Hello", sead=5))
+    assert sampler.generate_tts_tokens_batch([]) == []
+
+
+def test_texts_over_the_limit_of_bytes_are_refused(sampler: RwkvSampler) -> None:
+    before = sampler.engine.config.max_prompt_bytes
+    sampler.update_config(max_prompt_bytes=20)
+    with pytest.raises(InputTooLargeError, match="21 bytes; the limit is 20"):
+        sampler.generate_tts_tokens("a" * 21)
+    sampler.update_config(max_prompt_bytes=before)
+
+
+def test_what_is_left_of_the_model_is_used_where_no_number_was_asked_for(sampler: RwkvSampler) -> None:
+    prompt = TTSRequest(text="word " * 2500)
+    room = sampler.engine.facts.max_len - len(prompt.prompt())
+    assert 33 < room < 2081
+    tokens = sampler.generate_tts_tokens(prompt)
+    assert len(tokens.semantic_tokens) == room - 33
+
+
+def test_tokens_come_as_they_are_drawn(sampler: RwkvSampler) -> None:
+    request = requests(2)[1]
+    expected = sampler.generate_tts_tokens(request)
+    pieces = list(sampler.stream_tts_tokens(request))
+    assert len(pieces) > 30 and [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert [token for piece in pieces for token in piece.global_tokens] == expected.global_tokens
+    assert [token for piece in pieces for token in piece.semantic_tokens] == expected.semantic_tokens
+    assert pieces[-1].finish_reason == "length"
+    voiced = list(sampler.stream_tts_tokens("Hello", max_tokens=3, seed=1, **REFERENCE))
+    assert voiced[0] == TTSTokens(VOICE) and len(voiced) == 4
+
+
+def test_streams_of_a_batch_come_together(sampler: RwkvSampler) -> None:
+    pieces = list(sampler.stream_tts_tokens_batch([TTSRequest(text="a", seed=i, max_tokens=20) for i in range(4)]))
+    places = [place for place, _ in pieces]
+    assert set(places[:8]) == {0, 1, 2, 3} and len(pieces) == 4 * 52
+
+
+def test_leaving_a_stream_aborts_it(sampler: RwkvSampler) -> None:
+    before = sampler.engine.scheduler.stats().aborted_requests
+    stream = sampler.stream_tts_tokens("Hello", seed=1)
+    next(stream)
+    stream.close()
+    sampler.engine.settle()
+    assert sampler.engine.scheduler.stats().aborted_requests == before + 1
+
+
+def test_seeds(sampler: RwkvSampler) -> None:
+    def draw(seed: int | None) -> TTSTokens:
+        return sampler.generate_tts_tokens("Hello", seed=seed, max_tokens=4)
+
+    assert draw(1) == draw(1) != draw(2)
+    assert draw(None) != draw(None)
+
+
+def test_more_requests_than_the_queue_holds(sampler: RwkvSampler) -> None:
+    many = [TTSRequest(text="a", seed=i % 5, max_tokens=2) for i in range(40)]
+    expected = sampler.generate_tts_tokens_batch(many)
+    before = sampler.engine.config.max_queue_size
+    assert sampler.update_config(max_queue_size=3)["max_queue_size"] == 3
+    assert sampler.generate_tts_tokens_batch(many) == expected
+    sampler.update_config(max_queue_size=before)
+
+
+def test_threads_share_the_engine(sampler: RwkvSampler) -> None:
+    expected = sampler.generate_tts_tokens_batch(requests(8))
+    found: dict[int, list[TTSTokens]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: sampler.generate_tts_tokens_batch(requests(8)[i::4])}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i % 4][i // 4] for i in range(8)] == expected
+
+
+def test_reset_aborts_and_forgets(sampler: RwkvSampler) -> None:
+    stream = sampler.stream_tts_tokens("Hello there", seed=1)
+    next(stream)
+    sampler.reset()
+    with pytest.raises(StoppedError, match="given up"):
+        list(stream)
+    engine = sampler.engine
+    engine.settle()
+    sampler.reset()
+    assert engine.explain(TTSRequest(text="Hello there").prompt()).num_matched == 0
+
+
+def test_options_are_changed_while_it_runs(sampler: RwkvSampler) -> None:
+    expected = sampler.generate_tts_tokens("Hello", seed=1, max_tokens=9)
+    before = OptimizationConfig.of(sampler.engine)
+    changed = sampler.update_config(before.updated({"enable_prefetch": False, "enable_prefix_caching": False}))
+    assert set(changed) == {"pipeline_depth", "enable_prefix_caching"}
+    assert sampler.generate_tts_tokens("Hello", seed=1, max_tokens=9) == expected
+    sampler.update_config(before)
+    assert OptimizationConfig.of(sampler.engine) == before
+    with pytest.raises(UnknownOptionError):
+        sampler.update_config(temperature=3)
+    with pytest.raises(InvalidInputError, match="not both"):
+        sampler.update_config(before, pipeline_depth=0)
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
+def test_single_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any]) -> None:
+    logits = [0.0] * 50
+    logits[7], logits[30] = 40.0, 50.0
+    row = kind(logits)
+    assert sampler.sample_logits(row) == sampler.sample_logits(row, temperature=0) == 30
+    assert sampler.sample_logits(row, first=5, end=9) == sampler.sample_logits(row, masked=[30], top_k=1) == 7
+    drawn = [sampler.sample_logits(row, first=10, end=14, seed=3, position=i) for i in range(50)]
+    assert set(drawn) == {10, 11, 12, 13}
+    assert drawn == [sampler.sample_logits(row, first=10, end=14, seed=3, position=i) for i in range(50)]
+
+
+def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
+    for logits in ("abc", [[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], None):
+        with pytest.raises(InvalidInputError):
+            sampler.sample_logits(logits)
+    with pytest.raises(InvalidInputError, match="does not lie within"):
+        sampler.sample_logits([1.0, 2.0], end=3)
+    with pytest.raises(ArcherfishError, match="not finite"):
+        sampler.sample_logits([float("nan"), 2.0])
+    with pytest.raises(InvalidInputError, match="temperature"):
+        sampler.sample_logits([1.0, 2.0], temperature=-1)
+
+
+def test_a_model_that_does_not_speak_is_refused(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="has 96 tokens; a TTS model of RWKV-7 has at least 77,871"):
+        RwkvSampler(tiny_config(tmp_path))
+
+
+def test_an_engine_that_was_given_stays_open(sampler: RwkvSampler) -> None:
+    with RwkvSampler.new(sampler.engine) as other:
+        assert other.generate_tts_tokens("a", seed=1, max_tokens=2).error is None
+    assert sampler.generate_tts_tokens("a", seed=1, max_tokens=2).error is None
+    assert archerfish.RwkvSampler is RwkvSampler

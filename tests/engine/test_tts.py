@@ -1,0 +1,155 @@
+"""TTS requests: the tokens of properties, prompts as golden lists, stages, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archerfish.engine.tts import (
+    EOS,
+    GLOBAL_OFFSET,
+    MAX_SEMANTIC,
+    PROPERTIES,
+    TAG_1,
+    VOCAB_SIZE,
+    TTSRequest,
+    TTSTokens,
+    property_token,
+    read_output,
+)
+from archerfish.errors import CallerError, InputTooLargeError, InvalidInputError, UnknownOptionError
+from archerfish.params import Stage
+
+HELLO = [45447, 12337, 12325, 22559, 26902, 12326]  # "Hello, 世界!": 33155, 45, 33, 10267, 14610, 34 of the World vocabulary
+VOICE = [0, 4095, *range(100, 130)]
+REFERENCE: dict[str, Any] = {"ref_global_tokens": VOICE, "ref_semantic_tokens": [0, 8191, 5]}
+
+
+def test_the_prompt_of_a_new_voice() -> None:
+    assert TTSRequest(text="Hello, 世界!").prompt() == [
+        77823, 77838, 77869, 77845, 77830, 77826,  # SPCT_0, youth-adult, female, NEUTRAL, medium pitch, medium speed
+        8195, *HELLO, 8193,
+    ]  # fmt: skip
+    request = TTSRequest(
+        text="Hello, 世界!", age="elderly", gender="male", emotion="CONTEMPT", pitch="very_high", speed="very_fast"
+    )
+    assert request.prompt() == [77823, 77840, 77870, 77868, 77832, 77828, 8195, *HELLO, 8193]
+
+
+def test_the_prompt_of_a_given_voice() -> None:
+    voice: dict[str, Any] = {"age": "child", "gender": "male", "emotion": "happy", "pitch": "low", "speed": "slow"}
+    request = TTSRequest(text="Hello, 世界!", **voice, **REFERENCE)
+    assert request.prompt() == [
+        77823, 77836, 77870, 77847, 77829, 77825, 8195, *HELLO, 8193,
+        8196, 12291, *range(8296, 8326), 8194,
+    ]  # fmt: skip
+    assert request.is_zero_shot and not TTSRequest(text="a").is_zero_shot
+
+
+def test_tokens_of_properties() -> None:
+    found = {kind: [property_token(kind, name) - 77823 for name in names] for kind, names in PROPERTIES.items()}
+    assert found == {
+        "age": [13, 14, 15, 16, 17], "gender": [46, 47], "emotion": list(range(21, 46)), "pitch": [6, 7, 8, 9],
+        "speed": [1, 2, 3, 4, 5],
+    }  # fmt: skip
+    assert list(found) == ["age", "gender", "emotion", "pitch", "speed"]
+    assert max(max(numbers) for numbers in found.values()) + 77823 < VOCAB_SIZE
+    for kind, spellings in {
+        "age": ["Youth-Adult", "youth_adult", " youth adult "], "pitch": ["medium", "medium_pitch", "MEDIUM_PITCH"],
+        "emotion": ["NO-AGREEMENT", "no_agreement"],
+    }.items():  # fmt: skip
+        assert len({property_token(kind, name) for name in spellings}) == 1
+
+
+def test_stages_and_their_defaults() -> None:
+    assert TTSRequest(text="a", seed=5).params().stages == (
+        Stage(first=0, end=4096, num_tokens=32, offset=8196, temperature=1.0, top_p=0.95, top_k=20),
+        Stage(first=8194, end=8195, num_tokens=1),
+        Stage(first=0, end=8193, num_tokens=2048, stop_id=8192, temperature=1.0, top_p=0.95, top_k=80),
+    )
+    params = TTSRequest(text="a", seed=5).params()
+    assert (params.seed, params.max_tokens, params.stop_token_ids) == (5, 32 + 1 + 2048, (8192,))
+    changed = TTSRequest(text="a", temperature=0.5, top_p=0.7, top_k=3, max_tokens=40, **REFERENCE).params()
+    assert changed.stages == (Stage(first=0, end=8193, num_tokens=40, stop_id=8192, temperature=0.5, top_p=0.7, top_k=3),)
+    greedy = TTSRequest(text="a", temperature=0, top_k=0).params().stages
+    assert [(stage.temperature, stage.top_k, stage.top_p) for stage in (greedy[0], greedy[2])] == [(0, 0, 0.95)] * 2
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "room", "num_semantic"),
+    [
+        (None, None, 2048), (None, 5000, 2048), (None, 34, 1), (None, 133, 100), (40, 73, 40), (9999, None, 2048),
+        (9999, 2081, 2048),
+    ],
+)
+def test_the_limit_of_semantic_tokens(max_tokens: int | None, room: int | None, num_semantic: int) -> None:
+    assert TTSRequest(text="a", max_tokens=max_tokens).params(room).stages[-1].num_tokens == num_semantic <= MAX_SEMANTIC
+
+
+@pytest.mark.parametrize(("max_tokens", "room"), [(None, 33), (None, -5), (40, 72), (9999, 2080)])
+def test_texts_that_leave_no_room_are_refused(max_tokens: int | None, room: int) -> None:
+    with pytest.raises(InputTooLargeError, match="leaves room for"):
+        TTSRequest(text="a", max_tokens=max_tokens).params(room)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"text": ""}, "text is empty"), ({"text": " \n"}, "text is empty"), ({"text": 5}, "text must be a string"),
+    ({"text": None}, "text must be a string"), ({"emotion": "hapy"}, "no emotion 'hapy'. Did you mean 'HAPPY'?"),
+    ({"age": "yuth-adult"}, "no age 'yuth-adult'. Did you mean 'youth-adult'?"),
+    ({"gender": "m"}, "no gender 'm'. Known: female, male."),
+    ({"pitch": "mediun_pitch"}, "no pitch 'mediun_pitch'"), ({"speed": "quick"}, "no speed 'quick'"),
+    ({"speed": 3}, "speed must be a string, not 3"), ({"gender": None}, "gender must be a string"),
+    ({"ref_global_tokens": VOICE}, "ref_semantic_tokens is missing"),
+    ({"ref_semantic_tokens": [1]}, "ref_global_tokens is missing"),
+    ({**REFERENCE, "ref_global_tokens": VOICE[:31]}, "must have 32 tokens, not 31"),
+    ({**REFERENCE, "ref_global_tokens": [*VOICE, 1]}, "must have 32 tokens, not 33"),
+    ({**REFERENCE, "ref_global_tokens": [4096, *VOICE[1:]]}, "ref_global_tokens[0] must be a whole number from 0 to 4095"),
+    ({**REFERENCE, "ref_global_tokens": [*VOICE[:31], -1]}, "ref_global_tokens[31] must be"),
+    ({**REFERENCE, "ref_global_tokens": [*VOICE[:31], 1.0]}, "not 1.0"), ({**REFERENCE, "ref_global_tokens": []}, "is empty"),
+    ({**REFERENCE, "ref_global_tokens": "abc"}, "must be a list of token ids"),
+    ({**REFERENCE, "ref_semantic_tokens": []}, "ref_semantic_tokens is empty"),
+    ({**REFERENCE, "ref_semantic_tokens": [8192]}, "from 0 to 8191, not 8192"),
+    ({**REFERENCE, "ref_semantic_tokens": [True]}, "not True"),
+    ({**REFERENCE, "ref_semantic_tokens": 7}, "must be a list of token ids"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0"), ({"max_tokens": -4}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"), ({"temperature": -0.1}, "temperature must be"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0}, "top_p must be above 0"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
+    ({"seed": -1}, "seed must be"), ({"seed": 2**64}, "seed must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "said"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_refused_and_says_why(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        TTSRequest(**{"text": "Hello", **values})
+    assert said in str(raised.value)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UnknownOptionError, match=r"no 'emotions'. Did you mean 'emotion'\?"):
+        TTSRequest(text="a", emotions="HAPPY")  # type: ignore[call-arg]
+    with pytest.raises(InvalidInputError, match="needs a text"):
+        TTSRequest()  # type: ignore[call-arg]
+
+
+@given(st.text(min_size=1), st.sampled_from([*PROPERTIES]), st.text())
+def test_any_text_has_a_prompt_and_any_name_an_answer(text: str, kind: str, name: str) -> None:
+    try:
+        values: dict[str, Any] = {"text": text, kind: name}
+        prompt = TTSRequest(**values).prompt()
+    except CallerError as error:
+        assert error.message
+        return
+    assert prompt[0] == 77823 and prompt[6] == 8195 and prompt[-1] == 8193
+    assert all(12292 <= token < 77822 for token in prompt[7:-1]) and len(prompt) > 8
+
+
+def test_outputs_are_told_apart() -> None:
+    assert read_output([GLOBAL_OFFSET, GLOBAL_OFFSET + 4095, TAG_1, 0, 8191, EOS]) == ([0, 4095], [0, 8191])
+    assert read_output([]) == ([], [])
+    global_tokens, semantic_tokens = TTSTokens([1], [2] * 75)
+    assert (global_tokens, len(semantic_tokens), TTSTokens([1], [2] * 75).seconds) == ([1], 75, 1.5)

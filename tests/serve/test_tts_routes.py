@@ -1,0 +1,168 @@
+"""/v1/tts/tokens: over an engine host with a tiny RWKV-7 model, whose tokens must be those of RwkvSampler."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from archerfish import LLMEngine, RwkvSampler, TTSRequest
+from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.serve.app import create_app
+from archerfish.serve.client import RemoteError
+from archerfish.serve.compute import Lane
+from archerfish.serve.host import EngineHost
+from archerfish.serve.hosted_llm import HostedLLM, most_tokens
+from archerfish.serve.models import Hosted, Slot
+from tests.engine.test_tts import BAD, REFERENCE, VOICE
+from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
+
+from .client import error_of, host_with, with_app, with_client
+from .fake_backend import FakeBackend
+from .hosting import add_llm
+
+ROUTE = "/v1/tts/tokens"
+ANSWER = {"id", "object", "created", "model", "global_tokens", "semantic_tokens", "finish_reason", "usage"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tts") / "speaker"
+    directory.mkdir()
+    return save_tiny_rwkv(directory, vocab_size=VOCAB_SIZE, hidden_size=32, max_position_embeddings=2600)
+
+
+@pytest.fixture
+def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
+    """Beside a model that only writes, and which comes first."""
+    made = host_with(tmp_path)
+    add_llm(made, tmp_path)
+    add_speaker(made, model)
+    yield made
+
+
+def add_speaker(host: EngineHost, model: Path) -> None:
+    def load(lane: Lane) -> Hosted:
+        engine = LLMEngine(options(model), executor=lane, text_thread=host.writer)
+        return HostedLLM(engine, lane, host, host.figures, host.gate_of(engine))
+
+    host.shelf.add(Slot("speaker", "generation", load))
+
+
+def options(model: Path) -> Any:
+    return rwkv_config(model, load_format="dummy", max_cache_tokens=20_000)
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_tokens_are_those_of_the_sampler(host: EngineHost, model: Path) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"text": "Hello there", "seed": 5, "max_tokens": 7},
+        {"text": "你好", "seed": 6, "max_tokens": 4, "emotion": "happy", "top_k": 3, "temperature": 0.5, **REFERENCE},
+    ]
+    with RwkvSampler(options(model)) as sampler:
+        expected = sampler.generate_tts_tokens_batch(bodies)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*[client.post(ROUTE, json=body) for body in bodies])
+        streams = await asyncio.gather(*[client.post(ROUTE, json={**body, "stream": True}) for body in bodies])
+        for body, answer, stream, tokens in zip(bodies, answers, streams, expected, strict=True):
+            shown = answer.json()
+            assert answer.status_code == stream.status_code == 200 and set(shown) == ANSWER
+            assert (shown["object"], shown["model"], shown["finish_reason"]) == ("tts.tokens", "speaker", "length")
+            assert [shown["global_tokens"], shown["semantic_tokens"]] == list(tokens)
+            num_drawn = body["max_tokens"] + (0 if "ref_global_tokens" in body else 33)
+            assert shown["usage"]["completion_tokens"] == num_drawn
+            assert shown["usage"]["prompt_tokens"] == tokens.num_prompt_tokens
+            events = events_of(stream)
+            assert {event["object"] for event in events} == {"tts.tokens.chunk"} and len({event["id"] for event in events}) == 1
+            assert [token for event in events for token in event["global_tokens"]] == tokens.global_tokens
+            assert [token for event in events for token in event["semantic_tokens"]] == tokens.semantic_tokens
+            assert [event["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
+            assert events[-1]["usage"]["total_tokens"] == shown["usage"]["total_tokens"] and len(events) >= num_drawn
+            assert events[0]["global_tokens"] == (VOICE if "ref_global_tokens" in body else [])
+
+    with_client(test, host)
+
+
+def test_tokens_of_stages_count_against_the_limits() -> None:
+    """Whatever max_tokens stands beside them: a client that is no front end may write anything."""
+    stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048}]
+    assert most_tokens({"stages": stages, "max_tokens": 1}) == most_tokens({"stages": stages}) == 2080
+    assert most_tokens({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) == 0
+    assert [most_tokens(params) for params in ({}, {"max_tokens": 3}, {"max_tokens": None}, {"stages": 5})] == [16, 3, None, 16]
+
+
+def test_bad_requests_name_their_parameter(host: EngineHost) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        good = asyncio.create_task(client.post(ROUTE, json={"text": "Hello", "seed": 1, "max_tokens": 30}))
+        for values, said in BAD:
+            if any(value != value for value in values.values()):  # NaN is no JSON
+                continue
+            answer = await client.post(ROUTE, json={"text": "Hello", **values})
+            error = error_of(answer)
+            assert answer.status_code == 400, values
+            assert error["param"] in values or error["param"] in ("ref_global_tokens", "ref_semantic_tokens"), (values, error)
+            if values.keys().isdisjoint(("text", "speed", "gender", "top_k", "ref_global_tokens", "ref_semantic_tokens")):
+                assert said in error["message"] or "must be" in error["message"] or "should be" in error["message"]
+        for body, param in (
+            ({}, "text"), ({"text": "a", "emotions": "SAD"}, "emotions"), ({"text": "a", "model": "tiny"}, "model"),
+            ({"text": "a", "priority": 2**40}, "priority"), ({"text": "a" * 400_000}, "text"),
+            ({"text": "long " * 3000}, "text"), ({"text": "hm " * 2600, "max_tokens": 9}, "text"),
+        ):  # fmt: skip
+            answer = await client.post(ROUTE, json=body)
+            assert answer.status_code in (400, 413) and error_of(answer)["param"] == param, (param, answer.text)
+        assert error_of(await client.post(ROUTE, json={"text": "a", "model": "nobody"}))["code"] == "model_not_found"
+        assert len((await good).json()["semantic_tokens"]) == 30
+
+    with_client(test, host)
+
+
+def test_a_service_that_does_not_speak_says_so() -> None:
+    backend = FakeBackend()
+    backend.vocab_size = 50_000
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(ROUTE, json={"text": "a"})
+        assert answer.status_code == 400 and "No TTS model" in error_of(answer)["message"]
+
+    with_app(test, create_app(backend))
+
+
+def test_what_the_engine_is_asked_for() -> None:
+    backend = FakeBackend("Hi", max_length=100)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(ROUTE, json={"text": "Hello", "deadline_s": 3.5, "priority": 2, "seed": 9})
+        assert answer.json()["semantic_tokens"] == [72, 105, 256] and answer.json()["finish_reason"] == "stop"
+        (asked,) = backend.requests
+        request = TTSRequest(text="Hello", seed=9)
+        assert asked.token_ids == request.prompt() and (asked.deadline_s, asked.priority, asked.stream) == (3.5, 2, False)
+        assert asked.params["stages"] == request.params(100 - len(request.prompt())).stages
+        assert asked.params["max_tokens"] == 100 - len(request.prompt()) and asked.params["seed"] == 9
+
+    with_app(test, create_app(backend))
+
+
+def test_a_stream_that_breaks_tells_why() -> None:
+    backend = FakeBackend("Hello there")
+    backend.fails[3] = RemoteError("The engine process has gone.", status=503, code="unavailable")
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answer = await client.post(ROUTE, json={"text": "Hello", "stream": True})
+        assert answer.status_code == 200
+        last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line][-1]
+        assert json.loads(last)["error"]["code"] == "unavailable"
+        assert len(backend.requests) == 1
+
+    with_app(test, create_app(backend))
