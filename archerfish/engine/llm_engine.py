@@ -68,7 +68,7 @@ class LLMEngine:
             self.config = EngineConfig(**(options if model is None else {"model": str(model), **options}))
         facts = read_facts(self.config, hub or HubConfig(), progress)
         self.model_name = facts.name
-        self.tokenizer = find_text_tokenizer(facts.directory, facts.config.values, facts.generation_config)
+        tokenizer = self.tokenizer = find_text_tokenizer(facts.directory, facts.config.values, facts.generation_config)
         self.grammars = GrammarCompiler(self.tokenizer, facts.vocab_size, facts.name)
         adapter = load_adapter(facts, self.config)
         pool, memory = allocate_pool(facts.device, adapter.ops, facts.memory_shape, facts.memory)
@@ -81,7 +81,7 @@ class LLMEngine:
         self.runner.warm_up()
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts)
         self._text_thread = text_thread
-        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, self.tokenizer))
+        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, tokenizer))
         self._seeds = random.Random(self.config.seed or None)
         self._ids = itertools.count()
         self._live: dict[str, LiveRequest] = {}
