@@ -193,9 +193,10 @@ class SamplingParams:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
         """The parameters that these values make; those of values that came lately are not checked once more."""
-        if any(type(value) not in PLAIN for value in values.values()):
+        items = [(name, type(value), value) for name, value in values.items() if value != []]  # no list is an empty one
+        if any(kind not in PLAIN for _, kind, _ in items):
             return cls(**values)
-        return _known_params(tuple((name, type(value), value) for name, value in values.items()))
+        return _known_params(tuple(items))
 
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)

@@ -134,7 +134,7 @@ def create_app(
         OpenAIRoutes(texts, config), ResponsesRoutes(texts), MessagesRoutes(texts), VectorRoutes(catalog, config, registry),
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
-        app.include_router(routes.router)
+        app.router.routes.extend(routes.router.routes)  # one list: a router in a router is looked through twice
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     blocked = Blocked()
     app.add_middleware(Identify, tenants=tenants, blocked=blocked)
