@@ -25,6 +25,8 @@ DIRECTIONS: dict[str, dict[str, Direction]] = {
     "latency": {f"{OURS}: tokens/s *": "lower", f"{OURS}: *": "higher", "*": "neither"},
     "prefix": {"requests/s, cache on": "lower", "requests/s, cache off": "neither", "hit rate, *": "lower",
                "first token, *": "higher", "forward passes *": "higher"},
+    "tts": {"tokens/s, *, package rwkv": "neither", "tokens/s, *": "lower", "share of the copy rate, *": "lower",
+            "real-time factor, *": "higher", "streams in real time, *": "lower", "copy rate, *": "neither"},
     "rwkv": {"tokens/s, *": "lower", "requests/s, without": "neither", "requests/s, *": "lower", "prompt tokens/s, *": "lower",
              "requests with the same tokens, share": "lower", "MB *": "higher"},
     "store": {"conversion/*": "lower", "opening/*": "higher"},
@@ -90,6 +92,7 @@ def of_store(whole: Mapping[str, Any]) -> Named:
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Named]] = {
     "embed": of_embed, "throughput": of_generate, "latency": of_generate, "prefix": of_generate, "rwkv": of_generate,
+    "tts": of_generate,
     "scheduler": of_scheduler, "gpu": of_gpu, "startup": of_startup, "serve": of_serve, "store": of_store,
 }  # fmt: skip
 

@@ -27,12 +27,12 @@ WITH, WITHOUT = "with kept states", "without"
 ONE, MANY = "tokens/s, one stream", f"tokens/s, {NUM_STREAMS} streams"
 
 
-def write_shape(name: str, directory: Path) -> Path:
+def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     """The configuration of a shape, for random weights."""
     num_layers, width = SHAPES[name]
     rank = max(32, width // 12 // 32 * 32)
     config = {
-        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": VOCAB_SIZE, "hidden_size": width,
+        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": vocab_size, "hidden_size": width,
         "intermediate_size": 4 * width, "num_hidden_layers": num_layers, "head_dim": 64, "norm_eps": 1e-5,
         "decay_low_rank_dim": rank, "a_low_rank_dim": rank, "v_low_rank_dim": 32, "gate_low_rank_dim": 2 * rank,
         "eos_token_id": 0,

@@ -47,6 +47,7 @@ COMMANDS = (
     Command("bench throughput", "bench_throughput", "measure continuous against static batching, and against peers"),
     Command("bench latency", "bench_latency", "measure first tokens and gaps between tokens, one request at a time"),
     Command("bench prefix", "bench_prefix", "measure what the prefix cache gives on prompts that begin alike"),
+    Command("bench tts", "bench_tts", "measure an RWKV-7 TTS model: streams in real time, with the package rwkv beside it"),
     Command("bench rwkv", "bench_rwkv", "measure an RWKV model: many streams, states kept of prompts that begin alike"),
     Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
     Command("bench gpu", "bench_gpu", "measure generation on a GPU, against vLLM where it is there"),

@@ -29,6 +29,8 @@ REPORTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "prefix": ({"samples": {"hit rate, tokens": ONE}, "figures": {}}, ["hit rate, tokens"]),
     "rwkv": ({"samples": {"requests/s, without": ONE, "tokens/s, one stream": ONE}, "figures": {"MB of a state": 2.0}},
              ["MB of a state", "requests/s, without", "tokens/s, one stream"]),
+    "tts": ({"samples": {"tokens/s, one stream": ONE, "real-time factor, one stream": ONE}, "figures": {"copy rate, GB/s": 2.0}},
+            ["copy rate, GB/s", "real-time factor, one stream", "tokens/s, one stream"]),
     "scheduler": ({"steps": {"plan_p50_us": 3.0, "steps": 20}}, ["plan_p50_us"]),
     "gpu": ({"shapes": {"tiny": {"archerfish": {"bs1_ttft_ms": 2, "bs1_ttft_ms_all": [1, 2, 3], "error": ""},
                                  "vllm": {"bs1_ttft_ms_all": [9]}, "ratios": {}}}}, ["tiny/bs1_ttft_ms"]),
