@@ -13,7 +13,7 @@ class HitRecord:
     """How far a prompt matched and why no further. It depends on nothing that another tenant has cached.
 
     full: every token. limit: as many as the caller allowed (the engine computes at least one itself, unless it has the logits).
-    between_states: more of it is known, but the model's states are kept at some places only, and this is the last of them.
+    between_states: more of it may be known, but the model's states are kept at some places only, and this is the last of them.
     evicted: the next token was cached and had to go. adapter_differs: another adapter of the same tenant has more of it.
     never_seen also stands where what is known of an eviction has been forgotten or dropped by a clear.
     """
@@ -37,7 +37,7 @@ class HitRecord:
         if self.reason == "evicted":
             return f"{found}; the next ones were evicted {_ago(self.evicted_seconds_ago)} to make room."
         if self.reason == "between_states":
-            return f"{found}; the next ones are known, but no state behind them that could be gone on from."
+            return f"{found}; behind the next ones no state is kept that could be gone on from."
         if self.reason == "adapter_differs":
             return f"{found}; the next ones are cached under another adapter only, whose results differ."
         if self.cleared_seconds_ago is not None:

@@ -255,7 +255,8 @@ class RadixCache:
         """What `_descend` gives, cut to whole blocks where only those are of use, and why it is no more."""
         node, matched = self._descend(tree, key, limit)
         num_cut = matched % self.block_size if self.whole_blocks else 0
-        if not num_cut:
+        is_last = self.whole_blocks and self.is_enabled and 0 < limit - matched < self.block_size  # no state can lie behind it
+        if not num_cut and not is_last:
             return node, matched, self._record(tree, key, limit, node, matched)
         matched -= num_cut
         while node.parent is not None and matched <= node.start:

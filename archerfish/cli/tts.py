@@ -29,7 +29,8 @@ def add_arguments(parser: Parser) -> None:
 
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
     parser.add_argument(
-        "--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is standard input'
+        "--input", default="", metavar="FILE", help=(
+            'a text per line, or .jsonl with "text" and what else a line has of its own; - is standard input')
     )
     parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice in a line of this command")
     group = parser.add_argument_group("voice and sampling")
@@ -46,7 +47,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, out: Output) -> int:
-    from archerfish.cli.texts import gather_texts
     from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.tts import TTSRequest
 
@@ -54,13 +54,13 @@ def run(arguments: Namespace, out: Output) -> int:
     voice = {key.removeprefix(PREFIX): value for key, value in vars(arguments).items() if key.startswith(PREFIX)}
     if arguments.reference:
         voice |= read_voice(Path(arguments.reference))
-    texts = [text for text in gather_texts(arguments.texts, arguments.input) if text.strip()]
-    requests = [TTSRequest(text=text, **voice) for text in texts]
+    _ = TTSRequest(text="any", **voice)  # what is wrong with all of them is said now; with one, beside its tokens
+    requests = [{**voice, **entry} for entry in gather_entries(arguments)]
     with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
         found = RwkvSampler(engine).generate_tts_tokens_batch(requests)
         elapsed_s = time.perf_counter() - started
-    for text, tokens in zip(texts, found, strict=True):
+    for text, tokens in zip((request.get("text") for request in requests), found, strict=True):
         if tokens.error is not None:
             out.note(f"Failed: {tokens.error}")
         shown = {"text": text, "global_tokens": tokens.global_tokens, "semantic_tokens": tokens.semantic_tokens}
@@ -69,6 +69,30 @@ def run(arguments: Namespace, out: Output) -> int:
     spoken_s = sum(tokens.seconds for tokens in found)
     out.note(f"{config.model}: {seconds(spoken_s)} of audio in {seconds(elapsed_s)}")
     return 1 if any(tokens.error is not None for tokens in found) else 0
+
+
+def gather_entries(arguments: Namespace) -> list[dict[str, Any]]:
+    """What each request has of its own: the text, and in a .jsonl file whatever else stands in its line."""
+    from archerfish.cli.texts import gather_texts
+
+    path = Path(arguments.input)
+    if path.suffix != ".jsonl":
+        return [{"text": text} for text in gather_texts(arguments.texts, arguments.input)]
+    entries: list[dict[str, Any]] = [{"text": text} for text in arguments.texts]
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                entry = json.loads(line)
+                if not isinstance(entry, dict):
+                    raise InvalidInputError(f"Line {number} of {path} is no JSON object.")
+                entries.append(entry)
+    except FileNotFoundError:
+        raise NotFoundError(f"The input file {path} does not exist.") from None
+    except OSError as error:
+        raise InvalidInputError(f"The input file {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{path} is not JSON, line by line: {error}.") from None
+    return entries
 
 
 def read_voice(path: Path) -> dict[str, Any]:

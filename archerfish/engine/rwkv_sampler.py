@@ -73,10 +73,15 @@ class RwkvSampler:
             raise tokens.error
         return tokens
 
-    def generate_tts_tokens_batch(self, requests: Iterable[TTSRequest | str | Mapping[str, Any]]) -> list[TTSTokens]:
-        """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice."""
+    def generate_tts_tokens_batch(
+        self, requests: Iterable[TTSRequest | str | Mapping[str, Any]], **options: Any
+    ) -> list[TTSTokens]:
+        """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice.
+
+        options: of TTSRequest, for those that are given as texts.
+        """
         found: dict[int, list[TTSTokens]] = {}
-        for place, tokens in self.stream_tts_tokens_batch(requests):
+        for place, tokens in self.stream_tts_tokens_batch(requests, **options):
             found.setdefault(place, []).append(tokens)
         return [joined(found[place]) for place in sorted(found)]
 
@@ -88,7 +93,7 @@ class RwkvSampler:
             yield tokens
 
     def stream_tts_tokens_batch(
-        self, requests: Iterable[TTSRequest | str | Mapping[str, Any]]
+        self, requests: Iterable[TTSRequest | str | Mapping[str, Any]], **options: Any
     ) -> Generator[Piece, None, None]:
         """What many texts gain, as it comes, each piece with the place of its request. Closing the iterator aborts the rest.
 
@@ -99,7 +104,8 @@ class RwkvSampler:
         batch = as_batch(requests)
         for place, request in enumerate(batch):
             try:
-                waiting.append(self._prepare(place, as_request(request, {}), arrived))
+                own = options if isinstance(request, str) else {}
+                waiting.append(self._prepare(place, as_request(request, own), arrived))
             except ArcherfishError as error:
                 arrived.append((place, TTSTokens(finish_reason="error", error=error)))
         num_open, mine = len(batch), [live.request.request_id for live in waiting]

@@ -118,7 +118,7 @@ class RecurrentOps(ABC, Generic[T]):
 
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
-        """Memory for so many slots, slot 0 included; all of them empty states."""
+        """Memory for so many slots, slot 0 included, which is the empty state; what is in the others means nothing yet."""
 
     @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:

@@ -28,6 +28,7 @@ from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.recurrent import (
+    EMPTY_SLOT,
     FIRST_SLOT,
     HeadInputs,
     HeadWeights,
@@ -205,10 +206,12 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
         try:
-            wkv = torch.zeros(num_slots, layers, heads, dim, dim, device=self.ops.device)
-            inputs = torch.zeros(num_slots, layers, 2, shape.width, dtype=self.ops.torch_dtype, device=self.ops.device)
+            wkv = torch.empty(num_slots, layers, heads, dim, dim, device=self.ops.device)  # pages come when they are written
+            inputs = torch.empty(num_slots, layers, 2, shape.width, dtype=self.ops.torch_dtype, device=self.ops.device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"The device has no memory for {num_slots:,} state slots.") from error
+        for memory in (wkv, inputs):
+            memory[EMPTY_SLOT].zero_()
         views = tuple(StateLayer(wkv[:, i], inputs[:, i, 0], inputs[:, i, 1]) for i in range(layers))
         return StateMemory(shape, wkv, inputs, views)
 

@@ -153,7 +153,7 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
     message, path = str(error.detail), request.scope["path"]
     if error.status_code == 404:
-        message = f"There is no route {request.method} {path}; GET / lists them."
+        message = f"There is no route {request.method} {path}; GET /openapi.json lists them."
     elif error.status_code == 405:
         message = f"{path} does not take {request.method}."
     code = CODES.get(error.status_code, "http_error")

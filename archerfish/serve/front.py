@@ -6,6 +6,7 @@ input, as one line of JSON, and ends when that does.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -67,7 +68,8 @@ def bind(config: ServeConfig) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        hint = "Choose another port; 0 takes any free one."
+        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+        hint = "Give an address of this machine." if is_elsewhere else "Choose another port; 0 takes any free one."
         raise MachineError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.", hint=hint) from error
     return listener
 

@@ -25,12 +25,13 @@ EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of
 )
 
 
-def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None) -> str:
+def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, has_keys: bool = False) -> str:
     """The shell command of one call."""
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if has_keys else ""
     if method == "GET":
-        return f"curl {base_url}{path}"
+        return f"curl {base_url}{path}{key}"
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return f"curl {base_url}{path} -H 'Content-Type: application/json' \\\n  -d {data}"
+    return f"curl {base_url}{path} -H 'Content-Type: application/json'{key} \\\n  -d {data}"
 
 
 def examples(kinds: set[str]) -> list[tuple[str, str, dict[str, Any] | None]]:

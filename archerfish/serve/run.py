@@ -111,7 +111,8 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig) -> 
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
     if not config.api_keys_file and not is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
-    return "\n".join([*lines, curl(url, *examples({spec.kind for spec in models})[0]), ""])
+    first = examples({spec.kind for spec in models})[0]
+    return "\n".join([*lines, curl(url, *first, has_keys=bool(config.api_keys_file)), ""])
 
 
 def say(text: str) -> None:

@@ -69,6 +69,8 @@ def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:
                     if not prefix and not entry.name.startswith("."):
                         pending.append((entry.path, f"{entry.name}/"))
                     continue
+                if entry.is_symlink() and not os.path.exists(entry.path):  # noqa: PTH110 (a link to nothing is nothing)
+                    continue
                 stat = entry.stat()
                 parts.append((prefix + entry.name, stat.st_size, stat.st_mtime_ns))
     return sorted(parts)

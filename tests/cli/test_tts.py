@@ -56,3 +56,16 @@ def test_a_text_that_is_too_long_fails_alone(flags: list[str], capsys: pytest.Ca
     assert main(["tts", "Hello", "word " * 5000, *flags, "--max-tokens", "2"]) == 1
     good, bad = lines_of(capsys)
     assert len(good["semantic_tokens"]) == 2 and "leaves room for 0" in bad["error"] and bad["finish_reason"] == "error"
+
+
+def test_a_line_of_json_has_its_own_voice(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts.jsonl"
+    entries = [{"text": "a"}, {"text": "a", "emotion": "HAPPY"}, {"text": "a", "emotion": "SADD"}, {"text": " "}]
+    texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    assert main(["tts", "--input", str(texts), *flags, "--seed", "1", "--max-tokens", "3"]) == 1
+    plain, happy, wrong, empty = lines_of(capsys)
+    assert plain["global_tokens"] != happy["global_tokens"]
+    assert "Did you mean 'SAD'?" in wrong["error"] and "text is empty" in empty["error"]
+    texts.write_text("[1]\n", encoding="utf-8")
+    assert main(["tts", "--input", str(texts), *flags]) == 2
+    assert "Line 1 of" in capsys.readouterr().err

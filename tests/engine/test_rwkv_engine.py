@@ -219,6 +219,8 @@ def test_what_the_cache_says(engine: LLMEngine) -> None:
     assert "48 of 60 tokens" in found.explain() and "state" in found.explain()
     assert engine.explain([*prompt[:50], 1, 2, 3]).num_matched == 48
     assert engine.explain(prompt[:20]).num_matched == 16
+    assert engine.explain(prompt[:8]).reason == "between_states"  # seen, but too short for a state
+    assert engine.explain([9] * 40).reason == "never_seen"
     assert engine.explain(prompt[:48]).num_matched == 32  # its last token must be computed
     assert engine.cache_stats().total_cached == 80
     engine.clear_cache()

@@ -193,6 +193,13 @@ def test_recorded_steps_change_nothing(sampler: RwkvSampler, tmp_path: Path, mon
         assert len(plans) > 35 and max(plan.num_decodes for plan in plans) == 8
 
 
+def test_texts_of_a_batch_can_have_options_together(sampler: RwkvSampler) -> None:
+    whole = TTSRequest(text="b", seed=3, max_tokens=4)
+    first, second = sampler.generate_tts_tokens_batch(["a", whole], seed=1, max_tokens=2)
+    assert (len(first.semantic_tokens), len(second.semantic_tokens)) == (2, 4)
+    assert first == sampler.generate_tts_tokens("a", seed=1, max_tokens=2)
+
+
 def test_a_bad_request_leaves_the_rest_of_its_batch_alone(sampler: RwkvSampler) -> None:
     good = requests(6)
     expected = sampler.generate_tts_tokens_batch(good)

@@ -100,6 +100,7 @@ def test_an_open_address_without_keys_is_warned_of() -> None:
     ):  # fmt: skip
         text = run.ready_text("http://x", models, ServeConfig(host=host, api_keys_file=keys))
         assert ("Anyone who reaches this address" in text) == is_warned, host
+        assert ("Authorization: Bearer" in text) == bool(keys)  # or what is printed would be refused
 
 
 # The parts
