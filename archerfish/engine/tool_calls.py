@@ -73,10 +73,12 @@ class ToolCallParser:
         return self._take()
 
     def finish(self) -> list[ToolPiece]:
-        """What was held back. A call that is cut off stays as far as it came."""
+        """What was held back. A call that is cut off stays as far as it came; of the end mark of one, nothing is shown."""
         while self._block is not None or self._tail:
             if self._block is not None:
                 self._break_off(self._block)
+            elif self._is_bare and self.num_calls and self._style.end.startswith(self._tail):
+                self._tail = ""
             else:
                 first = self._give_back_tail()
                 self._write(first)

@@ -58,6 +58,7 @@ def call(name: str, arguments: str, index: int = 0) -> Joined:
     ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}</tool_call>\n",
      call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
     ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", call("weather", ARGUMENTS) + call("weather", ARGUMENTS, 1)),
+    ("hermes", f"<tool_call>{CALL}\n</tool_", call("weather", ARGUMENTS)),  # cut off by max_tokens
     ("hermes", f"<tool_call>{CALL}</tool_call> done", [*call("weather", ARGUMENTS), ("text", -1, " done")]),
     ("hermes", '<tool_call>{"arguments": {"a": "}"}, "id": [1, {"x": null}], "name": "time"}</tool_call>',
      call("time", '{"a": "}"}')),
