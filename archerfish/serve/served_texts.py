@@ -11,6 +11,7 @@ from archerfish.background import Lazy
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.engine.tokenizer import Tokenizer
+from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
@@ -65,7 +66,8 @@ class ServedText:
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.", param)
+            speaks = " TTS tokens of a text: POST /v1/tts/tokens." if self.card.vocab_size >= VOCAB_SIZE else ""
+            raise InvalidParameterError(f"{self.card.id} has no tokenizer: it takes and gives token ids alone.{speaks}", param)
         return self.tokenizer
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:

@@ -90,6 +90,9 @@ class TextRoutes:
         text = await self._any_model(body.model)
         await charge(self.service.catalog, request, 0, len(body.tokens))
         tokenizer = text.need_tokenizer("model")
+        num_known, highest = max(tokenizer.vocab_size, text.card.vocab_size), max(body.tokens, default=0)
+        if highest >= num_known:
+            raise InvalidParameterError(f"Token id {highest} is outside of the vocabulary of {num_known:,}.", "tokens")
         decoded = await aside(lambda: tokenizer.decode(body.tokens, body.skip_special_tokens), len(body.tokens))
         return json_response({"prompt": decoded})
 

@@ -180,6 +180,8 @@ def test_tokenize_and_detokenize() -> None:
     for wrong in ({}, {"prompt": "a", "messages": messages}):
         assert error_of(post(FakeBackend(), "/tokenize", wrong))["param"] == "prompt"
     assert error_of(post(FakeBackend(), "/detokenize", {"tokens": ["a"]}))["param"] == "tokens"
+    outside = error_of(post(FakeBackend(), "/detokenize", {"tokens": [5, 10**9]}))
+    assert outside["param"] == "tokens" and "Token id 1000000000 is outside" in outside["message"]
     assert "no tokenizer" in error_of(post(FakeBackend(), "/detokenize", {"tokens": [1], "model": "bare"}))["message"]
 
 
