@@ -12,7 +12,7 @@ from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
-from archerfish.kernels.recurrent import StateShape
+from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
 from archerfish.kernels.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
@@ -68,7 +68,7 @@ def test_a_pool_of_states() -> None:
     assert pool.layers[0].wkv.shape == (6, 4, 64, 64) and pool.layers[0].wkv.dtype == torch.float32
     assert pool.layers[1].time_input.shape == pool.layers[1].channel_input.shape == (6, 256)
     assert pool.layers[1].time_input.dtype == torch.bfloat16
-    assert not pool.memory.wkv.any() and not pool.memory.inputs.any()
+    assert not pool.memory.wkv[EMPTY_SLOT].any() and not pool.memory.inputs[EMPTY_SLOT].any()
     pool.copy([])
     with pytest.raises(InvariantError, match="not to be copied"):
         pool.copy([(1, 2)])
