@@ -193,10 +193,9 @@ class SamplingParams:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
         """The parameters that these values make; those of values that came lately are not checked once more."""
-        items = [(name, type(value), value) for name, value in values.items() if value != []]  # no list is an empty one
-        if any(kind not in PLAIN for _, kind, _ in items):
+        if any(type(value) not in PLAIN and value != [] for value in values.values()):
             return cls(**values)
-        return _known_params(tuple(items))
+        return _known_params(tuple((name, type(value), None if value == [] else value) for name, value in values.items()))
 
     def replace(self, **changes: Any) -> SamplingParams:
         return dataclasses.replace(self, **changes)
@@ -209,7 +208,7 @@ class SamplingParams:
 @lru_cache(maxsize=256)
 def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
     """By types too: 1, 1.0 and True are equal, but not all of them are right everywhere."""
-    return SamplingParams(**{name: value for name, _, value in items})
+    return SamplingParams(**{name: [] if kind is list else value for name, kind, value in items})
 
 
 def is_number(value: object) -> bool:

@@ -4,8 +4,7 @@
     python -m scripts.draw_stories package/src/llama2.data stories.txt --seconds 60
 
 That file holds the model (llama2.c's format) and its vocabulary one after the other. Only stories that came to their end are
-kept, END_LINE after each. All rows of a batch start together, so that a step is a few large operations: on an H200 this is
-bound by the card and not by Python.
+kept, END_LINE after each. All rows of a batch start together, so that a step is a few large operations.
 """
 
 from __future__ import annotations

@@ -159,3 +159,9 @@ def test_parameters_with_lists_are_made_anew() -> None:
     first = SamplingParams.of({"stop": stops})
     stops.append("b")
     assert first.stop == ("a",) and SamplingParams.of({"stop": stops}).stop == ("a", "b")
+
+
+def test_an_empty_list_is_checked_like_any_other_value() -> None:
+    assert SamplingParams.of({"stop": []}) is SamplingParams.of({"stop": []})
+    with pytest.raises(InvalidInputError, match="temperature must be a number"):
+        SamplingParams.of({"temperature": []})

@@ -30,6 +30,17 @@ def engine_config(arguments: Namespace) -> EngineConfig:
     return section(EngineConfig, arguments)
 
 
+def read_numbers(flag: str, text: str) -> list[int]:
+    """Numbers from 1 on that stand in a flag, with commas between."""
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InvalidOptionError(f"{flag} must be numbers from 1 on with commas between, not {text!r}.")
+    return numbers
+
+
 def new_report(out: Output) -> Report:
     """A report that notes every sample where no progress bar shows that something is going on."""
     from archerfish.bench.generate import Report

@@ -10,7 +10,6 @@ from archerfish.cli import bench_generate
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidOptionError
 
 SHAPE_NAMES = ("tiny", "0.1b", "0.4b")
 
@@ -26,10 +25,8 @@ def run(arguments: Namespace, out: Output) -> int:
     config = bench_generate.engine_config(arguments)
     from archerfish.bench import rwkv
 
-    try:
-        spacings = [int(word) for word in arguments.spacings.split(",")] if arguments.spacings else list(rwkv.SPACINGS)
-    except ValueError:
-        raise InvalidOptionError(f"--spacings must be numbers with commas between, not {arguments.spacings!r}.") from None
+    given = arguments.spacings
+    spacings = bench_generate.read_numbers("--spacings", given) if given else list(rwkv.SPACINGS)
     report = bench_generate.new_report(out)
     with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch:
         if config.model == EngineConfig().model:

@@ -13,7 +13,6 @@ from archerfish.cli.bench_rwkv import SHAPE_NAMES
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidOptionError
 
 STRATEGIES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -30,12 +29,7 @@ def run(arguments: Namespace, out: Output) -> int:
     from archerfish.bench import rwkv, tts
     from archerfish.engine.tts import VOCAB_SIZE
 
-    try:
-        streams = [int(word) for word in arguments.streams.split(",")]
-    except ValueError:
-        streams = []
-    if not streams or min(streams) < 1:
-        raise InvalidOptionError(f"--streams must be numbers from 1 on with commas between, not {arguments.streams!r}.")
+    streams = bench_generate.read_numbers("--streams", arguments.streams)
     report = bench_generate.new_report(out)
     with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch:
         shape = None

@@ -32,9 +32,36 @@ def gather_texts(given: Sequence[str], input_file: str, fields: Sequence[str] = 
 
 def read_texts(path: Path, fields: Sequence[str] = ("text",)) -> list[str]:
     """The lines of a file; of a .jsonl file the first of the fields that a line has."""
+    return [text_of(entry, number, path, fields) for number, entry in read_json(path)] if is_json(path) else read_lines(path)
+
+
+def is_json(path: Path) -> bool:
+    return path.suffix == ".jsonl"
+
+
+def read_json(path: Path) -> list[tuple[int, Any]]:
+    """What stands in the lines of a .jsonl file that are not empty, with their numbers."""
+    found = []
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            try:
+                found.append((number, json.loads(line)))
+            except ValueError as error:
+                raise InvalidInputError(f"Line {number} of {path} is not JSON: {error}.") from error
+    return found
+
+
+def text_of(entry: Any, number: int, path: Path, fields: Sequence[str]) -> str:
+    text = next((entry[name] for name in fields if name in entry), None) if isinstance(entry, dict) else entry
+    if not isinstance(text, str):
+        raise InvalidInputError(f'Line {number} of {path} has no string in the field "{fields[0]}".')
+    return text
+
+
+def read_lines(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8") as file:
-            return json_texts(file, path, fields) if path.suffix == ".jsonl" else lines_of(file)
+            return lines_of(file)
     except FileNotFoundError:
         raise NotFoundError(f"The input file {path} does not exist.") from None
     except OSError as error:
@@ -45,22 +72,6 @@ def read_texts(path: Path, fields: Sequence[str] = ("text",)) -> list[str]:
 
 def lines_of(file: Iterable[str]) -> list[str]:
     return [line.rstrip("\r\n") for line in file]
-
-
-def json_texts(file: Iterable[str], path: Path, fields: Sequence[str]) -> list[str]:
-    texts = []
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise InvalidInputError(f"Line {number} of {path} is not JSON: {error}.") from error
-        text = next((entry[name] for name in fields if name in entry), None) if isinstance(entry, dict) else entry
-        if not isinstance(text, str):
-            raise InvalidInputError(f'Line {number} of {path} has no string in the field "{fields[0]}".')
-        texts.append(text)
-    return texts
 
 
 def check_output(path: Path) -> None:

@@ -73,25 +73,16 @@ def run(arguments: Namespace, out: Output) -> int:
 
 def gather_entries(arguments: Namespace) -> list[dict[str, Any]]:
     """What each request has of its own: the text, and in a .jsonl file whatever else stands in its line."""
-    from archerfish.cli.texts import gather_texts
+    from archerfish.cli.texts import gather_texts, is_json, read_json
 
     path = Path(arguments.input)
-    if path.suffix != ".jsonl":
+    if not is_json(path):
         return [{"text": text} for text in gather_texts(arguments.texts, arguments.input)]
     entries: list[dict[str, Any]] = [{"text": text} for text in arguments.texts]
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                entry = json.loads(line)
-                if not isinstance(entry, dict):
-                    raise InvalidInputError(f"Line {number} of {path} is no JSON object.")
-                entries.append(entry)
-    except FileNotFoundError:
-        raise NotFoundError(f"The input file {path} does not exist.") from None
-    except OSError as error:
-        raise InvalidInputError(f"The input file {path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise InvalidInputError(f"{path} is not JSON, line by line: {error}.") from None
+    for number, entry in read_json(path):
+        if not isinstance(entry, dict):
+            raise InvalidInputError(f"Line {number} of {path} is no JSON object.")
+        entries.append(entry)
     return entries
 
 

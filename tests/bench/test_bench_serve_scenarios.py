@@ -97,14 +97,14 @@ def test_embed(delay_s: float, expected: list[bool]) -> None:
 @pytest.mark.no_cover
 def test_table() -> None:
     options = BenchOptions(rounds=2, num_warmup=0, duration_s=2.0)
-    found = run_bench(lambda asked: answering(asked, embedding_s=0.05), ["table"], options)
+    found = run_bench(answering, ["table"], options)
     assert [(point.load.split(":")[0], point.concurrency) for point in found.points] == [
         (kind, size) for kind in ("embeddings", "chat") for size in (1, 4, 8, 16)
     ]
     assert all(len(point.rounds) == 2 for point in found.points)
     for point in found.points:
-        latency_s = 0.05 if point.load.startswith("embeddings") else 0.25
-        assert point.median("requests_s") == pytest.approx(point.concurrency / latency_s, rel=0.03)
+        latency_s = 0.01 if point.load.startswith("embeddings") else 0.25
+        assert point.median("requests_s") == pytest.approx(point.concurrency / latency_s, rel=0.01)
 
 
 def limited(most_running: int, refuses: bool) -> Script:

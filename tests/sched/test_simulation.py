@@ -12,9 +12,9 @@ from tests.sched.worlds import World
 
 pytestmark = pytest.mark.no_cover
 MAX_WAITING = 60
-# About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share it is the tenant that asks for most
-# who waits, and the longer the more requests there are.
-MAX_WAIT_STEPS = {"fcfs": 1000, "longest-prefix-first": 1000, "fair-share": 3000}
+# About twice what is seen, the same for 700 and for 10,000 requests. Under fair-share a request of low priority waits for as
+# long as others of its tenant come, which is what a priority is for: the bound is for the others.
+MAX_WAIT_STEPS = {"fcfs": 1000, "longest-prefix-first": 1000, "fair-share": 2000}
 
 
 @dataclass
@@ -22,9 +22,13 @@ class Tally:
     """What a simulation has seen."""
 
     sequences: list[Sequence] = field(default_factory=list)
-    waits: list[int] = field(default_factory=list)  # steps from arrival to first admission
+    waits: list[tuple[int, int]] = field(default_factory=list)  # steps from arrival to first admission, and the priority
     num_operations: int = 0
     num_steps: int = 0
+
+    def longest_wait(self, policy: str) -> int:
+        """Of the requests that the policy promises a turn."""
+        return max(wait for wait, priority in self.waits if policy != "fair-share" or priority >= 0)
 
 
 class Simulation:
@@ -86,7 +90,7 @@ class Simulation:
         self.tally.num_operations += len(deltas) + 1
         started = [seq for seq in self._waiting if seq.row >= 0 or seq.finish_reason is not None or seq.num_emitted]
         for seq in started:
-            self.tally.waits.append(self.tally.num_steps - self._waiting.pop(seq))
+            self.tally.waits.append((self.tally.num_steps - self._waiting.pop(seq), seq.request.priority))
 
     def run(self, num_requests: int, *, num_operations: int = 0) -> Tally:
         num_added = 0
@@ -123,7 +127,7 @@ def test_mixed_requests_all_end_once_and_nobody_starves(policy: str, depth: int)
     simulation = Simulation(policy, depth, seed=depth + len(policy))
     tally = simulation.run(700)
     simulation.check()
-    assert max(tally.waits) < MAX_WAIT_STEPS[policy]
+    assert tally.longest_wait(policy) < MAX_WAIT_STEPS[policy]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -131,7 +135,7 @@ def test_mixed_requests_over_states_all_end_once(depth: int) -> None:
     simulation = Simulation("fcfs", depth, seed=depth, has_states=True)
     tally = simulation.run(700)
     simulation.check()
-    assert max(tally.waits) < MAX_WAIT_STEPS["fcfs"]
+    assert tally.longest_wait("fcfs") < MAX_WAIT_STEPS["fcfs"]
 
 
 @pytest.mark.slow
@@ -142,7 +146,7 @@ def test_ten_thousand_requests(policy: str, depth: int) -> None:
     tally = simulation.run(10_000)
     simulation.check()
     if policy in MAX_WAIT_STEPS:
-        assert max(tally.waits) < MAX_WAIT_STEPS[policy] * (3 if policy == "fair-share" else 1)
+        assert tally.longest_wait(policy) < MAX_WAIT_STEPS[policy]
 
 
 @pytest.mark.slow
