@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Ids, T
 from archerfish.kernels.sampling import SamplingBatch
+
+if TYPE_CHECKING:
+    from archerfish.kernels.ops import LinearWeight, Ops
 
 EMPTY_SLOT = 0
 FIRST_SLOT = 1  # of block 0
@@ -113,8 +116,85 @@ class HeadWeights(Generic[T]):
     eps: float
 
 
+@dataclass(frozen=True)
+class NormWeights(Generic[T]):
+    """Of a layer norm, (width,) float32 each."""
+
+    weight: T
+    bias: T
+    eps: float
+
+
+@dataclass(frozen=True)
+class LowRankWeights(Generic[T]):
+    """up(activation(down(x))), the way between being narrow."""
+
+    down: LinearWeight[T]
+    up: LinearWeight[T]
+    activation: Literal["none", "tanh", "sigmoid"] = "none"
+
+
+@dataclass(frozen=True)
+class TimeWeights(Generic[T]):
+    """All of a time mix but its last product."""
+
+    norm: NormWeights[T]
+    factors: T  # (6 * width,) float32: of r, w, k, v, a and g, one after the other
+    receptance: LinearWeight[T]
+    key: LinearWeight[T]
+    value: LinearWeight[T]
+    decay: LowRankWeights[T]
+    rate: LowRankWeights[T]
+    gate: LowRankWeights[T]
+    value_mix: LowRankWeights[T] | None  # None in the first layer
+    heads: HeadWeights[T]
+
+
+@dataclass(frozen=True)
+class ChannelWeights(Generic[T]):
+    """Of a channel mix."""
+
+    norm: NormWeights[T]
+    factor: T  # (width,) float32
+    key: LinearWeight[T]
+    value: LinearWeight[T]
+
+
 class RecurrentOps(ABC, Generic[T]):
     """Operations on states, beside the `Ops` of a backend, which gives them."""
+
+    ops: Ops[T]
+
+    def mix_time(
+        self, x: T, weights: TimeWeights[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
+    ) -> tuple[T, T]:
+        """The time mix of x, norm included, up to its last product; and its values, before any of the first layer's."""
+        ops, norm = self.ops, weights.norm
+        normed = ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        r, w, k, v, a, g = self.shift(normed, layer.time_input, batch, weights.factors)
+        value = ops.linear(v, weights.value)
+        inputs = HeadInputs(
+            receptance=ops.linear(r, weights.receptance), decay=self.low_rank(w, weights.decay), key=ops.linear(k, weights.key),
+            value=value, rate=self.low_rank(a, weights.rate), gate=self.low_rank(g, weights.gate), first_value=first_value,
+            value_mix=None if weights.value_mix is None else self.low_rank(v, weights.value_mix),
+        )
+        return self.mix_heads(inputs, weights.heads, layer.wkv, batch), value
+
+    def mix_channels(
+        self, x: T, weights: ChannelWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
+    ) -> T:
+        """x and its channel mix, norm included: value(relu(key(x))^2). kept_rows: all that is wanted of the result."""
+        norm = weights.norm
+        normed = self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        (mixed,) = self.shift(normed, layer.channel_input, batch, weights.factor)
+        if kept_rows is not None:
+            mixed, x = self.ops.lookup(mixed, kept_rows), self.ops.lookup(x, kept_rows)
+        hidden = self.square(self.ops.linear(mixed, weights.key, activation="relu"))
+        return self.ops.linear(hidden, weights.value, residual=x)
+
+    def low_rank(self, x: T, weights: LowRankWeights[T]) -> T:
+        x = self.ops.linear(x, weights.down, activation="tanh" if weights.activation == "tanh" else "none")
+        return self.ops.linear(self.sigmoid(x) if weights.activation == "sigmoid" else x, weights.up)
 
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.buffers import PoolStats
-from archerfish.kernels.decoding import FIRST_FLOAT, ON_DEVICE, DecodeState, Input
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
@@ -32,8 +32,10 @@ from archerfish.kernels.ops import (
     Segments,
 )
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.sampling import TOP_K_OFF, Cuts, Drawn, Logprobs, Ranges, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
+from archerfish.kernels.torch_sampling import sampling_batch as sampling_batch  # other backends take it from here
+from archerfish.kernels.wkv import ChunkedRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
@@ -243,8 +245,6 @@ class TorchOps(Ops[Tensor]):
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
-        from archerfish.kernels.wkv import ChunkedRecurrentOps
-
         return ChunkedRecurrentOps(self)
 
     def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[Tensor]:
@@ -284,17 +284,6 @@ class TorchOps(Ops[Tensor]):
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
         set_counts(counts, row, prompt, output)
-
-
-def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
-    """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
-    floats = inputs[FIRST_FLOAT:].view(torch.float64)
-    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], TOP_K_OFF)
-    return SamplingBatch(
-        temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
-        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,
-        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
-    )
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:

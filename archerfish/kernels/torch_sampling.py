@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from archerfish.kernels.buffers import BufferPool
+from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import (
     CHOSEN,
@@ -406,3 +407,14 @@ def count_tokens(penalties: Penalties[Tensor], tokens: Tensor) -> None:
     known.counts.view(-1).index_add_(0, at, torch.full_like(at, 2, dtype=torch.int32))
     known.lengths.index_add_(0, slots, torch.ones_like(slots))
     known.num_ids[penalties.slots] += 1
+
+
+def sampling_batch(inputs: Tensor, positions: Tensor, every: Tensor) -> SamplingBatch[Tensor]:
+    """How inputs of decodes say to sample, as views of them. every: the numbers of all rows."""
+    floats = inputs[FIRST_FLOAT:].view(torch.float64)
+    cuts = Cuts(every, inputs[Input.TOP_K], floats[Input.TOP_P - FIRST_FLOAT], TOP_K_OFF)
+    return SamplingBatch(
+        temperature=floats[Input.TEMPERATURE - FIRST_FLOAT], is_greedy=inputs[Input.IS_GREEDY], keys=inputs[Input.KEY],
+        positions=positions, min_p=floats[Input.MIN_P - FIRST_FLOAT], long_cuts=cuts, has_uncut=True,
+        ranges=Ranges(inputs[Input.FIRST], inputs[Input.END], inputs[Input.OFFSET]),
+    )

@@ -181,9 +181,9 @@ class TritonOps(TorchOps):
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
-        from archerfish.kernels.triton_wkv import TritonRecurrentOps
+        from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps
 
-        return TritonRecurrentOps(self)
+        return DecodingRecurrentOps(self)
 
     @cached_property
     def _sampling(self) -> TritonSampling:

@@ -69,6 +69,12 @@ def append(items, item):
 
 
 @triton.jit
+def append_group(items, group):
+    """As `append`, for tuples: Triton takes functions of one name for the same if what is in their arguments is."""
+    return items + (group,)  # noqa: RUF005
+
+
+@triton.jit
 def zeros(num: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
     made = ()
     for _ in tl.static_range(num):
@@ -127,12 +133,13 @@ def multiply_rows_kernel(
     pieces = ()
     if num_pieces == 1:
         for start in tl.static_range(0, width, columns):
-            pieces = append(pieces, load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated))
+            pieces = append_group(pieces, load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated))
     follow(is_early)
     addends = ()
     for row in tl.static_range(rows):
         row_residual = residual + row * residual_stride
-        addends = append(addends, load_addends(bias, row_residual, lines, up_lines, has_bias, has_residual, is_gated))
+        given = load_addends(bias, row_residual, lines, up_lines, has_bias, has_residual, is_gated)
+        addends = append_group(addends, given)
     sums = zeros(rows, outputs, columns)
     up_sums = zeros(rows * is_gated, outputs, columns)
     squares = zeros(rows * is_normed, 1, columns)

@@ -18,6 +18,7 @@ from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, HeadInputs, HeadWeights, RecurrentBatch
 from archerfish.kernels.reference import TorchOps, sampling_batch
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.wkv import Ends, TorchRecurrentOps
 
 Tensor = torch.Tensor
@@ -59,23 +60,41 @@ def shift_kernel(
 
 
 @triton.jit
+def prepare_heads(decay, rate, key, removal, replacement, axis: tl.constexpr):
+    """Logarithm of the decay, key, removal key and what it adds, from products of a head in float32."""
+    log_decay = -0.6065306597126334 * sigmoid(decay)
+    own_rate = sigmoid(rate)
+    removed = key * removal
+    length = tl.sqrt(tl.sum(removed * removed, axis, keep_dims=True))
+    removed = removed / tl.maximum(length, 1e-12)
+    return log_decay, key * (1.0 + (own_rate - 1.0) * replacement), removed, removed * own_rate
+
+
+@triton.jit
 def load_heads(
     decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside,
     has_value_mix: tl.constexpr, axis: tl.constexpr,
 ):
     """Logarithm of the decay, key, value, removal key and what it adds, of the tokens at some places, in float32."""
-    log_decay = -0.6065306597126334 * sigmoid(tl.load(decay + place, mask=is_inside, other=0.0).to(tl.float32))
-    own_rate = sigmoid(tl.load(rate + place, mask=is_inside, other=0.0).to(tl.float32))
+    own_decay = tl.load(decay + place, mask=is_inside, other=0.0).to(tl.float32)
+    own_rate = tl.load(rate + place, mask=is_inside, other=0.0).to(tl.float32)
     own_key = tl.load(key + place, mask=is_inside, other=0.0).to(tl.float32)
     own_value = tl.load(value + place, mask=is_inside, other=0.0).to(tl.float32)
     if has_value_mix:
         share = sigmoid(tl.load(value_mix + place, mask=is_inside, other=0.0).to(tl.float32))
         own_value += (tl.load(first_value + place, mask=is_inside, other=0.0).to(tl.float32) - own_value) * share
-    removed = own_key * tl.load(removal + weight_place)
-    length = tl.sqrt(tl.sum(removed * removed, axis, keep_dims=True))
-    removed = removed / tl.maximum(length, 1e-12)
-    own_key *= 1.0 + (own_rate - 1.0) * tl.load(replacement + weight_place)
-    return tl.where(is_inside, log_decay, 0.0), own_key, own_value, removed, removed * own_rate
+    log_decay, own_key, removed, added = prepare_heads(
+        own_decay, own_rate, own_key, tl.load(removal + weight_place), tl.load(replacement + weight_place), axis
+    )
+    return tl.where(is_inside, log_decay, 0.0), own_key, own_value, removed, added
+
+
+@triton.jit
+def norm_heads(y, receptance, key, value, bonus, norm, norm_bias, eps, dim: tl.constexpr, axis: tl.constexpr):
+    """Norm of the head, and bonus."""
+    y -= tl.sum(y, axis, keep_dims=True) / dim
+    y *= tl.rsqrt(tl.sum(y * y, axis, keep_dims=True) / dim + eps)
+    return y * norm + norm_bias + tl.sum(receptance * key * bonus, axis, keep_dims=True) * value
 
 
 @triton.jit
@@ -84,11 +103,18 @@ def finish_heads(
     dim: tl.constexpr, axis: tl.constexpr,
 ):
     """Norm of the head, bonus and gate."""
-    y -= tl.sum(y, axis, keep_dims=True) / dim
-    y *= tl.rsqrt(tl.sum(y * y, axis, keep_dims=True) / dim + eps)
-    y = y * tl.load(norm + weight_place) + tl.load(norm_bias + weight_place)
-    y += tl.sum(receptance * key * tl.load(bonus + weight_place), axis, keep_dims=True) * value
+    y = norm_heads(
+        y, receptance, key, value, tl.load(bonus + weight_place), tl.load(norm + weight_place),
+        tl.load(norm_bias + weight_place), eps, dim, axis,
+    )
     return y * tl.load(gate + place, mask=is_inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def next_state(state, log_decay, key, value, removed, added):
+    """Behind a token; values down, keys across."""
+    taken = tl.sum(state * removed[None, :], 1)
+    return state * tl.exp(log_decay)[None, :] - taken[:, None] * added[None, :] + value[:, None] * key[None, :]
 
 
 @triton.jit
@@ -103,8 +129,7 @@ def mix_token(
         decay, key, value, rate, first_value, value_mix, removal, replacement, place, weight_place, is_inside, has_value_mix, 0
     )
     own = tl.load(receptance + place).to(tl.float32)
-    taken = tl.sum(state * removed[None, :], 1)
-    state = state * tl.exp(log_decay)[None, :] - taken[:, None] * added[None, :] + own_value[:, None] * own_key[None, :]
+    state = next_state(state, log_decay, own_key, own_value, removed, added)
     y = tl.sum(state * own[None, :], 1)
     y = finish_heads(y, own, own_key, own_value, gate, bonus, norm, norm_bias, eps, place, weight_place, is_inside, dim, 0)
     tl.store(out + place, y.to(out.dtype.element_ty))
@@ -115,35 +140,38 @@ def mix_token(
 def mix_tokens_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
     removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
-    dim: tl.constexpr, has_value_mix: tl.constexpr, is_decode: tl.constexpr,
+    dim: tl.constexpr, has_value_mix: tl.constexpr, is_decode: tl.constexpr, is_early: tl.constexpr,
 ):
-    """One token after the other; is_decode: each sequence has just one, in the row of its number."""
+    """One token after the other; is_decode: each sequence has just one, in the row of its number.
+
+    A row without a sequence goes on from the empty state, and leaves nothing but what it gives.
+    """
     sequence = tl.program_id(0)
-    head = tl.program_id(1)
+    columns = tl.arange(0, dim)
+    weight_place = tl.program_id(1) * dim + columns
+    matrix = states + tl.program_id(1) * dim * dim + columns[:, None] * dim + columns[None, :]
     if is_decode:
         first = sequence
     else:
         first = tl.load(first_pieces + sequence).to(tl.int32)
     source = tl.load(sources + first).to(tl.int64)
-    if source >= 0:
-        columns = tl.arange(0, dim)
-        weight_place = head * dim + columns
-        matrix = states + head * dim * dim + columns[:, None] * dim + columns[None, :]
-        state = tl.load(matrix + source * state_stride)
-        if is_decode:
-            state = mix_token(
-                state, sequence, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus,
-                norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
-            )
-            tl.store(matrix + tl.load(targets + first).to(tl.int64) * state_stride, state)
-        else:
-            for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
-                for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
-                    state = mix_token(
-                        state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
-                        bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
-                    )
-                tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
+    state = tl.load(matrix + tl.maximum(source, 0) * state_stride)
+    if is_decode:
+        target = tl.maximum(tl.load(targets + first).to(tl.int64), 0)
+        follow(is_early)
+        state = mix_token(
+            state, sequence, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus,
+            norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+        )
+        tl.store(matrix + target * state_stride, state, mask=source >= 0)
+    else:
+        for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
+            for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
+                state = mix_token(
+                    state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
+                    bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+                )
+            tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
 
 
 @triton.jit
@@ -275,14 +303,15 @@ class TritonRecurrentOps(TorchRecurrentOps):
         if num_decodes:
             mix_tokens_kernel[(num_decodes, num_heads)](
                 *tensors, *vectors, *pieces, batch.first_pieces, *last, dim=dim, has_value_mix=has_value_mix, is_decode=True,
-                num_warps=WARPS,
+                num_warps=WARPS, **early_start(out.device),
             )
         if num_decodes == num_sequences:
             return out
         grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
         if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
             mix_tokens_kernel[grid](
-                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, is_decode=False, num_warps=WARPS
+                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, is_decode=False, is_early=False,
+                num_warps=WARPS,
             )
         else:
             mix_chunks_kernel[grid](

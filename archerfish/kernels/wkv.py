@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,8 +39,11 @@ from archerfish.kernels.recurrent import (
     StateMemory,
     StateShape,
 )
-from archerfish.kernels.reference import TorchOps, sampling_batch
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.torch_sampling import sampling_batch
+
+if TYPE_CHECKING:
+    from archerfish.kernels.reference import TorchOps
 
 Tensor = torch.Tensor
 DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
@@ -201,7 +205,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     """The reference."""
 
     def __init__(self, ops: TorchOps) -> None:
-        self.ops = ops
+        self.ops: TorchOps = ops
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim

@@ -17,7 +17,7 @@ from archerfish.kernels.reference import TorchOps
 from archerfish.runtime.graphs import DecodeGraphs
 from archerfish.runtime.runner import ModelRunner
 from tests.engine.tiny_rwkv import save_tiny_rwkv
-from tests.kernels.triton_support import DEVICE, untraced
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 from tests.runtime.test_graphs import PROMPTS, RecordingOps, generate
 
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip (triton must be told to interpret first)
@@ -77,6 +77,7 @@ def test_the_device_is_told_both_blocks_of_a_step(model: Path, monkeypatch: pyte
 
 
 @untraced
+@pytest.mark.skipif(HAS_CUDA, reason="kernels over the CPU's memory need the interpreter")
 def test_triton_kernels_give_the_tokens_of_the_reference(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way of a step in the kernels: staged inputs, shifts and mixes, with filled rows and kept states."""
     monkeypatch.setattr(ModelRunner, "warm_up", lambda self: None)  # of all kinds of steps, which takes the interpreter long

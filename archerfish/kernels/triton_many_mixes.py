@@ -1,0 +1,138 @@
+"""RWKV-7's mixes for steps of many decodes: cuBLAS has the wide products, and what lies between them is in few kernels.
+
+`norm_shift_kernel` and `multiply_parts_kernel` are those of a few rows; up to PARTS_ROWS the latter has all products of a mix
+that come first. `raise_rows_kernel` has the wide ends of all low ranks, which a program of `mix_few_heads_kernel` would read
+anew for every row.
+
+No `from __future__ import annotations` here: see `triton_norm`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+
+from archerfish.kernels.recurrent import ChannelWeights, HeadInputs, RecurrentBatch, StateLayer, TimeWeights
+from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.triton_mixes import (
+    PART_ROWS,
+    RANK_NAMES,
+    FewRowsRecurrentOps,
+    FewWeights,
+    multiply_parts,
+    norm_and_shift,
+)
+from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, next_power_of_2, shared_bytes
+
+Tensor = torch.Tensor
+PARTS_ROWS = 64  # up to which one kernel for all parts is quicker than cuBLAS for each
+WIDE_MIXES = (0, 2, 3)  # of receptance, key and value, among r, w, k, v, a, g
+RAISED_ROWS, RAISED_OUTPUTS = 32, 64  # of a program
+
+
+@triton.jit
+def raise_part(low, up, row, lines, rank: tl.constexpr, block: tl.constexpr):
+    """Outputs of some rows from their narrow ones."""
+    place = tl.arange(0, block)
+    narrow = tl.load(low + row[:, None] * rank + place[None, :], mask=(place < rank)[None, :], other=0.0)
+    tile = tl.load(up + lines[None, :] * rank + place[:, None], mask=(place < rank)[:, None], other=0.0)
+    return tl.dot(narrow, tile, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def raise_rows_kernel(
+    low, decay_up, rate_up, gate_up, value_up, decay_bias, rate_bias, value_bias, out, num_rows, width: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
+    value_rank: tl.constexpr, decay_block: tl.constexpr, rate_block: tl.constexpr, gate_block: tl.constexpr,
+    value_block: tl.constexpr, is_early: tl.constexpr,
+):
+    """low: narrow rows, (rows, rank) of one after the other. out: (rows, width) of each."""
+    part = tl.program_id(0)
+    own = tl.program_id(1) * outputs + tl.arange(0, outputs)
+    lines = tl.minimum(own, width - 1)
+    own_rows = tl.program_id(2) * rows + tl.arange(0, rows)
+    row = tl.minimum(own_rows, num_rows - 1)
+    follow(is_early)
+    if part == 0:
+        y = raise_part(low, decay_up, row, lines, decay_rank, decay_block) + tl.load(decay_bias + lines).to(tl.float32)[None, :]
+    elif part == 1:
+        low += num_rows * decay_rank
+        y = raise_part(low, rate_up, row, lines, rate_rank, rate_block) + tl.load(rate_bias + lines).to(tl.float32)[None, :]
+    elif part == 2:
+        low += num_rows * (decay_rank + rate_rank)
+        y = raise_part(low, gate_up, row, lines, gate_rank, gate_block)
+    else:
+        low += num_rows * (decay_rank + rate_rank + gate_rank)
+        y = raise_part(low, value_up, row, lines, value_rank, value_block) + tl.load(value_bias + lines).to(tl.float32)[None, :]
+    place = (part.to(tl.int64) * num_rows + own_rows)[:, None] * width + own[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=(own_rows < num_rows)[:, None] & (own < width)[None, :])
+
+
+def raise_rows(low: Tensor, few: FewWeights, num_rows: int, width: int) -> Tensor:
+    """Decay, rate, gate and, unless the layer is the first, value mix: (3 or 4, rows, width)."""
+    num_parts = sum(rank > 0 for rank in few.ranks.values())
+    out = torch.empty((num_parts, num_rows, width), dtype=low.dtype, device=low.device)
+    blocks = {f"{name[:-4]}block": max(16, next_power_of_2(rank)) for name, rank in few.ranks.items()}
+    grid = (num_parts, triton.cdiv(width, RAISED_OUTPUTS), triton.cdiv(num_rows, RAISED_ROWS))
+    raise_rows_kernel[grid](
+        low, *few.ups, *few.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **few.ranks, **blocks,
+        num_warps=4, **early_start(low.device),
+    )
+    return out
+
+
+def choose_part_tile(num_rows: int, element_bytes: int, device: torch.device) -> LinearTile:
+    """The best of ten that were tried with 64 rows on an H200, with as many stages as there is room for."""
+    stage_bytes = (min(PART_ROWS, next_power_of_2(num_rows)) + 16) * 256 * element_bytes
+    return LinearTile(16, 256, 4, max(1, min(4, shared_bytes(device) // stage_bytes)), is_dot=True)
+
+
+class DecodingRecurrentOps(FewRowsRecurrentOps):
+    """`FewRowsRecurrentOps` that also has steps of many decodes in few kernels."""
+
+    parts_rows = PARTS_ROWS
+
+    def mix_time(
+        self, x: Tensor, weights: TimeWeights[Tensor], first_value: Tensor | None, batch: RecurrentBatch[Tensor],
+        layer: StateLayer[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        few = FewWeights.of(weights) if self.are_many(x, batch) else None
+        if few is None or not self.are_plain(x, [*few.matrices, *few.ups]):
+            return super().mix_time(x, weights, first_value, batch, layer)
+        (num_rows, width), sizes = x.shape, few.sizes
+        mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
+        products = torch.empty(num_rows * sum(sizes), dtype=x.dtype, device=x.device)
+        wide, low = products.split((3 * num_rows * width, num_rows * sum(sizes[3:])))
+        receptance, key, value = wide = wide.view(3, num_rows, width)
+        is_narrow = num_rows > self.parts_rows
+        if is_narrow:
+            for mix, matrix, out in zip(WIDE_MIXES, few.matrices, wide, strict=False):
+                torch.mm(mixed[mix], matrix.t(), out=out)
+        tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
+        multiply_parts(mixed, few.matrices, sizes, few.ranks, tile, products, is_narrow=is_narrow)
+        raised = raise_rows(low, few, num_rows, width)
+        inputs = HeadInputs(
+            receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
+            first_value=first_value, value_mix=raised[3] if len(raised) > 3 else None,
+        )
+        return self.mix_heads(inputs, weights.heads, layer.wkv, batch), value
+
+    def mix_channels(
+        self, x: Tensor, weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
+        kept_rows: Tensor | None,
+    ) -> Tensor:
+        key = weights.key.get()[0]
+        if kept_rows is not None or not self.are_many(x, batch) or not self.are_plain(x, [key]):
+            return super().mix_channels(x, weights, batch, layer, kept_rows)
+        mixed, num_rows = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch), len(x)
+        if num_rows > self.parts_rows:
+            hidden = self.square(self.ops.linear(mixed[0], weights.key, activation="relu"))
+        else:
+            hidden = torch.empty((num_rows, len(key)), dtype=x.dtype, device=x.device)
+            tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
+            multiply_parts(mixed, [key], [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden)
+        return self.ops.linear(hidden, weights.value, residual=x)
+
+    def are_many(self, x: Tensor, batch: RecurrentBatch[Tensor]) -> bool:
+        """Whether a step has nothing but decodes, and more than a few."""
+        return batch.num_decodes == batch.num_sequences and len(x) > MAX_ROWS and 0 < batch.num_decodes <= len(x)

@@ -1,0 +1,72 @@
+"""RWKV-7's mixes of many decodes in few kernels against the operations that they are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_triton_mixes import BOUNDED, Decodes, Model, check, models  # noqa: F401 (a fixture)
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
+
+from archerfish.kernels.decoding import Input  # isort: skip (triton must interpret)
+from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
+from archerfish.kernels.triton_mixes import PART_ROWS  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES, next_power_of_2  # isort: skip
+from archerfish.kernels.triton_wkv import TritonRecurrentOps  # isort: skip
+from tests.models.recurring import use_recurrent  # isort: skip
+
+pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
+
+
+def many(model: Model, num_rows: int, num_real: int, parts_rows: int) -> Decodes:
+    ops = TorchOps(DEVICE)
+    recurrent = DecodingRecurrentOps(ops)
+    recurrent.parts_rows = parts_rows
+    return Decodes(ops, model, num_rows, num_real, recurrent)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_real", "parts_rows"), [("tiny", 15, 64), ("tiny", 17, 8), ("odd", 17, 64), ("odd", 17, 8)]
+)
+def test_logits_and_states_are_those_of_the_reference(
+    name: str, num_real: int, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("left to operations for all steps")
+
+    monkeypatch.setattr(DecodingRecurrentOps, "shift", refuse)
+    num_rows = MAX_ROWS + 1
+    reference = Decodes(TorchOps(DEVICE), models[name], num_rows, num_real)
+    check(many(models[name], num_rows, num_real, parts_rows), reference, BOUNDED)
+
+
+def test_stages_of_a_tile_fit() -> None:
+    for num_rows in (17, 32, 64, 65, 1000):
+        for element_bytes in (2, 4):
+            tile = choose_part_tile(num_rows, element_bytes, torch.device("cpu"))
+            rows = min(PART_ROWS, next_power_of_2(num_rows))
+            assert tile.num_stages * (rows + tile.outputs) * tile.columns * element_bytes <= SHARED_BYTES
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+@pytest.mark.parametrize(("num_rows", "parts_rows"), [(20, 64), (20, 8)])
+def test_steps_can_be_captured(num_rows: int, parts_rows: int, models: dict[str, Model]) -> None:  # noqa: F811
+    """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
+    captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
+    recurrent = DecodingRecurrentOps(TritonOps(DEVICE, "float32"))
+    recurrent.parts_rows = parts_rows
+    use_recurrent(captured.model, recurrent)
+    use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
+    for decodes in (captured, plain):
+        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
+        decodes.memory.wkv.nan_to_num_(0.0)
+        decodes.memory.inputs.nan_to_num_(0.0)
+    repeat = captured.ops.capture(captured.step)
+    assert repeat is not None
+    plain.step()  # as capturing has done
+    for _ in range(20):
+        assert (repeat() - plain.step()).abs().max() < 1e-3
