@@ -1,4 +1,4 @@
-"""`archerfish chat`: a conversation in the terminal. Ctrl-c stops the answer; at the prompt it leaves."""
+"""`archerfish chat`: a conversation in the terminal. Ctrl-c stops the answer; at the prompt, or a second time, it leaves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from archerfish.cli.interrupts import ending_at_second, leave
 from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
@@ -49,7 +50,7 @@ def run(arguments: Namespace, out: Output) -> int:
     params = sampling(arguments, **DEFAULTS)
     if params.n != 1:
         raise InvalidOptionError("A chat has one answer at a time.", hint="Leave --n at 1.")
-    with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
+    with ending_at_second(), open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
         Chat(engine, params, out, read_line, system=arguments.system).run(arguments.message)
     return 0
 
@@ -107,7 +108,7 @@ class Chat:
         try:
             with Interrupt() as interrupt:
                 self._stream(turn, interrupt)
-        except KeyboardInterrupt:  # the second one, or one from where no signal handler can be set
+        except KeyboardInterrupt:  # from where no signal handler can be set
             turn.is_stopped = True
         except ArcherfishError:
             self.turns.pop()
@@ -241,7 +242,7 @@ class Turn:
 
 
 class Interrupt:
-    """Ctrl-c as something to look at, so that it does not fall into the middle of a step; a second one raises as usual."""
+    """Ctrl-c as something to look at, so that it does not fall into the middle of a step; a second one ends the process."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -258,7 +259,7 @@ class Interrupt:
 
     def _note(self, *_: object) -> None:
         if self.is_set:
-            raise KeyboardInterrupt
+            leave()
         self.is_set = True
 
 

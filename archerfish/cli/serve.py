@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from contextlib import ExitStack
 
+from archerfish.cli.interrupts import end_at_next
 from archerfish.cli.options import Parser, add_options, dest, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -36,7 +37,10 @@ def run(arguments: Namespace, out: Output) -> int:
                 out.line(line)
                 sys.stdout.flush()
 
-        serve(service, engine, embed, hub, progress, announce=announce)
+        try:
+            serve(service, engine, embed, hub, progress, announce=announce)
+        finally:
+            end_at_next()  # only the interpreter is left to end
     return 0
 
 

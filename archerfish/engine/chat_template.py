@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.engine.tokenizer import Tokenizer, read_settings
+from archerfish.engine.tool_calls import PROMPTED_STYLE, calls_in_words, style_of, tool_prompt
 from archerfish.engine.world_tokenizer import END_NAME, WorldTokenizer
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
@@ -39,8 +41,19 @@ PLAIN_STOPS = ("\n\nUser:", "\n\nSystem:")
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a template reads of what concerns tools."""
+
+    tools: bool
+    calls: bool  # earlier ones, in messages
+
+
 class ChatTemplate:
-    """The chat template of a model, or several by name, of which "default" and "tool_use" are chosen without being named."""
+    """The chat template of a model, or several by name, of which "default" and "tool_use" are chosen without being named.
+
+    Tools that a template does not read are described in words, and earlier calls and their results are text in messages.
+    """
 
     def __init__(
         self, source: str | Mapping[str, str], bos_token: str | None = None, eos_token: str | None = None, *,
@@ -53,6 +66,7 @@ class ChatTemplate:
         self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
         self.model_name = model_name
         self._compiled: dict[str, Template] = {}
+        self._known: dict[str, Known] = {}
 
     @classmethod
     def find(cls, directory: str | Path, model_name: str = "", tokenizer: Tokenizer | None = None) -> ChatTemplate:
@@ -110,17 +124,66 @@ class ChatTemplate:
         missing = [text for text in self.stops if text not in params.stop]
         return replace(params, stop=[*params.stop, *missing]) if missing else params
 
+    def call_style(self, template_name: str | None = None) -> str:
+        """How an answer will write calls, where tools are given: as the template shows, or as it is asked in words."""
+        name = self._choose(template_name, has_tools=True)
+        return style_of(self.sources[name]) if self._knows(name).tools else PROMPTED_STYLE
+
+    def _choose(self, template_name: str | None, has_tools: bool) -> str:
+        if template_name is not None and not isinstance(template_name, str):
+            raise InvalidInputError(f"template_name must be a string, not {type(template_name).__name__}.")
+        return template_name or ("tool_use" if has_tools and "tool_use" in self.sources else "default")
+
     def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
+        tools = values["tools"]
+        name = self._choose(template_name, bool(tools))
+        known = self._knows(name)
+        if known.tools or (known.calls and not tools):
+            return self._fill(name, values)
+        messages = calls_in_words(values["messages"])
+        if not tools:
+            return self._fill(name, {**values, "messages": messages})
+        prompt, refusal = tool_prompt(tools), None
+        for role in ("system", "user"):  # some templates refuse messages of the system, some leave them out
+            try:
+                text = self._fill(name, {**values, "tools": None, "messages": with_prompt(messages, prompt, role)})
+            except InvalidInputError as error:
+                refusal = refusal or error
+                continue
+            if all(line in text for line in prompt.splitlines()):
+                return text
+        raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out what is said of tools.")
+
+    def _fill(self, name: str, values: dict[str, Any]) -> str:
+        with self._explained(), environment().bounded():
+            pieces = self._template(name).generate(**{**self.special_tokens, **plain(values, "A value for the template")})
+            return environment().concat(pieces)
+
+    def _knows(self, name: str) -> Known:
+        known = self._known.get(name)
+        if known is None:
+            from jinja2 import nodes
+            from jinja2.meta import find_undeclared_variables
+
+            with self._explained(), environment().bounded():
+                self._template(name)  # refuses what is too long or wrong
+                tree = environment().parse(self.sources[name])
+                fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
+                    node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+                }
+                known = self._known[name] = Known("tools" in find_undeclared_variables(tree), "tool_calls" in fields)
+        return known
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of a template as ours, which say whose fault they are."""
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
         from archerfish.engine.sandbox import LimitError, RaisedError
 
-        name = template_name or ("tool_use" if values["tools"] and "tool_use" in self.sources else "default")
         what = f"The chat template of {self.model_name}"
         try:
-            with environment().bounded():
-                pieces = self._template(name).generate(**{**self.special_tokens, **plain(values, "A value for the template")})
-                return environment().concat(pieces)
+            yield
         except TemplateSyntaxError as error:
             raise UnsupportedModelError(f"{what} is not valid jinja, in line {error.lineno}: {error.message}.") from error
         except RaisedError as error:
@@ -243,6 +306,18 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
     return [plain(dict(tool), f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
+def with_prompt(messages: Sequence[dict[str, Any]], prompt: str, role: str) -> list[dict[str, Any]]:
+    """Messages with a text after what the system says, or before what the user says first."""
+    place = next((index for index, message in enumerate(messages) if message["role"] == role), None)
+    if place is None or (role == "system" and place > 0):
+        place = 0 if role == "system" else sum(message["role"] == "system" for message in messages[:1])
+        return [*messages[:place], {"role": role, "content": prompt}, *messages[place:]]
+    content = messages[place].get("content") or ""
+    texts = [content, prompt] if role == "system" else [prompt, content]
+    joined = {**messages[place], "content": "\n\n".join(text for text in texts if text)}
+    return [*messages[:place], joined, *messages[place + 1 :]]
+
+
 def plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy in the types of JSON and nothing else: other objects have methods that a template must not reach."""
     if value is None or type(value) in (bool, int, float, str):
@@ -259,10 +334,10 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def texts_in(value: Any) -> list[str]:
-    """All strings of plain data."""
+    """All strings of plain data, keys among them."""
     if isinstance(value, str):
         return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for item in inner for text in texts_in(item)]
 
 
@@ -275,9 +350,10 @@ def unused_mark(texts: Sequence[str]) -> str:
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:
-    """Plain data with a mark before and after the name of every special token."""
+    """Plain data with a mark before and after the name of every special token; of keys, those that templates look up stay."""
     if isinstance(value, str):
         return names.sub(lambda match: f"{mark}{match.group()}{mark}", value)
     if isinstance(value, dict):
-        return {key: marked_copy(item, names, mark) for key, item in value.items()}
+        keys = [key if key.isidentifier() else marked_copy(key, names, mark) for key in value]
+        return {key: marked_copy(item, names, mark) for key, item in zip(keys, value.values(), strict=True)}
     return [marked_copy(item, names, mark) for item in value] if isinstance(value, list) else value

@@ -7,6 +7,7 @@ text the mark may be missing: where it is a special token, it is often not in th
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ STYLES = {
     "llama3": Style("<|python_tag|>", separator=";", arguments="parameters"),
     "mistral": Style("[TOOL_CALLS]", is_list=True),
 }
+PROMPTED_STYLE = "hermes"  # which models are asked for whose chat template knows no tools
 FAMILIES = {"mistral": "mistral", "mixtral": "mistral", "ministral": "mistral", "llama4": "llama3", "mllama": "llama3"}
 
 
@@ -265,6 +267,55 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
     return found
 
 
+def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a model of tools and of PROMPTED_STYLE, where its chat template does not."""
+    style = STYLES[PROMPTED_STYLE]
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    call = f'{{"name": <function-name>, "{style.arguments}": <args-json-object>}}'
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{lines}\n</tools>\n\n"
+        f"For each function call, return a json object with function name and arguments within {style.mark}{style.end} "
+        f"XML tags:\n{style.mark}{style.line}{call}{style.line}{style.end}"
+    )
+
+
+def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without messages of tools: calls are in the assistant's text, results in what the user says next."""
+    found: list[dict[str, Any]] = []
+    is_result = False  # whether the last message has nothing but results
+    for place, message in enumerate(messages):
+        said = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        content = message.get("content") or ""
+        if message.get("tool_calls"):
+            calls = written_calls(message["tool_calls"], f'messages[{place}]["tool_calls"]')
+            said["content"] = "\n".join([content, *calls] if content else calls)
+        is_tool = message["role"] == "tool"
+        if is_tool:
+            said = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        if is_result and said["role"] == "user":  # in one message, as many templates want turns to alternate
+            found[-1] = {**said, "content": f"{found[-1]['content']}\n{said['content']}"}
+        else:
+            found.append(said)
+        is_result = is_tool
+    return found
+
+
+def written_calls(calls: object, where: str) -> list[str]:
+    """Earlier calls as a model of PROMPTED_STYLE writes them."""
+    style = STYLES[PROMPTED_STYLE]
+    texts: list[str] = []
+    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str):
+            hint = 'Give {"type": "function", "function": {"name": ..., "arguments": {...}}}.'
+            raise InvalidInputError(f"{where}[{place}] has no name.", hint=hint)
+        shown = json.dumps({"name": name, style.arguments: function.get("arguments") or {}}, ensure_ascii=False)
+        texts.append(f"{style.mark}{style.line}{shown}{style.line}{style.end}")
+    return texts
+
+
 def grammar_for_tools(
     style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
     tokenizer: Tokenizer | None = None,
@@ -286,6 +337,18 @@ def grammar_for_tools(
         schema = {**schemas[name], "x-guidance": {**JSON_OPTIONS, **schemas[name].get("x-guidance", {})}}
         rules += [f'call_{place}: {literal(before)} arguments_{place} "}}"', f"arguments_{place}: %json {json.dumps(schema)}"]
     return {"kind": "lark", "value": "\n".join([f"start: {shape_of(written, is_parallel, tokenizer)}", *rules]) + "\n"}
+
+
+def tool_at(grammar: str, line: int) -> str | None:
+    """The tool that a line, counted from 1, of a grammar of `grammar_for_tools` is about; where it has one tool, that."""
+    lines = grammar.splitlines()
+    calls = [one for one in lines if re.match(r"call_\d+: ", one)]
+    number = re.match(r"arguments_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
+    if number is None and len(calls) > 1:
+        return None
+    before, _ = json.JSONDecoder().raw_decode(calls[int(number[1]) if number else 0].partition(": ")[2])
+    name, _ = json.JSONDecoder().raw_decode(before.removeprefix('{"name": '))
+    return str(name)
 
 
 def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidInputError
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.errors import json_response
 from archerfish.serve.optimization import OptimizationConfig
@@ -54,10 +53,7 @@ class AdminRoutes:
 
     async def change(self, request: Request, model: str | None = None) -> Response:
         """Change some, by our names or the seed's; the answer has all of them, and what they were before."""
-        try:
-            body = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"The body is not valid JSON: {error}.") from None
+        body = await request.json()  # of a StrictRequest
         card = await self.catalog.find(model, "generation")
         engine = await self._configure(card, {})
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)

@@ -44,6 +44,19 @@ class TooLateError(RefusedError):
     status, code = 503, "deadline_unreachable"
 
 
+class ImpossibleDeadlineError(InvalidInputError):
+    """The answer would come too late even if nothing else ran: trying again does not help."""
+
+    code = "deadline_impossible"
+    param = "deadline_s"
+
+    def __init__(self, deadline_s: float, alone_s: float, *, hint: str = "") -> None:
+        super().__init__(
+            f"A deadline of {deadline_s:g} s cannot be met: this takes about {alone_s:.2g} s even when nothing else runs.",
+            hint=f"Give it more time (deadline_s){hint}.",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
     """Sizes; 0 stands for no limit."""
@@ -175,6 +188,13 @@ class Admission:
             )
 
     # The gate
+
+    def check_deadline(self, deadline_s: float, max_tokens: int | None) -> None:
+        """Refuse for good what cannot be in time at the measured rates. max_tokens: None where the length is left open."""
+        output = 1.0 if max_tokens is None else self.expected_output(max_tokens)
+        alone_s = self.rate.alone_s(output)
+        if alone_s > deadline_s:
+            raise ImpossibleDeadlineError(deadline_s, alone_s, hint=" or lower max_tokens" if output > 1 else "")
 
     def admit(
         self, tenant: Tenant, max_tokens: int, *, num_sequences: int = 1, num_prompt_tokens: int | None = None,

@@ -270,7 +270,7 @@ class Model(Stated):
     object: Literal["model"]
     created: int
     owned_by: str
-    kind: Literal["generation", "embedding", "cross-encoder"]
+    kind: Literal["generation", "tts", "embedding", "cross-encoder"]
     max_length: int
     dimension: int = 0
 

@@ -31,10 +31,11 @@ class ModelCard:
     directory: str = ""
     aliases: tuple[str, ...] = ()
     vocab_size: int = 0
+    is_tts: bool = False  # it writes tokens of speech, and no text
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> ModelCard:
-        names = ("id", "kind", "max_length", "dimension", "directory", "vocab_size")
+        names = ("id", "kind", "max_length", "dimension", "directory", "vocab_size", "is_tts")
         known = {name: values[name] for name in names if name in values}
         return cls(**known, aliases=tuple(values.get("aliases", ())))
 
@@ -106,5 +107,5 @@ class Catalog:
     def describe(self, card: ModelCard) -> dict[str, Any]:
         """As GET /v1/models shows it."""
         shown: dict[str, Any] = {"id": card.id, "object": "model", "created": self.started_at, "owned_by": "archerfish"}
-        shown |= {"kind": card.kind, "max_length": card.max_length}
+        shown |= {"kind": "tts" if card.is_tts else card.kind, "max_length": card.max_length}
         return shown | {"dimension": card.dimension} if card.kind == "embedding" else shown

@@ -19,6 +19,7 @@ import msgspec
 from archerfish.errors import ArcherfishError
 from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import HostConfig
+from archerfish.serve.signals import ignore_interrupts
 from archerfish.serve.vitals import Heart
 
 LAST_S = 5.0  # what a process may take to end when its parent has
@@ -30,7 +31,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever else is printed goes to the log
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c reaches the whole group; who started this one stops it
+    ignore_interrupts()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostConfig)
     try:
         host = EngineHost(config)

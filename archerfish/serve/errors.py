@@ -51,6 +51,15 @@ class BodyTooLargeError(HTTPException):
         super().__init__(413, f"The request body has more than {max_bytes} bytes.")
 
 
+class BadJSONError(HTTPException):
+    """A body that is no JSON; FastAPI would not say why."""
+
+    code = "invalid_json"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(400, f"The body is not valid JSON: {reason}.")
+
+
 class ClientGoneError(Exception):
     """The client closed its connection; nobody reads the answer."""
 
@@ -135,8 +144,6 @@ def complaint(error: RequestValidationError) -> tuple[str, str, str | None]:
     first = error.errors()[0]
     context = first.get("ctx") or {}
     location = tuple(first["loc"])[1:]
-    if first["type"] == "json_invalid":
-        return f"The body is not valid JSON: {context.get('error', first['msg'])}.", "invalid_json", None
     if not location and first["type"] != "unknown_parameter":
         return "The body must be a JSON object, sent with the header Content-Type: application/json.", "bad_request", None
     param = str(context.get("param") or ".".join(map(str, location)))
@@ -156,7 +163,7 @@ async def _http(request: Request, error: Exception) -> Response:
         message = f"There is no route {request.method} {path}; GET /openapi.json lists them."
     elif error.status_code == 405:
         message = f"{path} does not take {request.method}."
-    code = CODES.get(error.status_code, "http_error")
+    code = getattr(error, "code", None) or CODES.get(error.status_code, "http_error")
     return error_response(error.status_code, message, code, headers=error.headers, path=path)
 
 

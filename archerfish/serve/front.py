@@ -27,6 +27,7 @@ from archerfish.errors import MachineError
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.connection import PATIENCE, Patience, connections_with
+from archerfish.serve.signals import Ending, ignore_interrupts
 from archerfish.serve.tenants import Tenants
 
 GRACE_S = 30  # what running requests get after SIGTERM
@@ -82,13 +83,19 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which calls back once it accepts requests, and when it begins to stop."""
+    """uvicorn's server, which calls back once it accepts requests, when it begins to stop, and at a second SIGINT."""
 
     def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None] = lambda: None
+        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None] = lambda: None,
+        on_force: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(config)
-        self.on_ready, self.on_stop = on_ready, on_stop
+        self.on_ready, self.on_stop, self.on_force = on_ready, on_stop, on_force
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            self.on_force()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -102,7 +109,7 @@ class Server(uvicorn.Server):
 
 def make_server(
     app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None],
-    on_stop: Callable[[], None] = lambda: None, *, patience: Patience = PATIENCE,
+    on_stop: Callable[[], None] = lambda: None, on_force: Callable[[], None] = lambda: None, *, patience: Patience = PATIENCE,
 ) -> Server:
     """A server for an app, with uvloop where it is installed."""
     settings: dict[str, Any] = {
@@ -114,15 +121,18 @@ def make_server(
         "server_header": False,
         "timeout_graceful_shutdown": GRACE_S,
     }
-    return Server(uvicorn.Config(app, **settings), lambda: on_ready(url_of(listener)), on_stop)
+    return Server(uvicorn.Config(app, **settings), lambda: on_ready(url_of(listener)), on_stop, on_force)
 
 
 def run_app(
     app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None],
-    on_stop: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None, on_force: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve an app until a signal; running requests are answered first, but `on_stop` is called before."""
-    run_server(make_server(app, listener, config, on_ready, on_stop), listener)
+    """Serve an app until a signal; running requests are answered first, but `on_stop` is called before.
+
+    on_force: what a second Ctrl+C calls, which does not want to wait for them.
+    """
+    run_server(make_server(app, listener, config, on_ready, on_stop, on_force), listener)
 
 
 def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -150,10 +160,12 @@ def quiet_signals(server: uvicorn.Server) -> Iterator[None]:
 
 def main() -> int:
     """A further front end, until it is told to stop or nobody is left who started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until it serves: ctrl-c reaches the whole group, and all of it stops
+    ignore_interrupts()  # until it serves: ctrl-c reaches the whole group, and all of it stops
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontConfig)
     listener = socket.socket(fileno=config.listener)
-    server = make_server(build_app(config), listener, ServeConfig(**config.serve), lambda url: None)
+    server = make_server(
+        build_app(config), listener, ServeConfig(**config.serve), lambda url: None, on_force=Ending().force
+    )
 
     def watch_parent() -> None:
         while os.read(0, 4096):

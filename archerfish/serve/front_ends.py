@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 from archerfish.serve.front import GRACE_S, FrontConfig
+from archerfish.serve.signals import kill_process, start_process
 from archerfish.serve.supervisor import STEADY_S, backoff_s, named
 
 logger = logging.getLogger("archerfish.serve")
@@ -31,6 +32,7 @@ class FrontEnds:
         self.num_restarts = 0
         self._config, self._number, self._command, self._clock = config, number, command, clock
         self._is_stopping = threading.Event()
+        self._is_killed = False
         self._lock = threading.Lock()  # over the processes and whether they may be replaced
         self._keepers: list[threading.Thread] = []
 
@@ -48,7 +50,7 @@ class FrontEnds:
         with self._lock:
             if self._is_stopping.is_set():
                 return None
-            process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=(self._config.listener,), bufsize=0)
+            process = start_process(self._command, stdin=subprocess.PIPE, pass_fds=(self._config.listener,), bufsize=0)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died already, which its keeper sees
             process.stdin.write(msgspec.json.encode(self._config) + b"\n")
@@ -62,7 +64,7 @@ class FrontEnds:
             code = process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-            if self._is_stopping.is_set():
+            if self._is_stopping.is_set() or self._is_killed:
                 return
             logger.error("A front end has died (%s) and is started again.", named(code))
             num_quick = 0 if self._clock() - began > STEADY_S else num_quick + 1
@@ -102,6 +104,12 @@ class FrontEnds:
                 process.kill()
         for keeper in self._keepers:
             keeper.join()
+
+    def kill(self) -> None:
+        """End all of them without asking, from wherever a signal comes: no lock is taken, no thread waited for."""
+        self._is_killed = True
+        for process in list(self.processes):
+            kill_process(process)
 
     def __enter__(self) -> Self:
         try:

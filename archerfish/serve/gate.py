@@ -90,6 +90,10 @@ class Gate:
             raise
         return Pass(entry, reservation)
 
+    def check_deadline(self, deadline_s: float, max_tokens: int | None) -> None:
+        """ImpossibleDeadlineError for one that no waiting would help. deadline_s: all of it, not what is left."""
+        self.admission.check_deadline(deadline_s, None if max_tokens is None else min(max_tokens, self.max_tokens))
+
     def set_queue(self, max_requests: int) -> None:
         """Another limit of the queue, for those who come from now on."""
         self.admission.limits = replace(self.admission.limits, max_queued_requests=max_requests)
@@ -156,8 +160,7 @@ class ReadingGate:
         self, tenant: Tenant, num_texts: int, *, num_tokens: int = 0, num_bytes: int = 0, deadline_s: float | None = None
     ) -> ReadingPass:
         """num_tokens of texts that came as ids, num_bytes of the others, whose tokens are estimated."""
-        known, bytes_per_token = num_tokens, self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN
-        num_tokens = known + round(num_bytes / bytes_per_token)
+        known, num_tokens = num_tokens, self.estimate_tokens(num_tokens, num_bytes)
         reservation = self.rates.admit(tenant, num_tokens)
         if not self.num_requests:
             self._since = self.clock()
@@ -170,6 +173,10 @@ class ReadingGate:
         self.num_texts += num_texts
         self.num_tokens += num_tokens
         return ReadingPass(self, reservation, num_texts, num_tokens, 0 if known else num_bytes, deadline_s)
+
+    def estimate_tokens(self, num_tokens: int, num_bytes: int) -> int:
+        """Of texts that came as so many ids, and of others with so many bytes."""
+        return num_tokens + round(num_bytes / (self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN))
 
     def wait_s(self, num_texts: int) -> float:
         """What a request that comes now waits, in all, for others: each of them has as many texts read as itself."""

@@ -21,12 +21,13 @@ from archerfish.params import SamplingParams
 from archerfish.sequence import FinishReason
 from archerfish.sequence import Request as TokenRequest
 from archerfish.serve.catalog import Catalog
+from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.presence import unless_gone
 from archerfish.serve.result_cache import ResultCache, generate_cached, parse_cache_control
 from archerfish.serve.served_texts import ServedText, ServedTexts, aside, blamed
 from archerfish.serve.sse import EventStream, Outbox
-from archerfish.serve.tool_choice import CallParser
+from archerfish.serve.tool_choice import CallParser, explained
 from archerfish.serve.wire import Chunk, Generate, Generated
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Order:
     priority: int = 0
     deadline_s: float | None = None
     is_streamed: bool = False
+    tools: Sequence[dict[str, Any]] = ()
 
     @property
     def model_id(self) -> str:
@@ -316,6 +318,10 @@ class TextService:
                 answer.end_sequence = partial(self.catalog.backend.end_sequence, message.request_id)
         try:
             yield messages
+        except RemoteError as error:
+            if order.tools and order.params.grammar is not None:
+                raise explained(error, str(order.params.grammar["value"]), order.tools) from None
+            raise
         finally:
             close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)
             if close is not None:

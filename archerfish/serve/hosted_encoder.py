@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from archerfish.engine.packing import TokenizedText
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
-from archerfish.serve.admission import BusyError, TooLateError
+from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate, ReadingPass
@@ -128,6 +128,9 @@ class HostedEncoder:
         deadline_s = ticket.message.deadline_s
         if deadline_s is not None and not deadline_s > 0:
             raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
+        alone_s = self._cost.least_seconds(self.gate.estimate_tokens(num_tokens, num_bytes))
+        if deadline_s is not None and alone_s > deadline_s:
+            raise ImpossibleDeadlineError(deadline_s, alone_s, hint=" or fewer texts" if num_texts > 1 else "")
         left_s = ticket.left_s(self._clock())
         try:
             if self.num_queued + num_texts > self.max_queue_texts and self.num_queued:

@@ -20,6 +20,7 @@ from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
+from archerfish.serve.model_cards import is_tts
 from archerfish.serve.ticket import Desk, Ticket, read_aside
 from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Report
 
@@ -56,7 +57,7 @@ class HostedLLM:
         return {
             "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
             "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
-            "device": facts.device, "dtype": facts.dtype, **memory,
+            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, **memory,
         }  # fmt: skip
 
     def _has_chat_template(self) -> bool:
@@ -90,9 +91,12 @@ class HostedLLM:
         params, ids = message.params, message.token_ids
         max_tokens, num_sequences = most_tokens(params), params.get("n", 1)
         left_s = ticket.left_s(self.desk.clock())
+        most = max_tokens if type(max_tokens) is int and max_tokens > 0 else None
+        if message.deadline_s is not None and message.deadline_s > 0:
+            self.gate.check_deadline(message.deadline_s, most)
         try:
             return self.gate.admit(
-                ticket.caller, max_tokens=max_tokens if type(max_tokens) is int and max_tokens > 0 else None,
+                ticket.caller, max_tokens=most,
                 num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
                 num_prompt_tokens=None if ids is None else len(ids), num_prompt_bytes=size_of_prompt(message),
                 deadline_s=left_s if left_s is None or left_s > 0 else None,

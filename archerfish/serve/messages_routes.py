@@ -89,7 +89,8 @@ def anthropic_tools(value: Any) -> list[dict[str, Any]]:
         if tool.get("type") not in (None, "custom"):
             raise wrong(f"tools[{index}] is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
         check_members(tool, TOOL_KEYS, f"tools[{index}]")
-        tools.append(function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
+        values = (tool.get("name"), tool.get("description"), tool.get("input_schema"))
+        tools.append(function_tool(*values, f"tools[{index}]", "input_schema"))
     return tools
 
 

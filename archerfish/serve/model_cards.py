@@ -10,7 +10,9 @@ from typing import Any
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import locate
 from archerfish.engine.llm_loading import ModelFacts, read_facts
+from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.engine.tokenizer import read_settings, stated_max_length
+from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.models.config import Config
 from archerfish.models.encoder import encoder_class
 from archerfish.serve.host_config import ModelSpec
@@ -31,8 +33,9 @@ def describe(spec: ModelSpec, hub: HubConfig) -> Description:
     """Read the files of a model, which are fetched and converted if they have not been; no weights are loaded."""
     if spec.kind == "generation":
         facts = read_facts(EngineConfig(**spec.options), hub, no_progress)
-        card = {"max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory)}
-        return Description({**card, "device": facts.device, "dtype": facts.dtype}, num_bytes_of_writer(facts))
+        card: dict[str, Any] = {"max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory)}
+        card |= {"is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype}
+        return Description(card, num_bytes_of_writer(facts))
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)
@@ -45,6 +48,11 @@ def describe(spec: ModelSpec, hub: HubConfig) -> Description:
     if spec.kind == "embedding":
         card["dimension"] = architecture.block_shape(values).width
     return Description(card, num_bytes_of_encoder(directory))
+
+
+def is_tts(facts: ModelFacts) -> bool:
+    """Whether a model was made to speak: an RWKV-7 whose vocabulary has room for TTS, without a tokenizer of its own."""
+    return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
 
 
 def num_bytes_of_writer(facts: ModelFacts) -> int:

@@ -107,7 +107,7 @@ async def chat_order(
     parser = None
     if choice != "none":
         options["tools"] = body.tools
-        values, parser = choose_tools(text, values, body.tools, choice, body.parallel_tool_calls)
+        values, parser = choose_tools(text, values, options, choice, body.parallel_tool_calls)
     params = checked_params(values, names)
     text.check_size(sum(len(message["content"]) for message in messages), param)
     prompt_ids = await text.encode_chat(messages, param, options)
@@ -115,7 +115,8 @@ async def chat_order(
     if opening:
         prompt_ids = prompt_ids + await text.encode(opening, param, False, plain=True)
     text.check_length(prompt_ids, param)
-    return checked_order(Order(text, prompt_ids, params, parser, body.priority, body.deadline_s, bool(body.stream)))
+    order = Order(text, prompt_ids, params, parser, body.priority, body.deadline_s, bool(body.stream), options.get("tools", ()))
+    return checked_order(order)
 
 
 def template_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,15 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from archerfish.errors import did_you_mean
 from archerfish.params import MAX_LOGPROBS, MAX_N
+from archerfish.serve.answer_formats import response_grammar
 from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.json_schemas import schema_complaint
 from archerfish.serve.schemas import INPUTS, STRING, UNUSED, Body, inputs_at, kind_of, text_at, wrong
 
 TEXT_KINDS = ("text", "input_text", "output_text")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+FUNCTION = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 # The parameters of a body that are SamplingParams by the same name.
 SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -134,27 +137,6 @@ class StreamOptions(Body):
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
-def response_grammar(value: Any, where: str = "response_format") -> dict[str, Any] | None:
-    """The grammar of a response_format; json_schema is nested in chat and flat in responses."""
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"kind": "json", "value": None}
-    if kind == "json_schema":
-        inner = value.get("json_schema", value)
-        schema = inner.get("schema") if isinstance(inner, dict) else None
-        if not isinstance(schema, dict):
-            raise InvalidParameterError(f"{where} of type json_schema must hold a schema, which is an object.", where)
-        return {"kind": "json_schema", "value": schema}
-    if kind in ("regex", "grammar") and isinstance(value.get(kind), str):
-        return {"kind": "regex" if kind == "regex" else "lark", "value": value[kind]}
-    known = "text, json_object, json_schema, regex or grammar"
-    raise InvalidParameterError(f"{where} must be an object whose type is {known}.", where)
-
-
 def format_grammar(value: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
     """The grammar of the format in a parameter that could say more than we have."""
     given = value or {}
@@ -256,11 +238,14 @@ def function_tools(value: Any) -> list[dict[str, Any]]:
     for index, tool in enumerate(value):
         where = f"tools[{index}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind is None:
+            raise wrong(f"{where} must be an object of type function: {FUNCTION}.")
         if kind != "function":
             raise wrong(f"{where} must be an object of type function; {kind!r} is not supported.")
         function = tool.get("function", tool)
         if not isinstance(function, dict):
-            raise wrong(f"{where}.function must be an object, not {kind_of(function)}.")
+            raise wrong(f"{where}.function must be an object, not {kind_of(function)}: {FUNCTION}.")
+        where = where if function is tool else f"{where}.function"
         check_members(function, FUNCTION_KEYS if function is not tool else ("type", *FUNCTION_KEYS), where)
         tools.append(function_tool(function.get("name"), function.get("description"), function.get("parameters"), where))
     return tools
@@ -273,11 +258,20 @@ def check_members(given: dict[str, Any], known: Sequence[str], where: str) -> No
             raise wrong(f"{where} has an unknown member {key!r}. {did_you_mean(key, known)}".strip())
 
 
-def function_tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+def function_tool(
+    name: Any, description: Any, parameters: Any, where: str, schema_name: str = "parameters"
+) -> dict[str, Any]:
     if not text_at(name, f"{where}.name"):
         raise wrong(f"{where}.name must not be empty.")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise wrong(f"{where}: the schema of the parameters must be an object, not {kind_of(parameters)}.")
+    if parameters is not None:
+        place = f"{where}.{schema_name}"
+        complaint = schema_complaint(parameters, place)
+        kind = parameters.get("type") if isinstance(parameters, dict) else None
+        if complaint is None and (isinstance(parameters, bool) or kind not in (None, "object")):
+            stated = kind_of(parameters) if isinstance(parameters, bool) else f"type {kind!r}"
+            complaint = f'{place} must be a schema of type "object", not {stated}: a function has its arguments by name.'
+        if complaint is not None:
+            raise wrong(f"The tool {name!r}: {complaint}")
     described = "" if description is None else text_at(description, f"{where}.description")
     schema = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": described, "parameters": schema}}

@@ -15,6 +15,7 @@ CHAT = {"messages": [{"role": "user", "content": "What does an archerfish do?"}]
 EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of model, method, path, body
     ("generation", "POST", "/v1/chat/completions", CHAT),
     ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
+    ("tts", "POST", "/v1/tts/tokens", {"text": "An archerfish spits water.", "gender": "female"}),
     ("embedding", "POST", "/v1/embeddings", {"input": ["An archerfish spits water.", "射水鱼"]}),
     ("", "POST", "/v1/rerank", {"query": "fish that shoot", "documents": ["Archerfish hunt insects.", "Bread needs yeast."]}),
     ("embedding", "POST", "/similarity", {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]}),

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -16,8 +12,12 @@ from archerfish.serve.front import FrontConfig, bind, build_app, read_tenants, r
 from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
 from archerfish.serve.page import curl, examples
+from archerfish.serve.signals import orderly_end
 from archerfish.serve.supervisor import Supervisor
+from archerfish.store.bundled import STORY_MODEL
 from archerfish.types import Progress, no_progress
+
+STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB, once they are written
 
 
 def serve(
@@ -28,42 +28,32 @@ def serve(
     config, hub = serve or ServeConfig(), hub or HubConfig()
     models = models_of(config, engine or EngineConfig(), embed or EmbedConfig())
 
+    kinds: set[str] = set()
+
     def tell(url: str) -> None:
-        (announce or say)(ready_text(url, models, config))
+        (announce or say)(ready_text(url, models, config, kinds))
 
     read_tenants(config)  # before the models are loaded: a faulty file should show at once, and so should a taken port
-    with orderly_end(), bind(config) as listener:
-        fetch_models(models, hub, progress)
+    with orderly_end() as ending, bind(config) as listener:
+        kinds |= fetch_models(models, hub, progress)
         credentials = secrets.token_urlsafe(32)
         host = HostConfig(
             models=models, hub=dataclasses.asdict(hub), front_end_pass=credentials, max_queue_texts=config.max_queue_texts,
             latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
             admission=admission_of(config, models), memory_gib=config.memory_gib, hang_s=config.hang_s,
         )
-        with Supervisor(host) as supervisor:
+        supervisor = Supervisor(host)
+        ending.kills.append(supervisor.kill)
+        with supervisor:
             front = FrontConfig(
                 address=supervisor.address, credentials=credentials, serve=dataclasses.asdict(config),
                 retry_after_s=max(1.0, supervisor.start_s), listener=listener.fileno(),
             )
-            with FrontEnds(front, config.num_front_ends - 1) as others:
-                run_app(build_app(front), listener, config, tell, others.stop)
-
-
-@contextmanager
-def orderly_end() -> Iterator[None]:
-    """Let SIGTERM end the process by way of all that is to be tidied up, also while models are loaded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            others = FrontEnds(front, config.num_front_ends - 1)
+            ending.kills.insert(0, others.kill)
+            with others:
+                run_app(build_app(front), listener, config, tell, others.stop, ending.force)
+                ending.is_begun = True
 
 
 def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:
@@ -79,7 +69,20 @@ def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> 
     if config.rerank_model:
         options = dataclasses.asdict(embed.replace(model=config.rerank_model))
         found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,), loads=loads))
+    if config.kinds in ("all", "generation") and engine.model == EngineConfig.model:
+        found.append(story_spec(engine))
     return tuple(found)
+
+
+def story_spec(engine: EngineConfig) -> ModelSpec:
+    """The model that archerfish brings along, beside the one that is served unless a user names his own."""
+    options = engine.replace(
+        model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
+        max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0,
+    )  # fmt: skip
+    return ModelSpec(
+        kind="generation", options=dataclasses.asdict(options), aliases=(STORY_MODEL,), loads="demand", is_beside=True
+    )
 
 
 def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str, Any]:
@@ -92,26 +95,31 @@ def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str
     }
 
 
-def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> None:
-    """Download and convert what is not there yet, where somebody sees the progress."""
+def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> set[str]:
+    """Download and convert what is not there yet, where somebody sees the progress; gives what kinds of models these are."""
     from archerfish.engine.arrow_engine import locate
     from archerfish.engine.llm_loading import read_facts
+    from archerfish.serve.model_cards import is_tts
 
+    kinds: set[str] = set()
     for spec in models:
         if spec.kind == "generation":
-            read_facts(EngineConfig(**spec.options), hub, progress)
+            facts = read_facts(EngineConfig(**spec.options), hub, progress)
+            kinds.add("tts" if is_tts(facts) else spec.kind)
         else:
             locate(EmbedConfig(**spec.options), hub, progress)
+            kinds.add(spec.kind)
+    return kinds
 
 
-def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig) -> str:
-    """What a person sees when the service is ready."""
+def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kinds: set[str]) -> str:
+    """What a person sees when the service is ready. kinds: as GET /v1/models shows them."""
     names = [spec.model for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
     if not config.api_keys_file and not is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
-    first = examples({spec.kind for spec in models})[0]
+    first = examples(kinds)[0]
     return "\n".join([*lines, curl(url, *first, has_keys=bool(config.api_keys_file)), ""])
 
 

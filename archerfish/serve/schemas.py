@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -15,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.errors import did_you_mean
+from archerfish.serve.errors import BadJSONError
 
 MAX_TOKEN_ID = 2**31 - 1
+EXCERPT = 24  # characters of a body in what is said of it
 
 
 def wrong(message: str) -> PydanticCustomError:
@@ -100,8 +104,12 @@ Documents = Annotated[
 ]
 
 
+class NoNumberError(ValueError):
+    """What Python's JSON has as a number and JSON has not."""
+
+
 def _refuse_constant(text: str) -> NoReturn:
-    raise json.JSONDecodeError(f"{text} is no number of JSON", "", 0)
+    raise NoNumberError(text)
 
 
 def _finite(text: str) -> float:
@@ -109,11 +117,38 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _refuse_constant(text)
 
 
+def read_json(body: bytes) -> Any:
+    """JSON by the standard: NaN and numbers without end are none. BadJSONError says what is wrong, and where."""
+    try:
+        return json.loads(body, parse_float=_finite, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise BadJSONError(f"{error.msg}, {place_in(error.doc, error.pos)}") from None
+    except NoNumberError as error:
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        found = re.finditer(rf'"(?:[^"\\]|\\.)*"|{re.escape(str(error))}', text, re.DOTALL)
+        position = next((match.start() for match in found if match[0][0] != '"'), 0)
+        raise BadJSONError(f"{error} is no number of JSON, {place_in(text, position)}") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start + 1:,} (0x{error.object[error.start]:02x})"
+        raise BadJSONError(f"it is no {error.encoding.upper()}, by its {where}: {error.reason}") from None
+    except RecursionError:
+        raise BadJSONError("it is nested too deeply") from None
+    except ValueError:
+        raise BadJSONError(f"a whole number has more than {sys.get_int_max_str_digits():,} digits") from None
+
+
+def place_in(text: str, position: int) -> str:
+    """A position for people, with what stands there."""
+    line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
+    there = text[position : position + EXCERPT].partition("\n")[0]
+    return f"in line {line}, column {column}, at {there!r}" if there else f"in line {line}, column {column}, where it ends"
+
+
 class StrictRequest(Request):
-    """A request whose body is JSON by the standard: NaN and numbers without end are none."""
+    """A request whose body is JSON by the standard."""
 
     async def json(self) -> Any:
-        return json.loads(await self.body(), parse_float=_finite, parse_constant=_refuse_constant)
+        return read_json(await self.body())
 
 
 class BodyRoute(APIRoute):
@@ -128,7 +163,7 @@ class BodyRoute(APIRoute):
                 return await handle(strict)
             try:
                 body = model.model_validate(await strict.json())
-            except (ValueError, RecursionError):
+            except (ValueError, RecursionError, BadJSONError):
                 return await handle(strict)  # which says what is wrong
             answered: Response = await endpoint(strict, body)
             return answered

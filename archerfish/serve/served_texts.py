@@ -11,6 +11,7 @@ from archerfish.background import Lazy
 from archerfish.engine.chat_template import ChatTemplate
 from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.engine.tokenizer import Tokenizer
+from archerfish.engine.tool_calls import PROMPTED_STYLE
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.params import SamplingParams
@@ -106,12 +107,12 @@ class ServedText:
         if len(token_ids) >= self.card.max_length:
             raise ContextLengthError(len(token_ids), self.card.max_length, param)
 
-    def template_sources(self) -> dict[str, str]:
-        """Its chat templates by name; none for a model that has none."""
+    def call_style(self, options: dict[str, Any]) -> str:
+        """How an answer to a conversation writes calls of tools; errors of a template are told by `encode_chat`."""
         try:
-            return self._template.get().sources
+            return self._template.get().call_style(options.get("template_name"))
         except ArcherfishError:
-            return {}
+            return PROMPTED_STYLE
 
     def token(self, token_id: int) -> tuple[str, list[int]]:
         """The text of one token by itself, and its bytes, which may be part of a character."""

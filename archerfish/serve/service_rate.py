@@ -79,6 +79,14 @@ class ServiceRate:
         wanted = (max(1, batch) - 1).bit_length()
         return self._steps[max((size for size in sizes if size <= wanted), default=min(sizes))].value
 
+    def alone_s(self, num_output_tokens: float) -> float:
+        """At least, of a request beside which nothing runs; 0 before a step of one sequence was measured.
+
+        Its prompt counts as one step: it may be cached, and short ones say little of what a long one takes.
+        """
+        steps = self._steps.get(0)
+        return 0.0 if steps is None or steps.value is None else max(1.0, num_output_tokens) * steps.value
+
     def prefill_s(self, num_tokens: float) -> float:
         return num_tokens * (self._prefill.value or 0.0)
 
@@ -123,6 +131,10 @@ class JobCost:
         """Of a job with so many tokens; 0 before the first."""
         job_s, token_s = self._line()
         return job_s + num_tokens * token_s
+
+    def least_seconds(self, num_tokens: float) -> float:
+        """What such a job takes at least: it is not taken to be longer than the jobs that were measured."""
+        return self.seconds(min(num_tokens, self._sums[1] / self._sums[0])) if self._sums[0] else 0.0
 
     def worthwhile(self, seconds: float) -> float:
         """How many tokens a job of so many seconds has, or one that takes longer and is worth it; any before the first."""

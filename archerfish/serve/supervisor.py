@@ -30,6 +30,7 @@ import msgspec
 from archerfish.errors import ArcherfishError, MachineError, StoppedError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host_config import HostConfig, check_address
+from archerfish.serve.signals import kill_process, start_process
 from archerfish.serve.vitals import BEAT_S, Pulse
 
 logger = logging.getLogger("archerfish.serve")
@@ -66,6 +67,7 @@ class Supervisor:
         self._command, self._on_change, self._clock = command, on_change, clock
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
+        self._is_killed = False
         self._lock = threading.Lock()  # over _process and whether it may be replaced
         self._watcher = threading.Thread(target=self._watch, name="archerfish-supervisor", daemon=True)
 
@@ -96,7 +98,7 @@ class Supervisor:
         with self._lock:
             if self._is_stopping.is_set():
                 raise StoppedError("The supervisor has been stopped.")
-            process = self._process = subprocess.Popen(
+            process = self._process = start_process(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
         assert process.stdin is not None and process.stdout is not None
@@ -131,7 +133,7 @@ class Supervisor:
             self._attend(process)
             code = process.wait()
             close_pipes(process)
-            if self._is_stopping.is_set():
+            if self._is_stopping.is_set() or self._is_killed:
                 return
             if self.is_serving:
                 self._tell(False)
@@ -183,6 +185,14 @@ class Supervisor:
         elif self.config.address.startswith("ipc://"):
             Path(self.config.address.removeprefix("ipc://")).unlink(missing_ok=True)
         atexit.unregister(self.stop)
+
+    def kill(self) -> None:
+        """End the process without asking, from wherever a signal comes: no lock is taken, no thread waited for."""
+        self._is_killed = True
+        if self._process is not None:
+            kill_process(self._process)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         self.start()

@@ -130,7 +130,8 @@ class TTSRoutes:
         """The model that a request names, or the first that speaks."""
         catalog = self.service.catalog
         if name is None:
-            found = next((card for card in await catalog.cards() if speaks(card)), None)
+            able = [card for card in await catalog.cards() if speaks(card)]
+            found = next((card for card in able if card.is_tts), able[0] if able else None)
             if found is None:
                 raise InvalidParameterError("No TTS model is served here; see GET /v1/models.", "model")
             return found

@@ -81,27 +81,32 @@ def test_a_wrong_value_names_its_parameter(route: str, body: dict[str, Any], par
 
 
 @pytest.mark.parametrize(
-    ("content", "headers", "code"),
+    ("content", "headers", "code", "said"),
     [
-        (b"{", JSON, "invalid_json"),
-        (b'{"input": "x", }', JSON, "invalid_json"),
-        (b"[]", JSON, "bad_request"),
-        (b"3", JSON, "bad_request"),
-        (b"", JSON, "bad_request"),
-        (b'{"input": "\xff"}', JSON, "bad_request"),
-        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "bad_request"),
-        (b"[" * 100_000, JSON, "bad_request"),
-        (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request"),
-        (b'{"input": [NaN]}', JSON, "invalid_json"),
-        (b'{"input": [-Infinity]}', JSON, "invalid_json"),
-        (b'{"input": [1e999]}', JSON, "invalid_json"),
+        (b"{", JSON, "invalid_json", "in line 1, column 2, where it ends."),
+        (b'{"input": "x", }', JSON, "invalid_json", "in line 1, column"),
+        (b'{\n  "input": "x"\n  "user": "y"\n}', JSON, "invalid_json",
+         """Expecting ',' delimiter, in line 3, column 3, at '"user": "y"'."""),
+        (b"{'input': 'x'}", JSON, "invalid_json", "in double quotes, in line 1, column 2, at \"'input': 'x'}\"."),
+        (b"[]", JSON, "bad_request", "must be a JSON object"),
+        (b"3", JSON, "bad_request", "must be a JSON object"),
+        (b"", JSON, "bad_request", "must be a JSON object"),
+        (b'{"input": "\xff"}', JSON, "invalid_json", "it is no UTF-8, by its byte 12 (0xff): invalid start byte."),
+        (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "a whole number has more than 4,300 digits."),
+        (b"[" * 100_000, JSON, "invalid_json", "it is nested too deeply."),
+        (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request", "Content-Type: application/json"),
+        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "NaN is no number of JSON, in line 2, column 1, at 'NaN]}'."),
+        (b'{"input": [-Infinity]}', JSON, "invalid_json", "-Infinity is no number of JSON, in line 1, column 12"),
+        (b'{"input": [1e999]}', JSON, "invalid_json", "1e999 is no number of JSON, in line 1, column 12"),
     ],
-)
-def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], code: str) -> None:
+)  # fmt: skip
+def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], code: str, said: str) -> None:
     async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(EMBEDDINGS, content=content, headers=headers)
-        assert answer.status_code == 400
-        assert error_of(answer)["code"] == code
+        for sent in (headers, {"Content-Type": headers["Content-Type"] + "; charset=utf-8"}):  # which another way reads
+            answer = await client.post(EMBEDDINGS, content=content, headers=sent)
+            assert answer.status_code == 400
+            assert error_of(answer)["code"] == code
+            assert said in error_of(answer)["message"]
 
     with_client(test)
 

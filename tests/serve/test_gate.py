@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from msgspec.structs import replace
 
 from archerfish.errors import InputTooLargeError
 from archerfish.sequence import FinishReason
-from archerfish.serve.admission import AdmissionLimits, BusyError, TooLateError
+from archerfish.serve.admission import AdmissionLimits, BusyError, ImpossibleDeadlineError, TooLateError
+from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.gate import Gate
 from archerfish.serve.limits import RateLimitedError, RateLimits
 from archerfish.serve.tenants import ANONYMOUS, Tenant
+from archerfish.serve.wire import Embed
+from tests.serve.hosting import WordEncoder, add_encoder, add_llm, make_host, talk, whole
 
 
 class Clock:
@@ -76,6 +82,53 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     gate.admit(ANONYMOUS, max_tokens=10, num_sequences=1, num_prompt_tokens=10, deadline_s=60.0).ended()
     with pytest.raises(TooLateError):
         gate.admit(ANONYMOUS, max_tokens=10, num_sequences=1, num_prompt_tokens=10, deadline_s=1.0)
+    gate.check_deadline(5.1, 10)
+    gate.check_deadline(0.51, None)  # of an answer whose length is open, the first token
+    with pytest.raises(ImpossibleDeadlineError, match=r"4\.9 s cannot.* takes about 5 s .*lower max_tokens") as caught:
+        gate.check_deadline(4.9, 10)
+    assert (caught.value.status, caught.value.param) == (400, "deadline_s")
+    for max_tokens in (1, None):
+        with pytest.raises(ImpossibleDeadlineError, match=r"0\.001 s cannot be met.*about 0\.5 s.*\(deadline_s\)\.$"):
+            gate.check_deadline(0.001, max_tokens)
+
+
+def test_what_load_alone_makes_too_late_may_come_again() -> None:
+    clock = Clock()
+    gate = gate_with(clock)
+    for _ in range(2):
+        gate.admit(ANONYMOUS, max_tokens=10, num_sequences=1, num_prompt_tokens=10).started()
+    gate.watch(20, 2)
+    for step in range(9):
+        clock.now += 0.5
+        gate.watch(20, 4 + 2 * step)  # half a second for a token of each, which one alone may have sooner
+    gate.check_deadline(0.1, 10)
+    with pytest.raises(TooLateError) as caught:
+        gate.admit(ANONYMOUS, max_tokens=10, num_sequences=1, num_prompt_tokens=10, deadline_s=0.1)
+    assert caught.value.status == 503
+
+
+def test_a_deadline_that_can_never_be_met_is_the_callers_mistake(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    add_llm(host, tmp_path)
+    add_encoder(host, WordEncoder())
+
+    async def test(client: AsyncClient) -> None:
+        embed = Embed(request_id="", model="words", texts=["a b c"])
+        await whole(client, model="tiny", token_ids=[5, 6])
+        await client.ask(embed)
+        for ask in (
+            lambda deadline_s: whole(client, model="tiny", token_ids=[5, 6], deadline_s=deadline_s),
+            lambda deadline_s: client.ask(replace(embed, deadline_s=deadline_s)),
+        ):
+            with pytest.raises(RemoteError, match="cannot be met") as caught:
+                await ask(1e-7)
+            error = caught.value
+            assert (error.status, error.code, error.param, error.retry_after_s) == (
+                400, "deadline_impossible", "deadline_s", None,
+            )  # fmt: skip
+            await ask(60.0)
+
+    talk(host, test)
 
 
 def test_idle_time_does_not_count_as_slowness() -> None:

@@ -218,7 +218,7 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
         ({"messages": HI, "tools": [{"type": "custom"}]}, "tools", "'custom' is not supported"),
-        ({"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].name must be a string"),
+        ({"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name must be a string"),
         ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot hold 'messages'"),
         ({"messages": HI, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"messages": HI, "tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice", 'must be "auto", "none"'),

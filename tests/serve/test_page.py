@@ -27,6 +27,7 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8}
+SPEAKER = {"id": "lab/speaker", "kind": "tts", "max_length": 4096}
 PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
 
 
@@ -90,7 +91,8 @@ def test_a_chat_box_where_there_is_somebody_to_talk_to() -> None:
     ("models", "hidden"),
     [
         ([WRITER, VECTORS], set()), ([WRITER], {"compare"}), ([VECTORS], {"chat"}), ([PAIRS], {"chat", "compare"}),
-        ([WRITER, PAIRS], {"compare"}), ([], {"chat", "compare"}),
+        ([WRITER, PAIRS], {"compare"}), ([], {"chat", "compare"}), ([SPEAKER], {"chat", "compare"}),
+        ([SPEAKER, VECTORS], {"chat"}),
     ],
 )  # fmt: skip
 def test_only_what_works_is_shown(models: list[dict[str, Any]], hidden: set[str]) -> None:
@@ -114,13 +116,18 @@ def test_names_are_shown_as_they_are_written() -> None:
     assert "<i>" not in text
 
 
+OF_TEXTS, OF_VECTORS = {"/v1/chat/completions", "/v1/completions"}, {"/v1/embeddings", "/similarity"}
+
+
 @pytest.mark.parametrize(
     ("kinds", "first", "absent"),
     [
-        ({"generation", "embedding"}, "/v1/chat/completions", set()),
-        ({"generation"}, "/v1/chat/completions", {"/v1/embeddings", "/similarity", "/v1/rerank"}),
-        ({"embedding"}, "/v1/embeddings", {"/v1/chat/completions", "/v1/completions"}),
-        ({"cross-encoder"}, "/v1/rerank", {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/similarity"}),
+        ({"generation", "tts", "embedding"}, "/v1/chat/completions", set()),
+        ({"generation"}, "/v1/chat/completions", {*OF_VECTORS, "/v1/rerank", "/v1/tts/tokens"}),
+        ({"embedding"}, "/v1/embeddings", {*OF_TEXTS, "/v1/tts/tokens"}),
+        ({"cross-encoder"}, "/v1/rerank", {*OF_TEXTS, *OF_VECTORS, "/v1/tts/tokens"}),
+        ({"tts"}, "/v1/tts/tokens", {*OF_TEXTS, *OF_VECTORS, "/v1/rerank"}),
+        ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
     ],
 )
 def test_examples_are_calls_that_are_answered(kinds: set[str], first: str, absent: set[str]) -> None:

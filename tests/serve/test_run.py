@@ -58,12 +58,14 @@ def test_the_models_that_are_served(options: dict[str, Any], expected: list[tupl
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
 
 
-def test_every_model_is_fetched_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("speaks", "kind"), [(False, "generation"), (True, "tts")])
+def test_every_model_is_fetched_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch, speaks: bool, kind: str) -> None:
     fetched: list[tuple[Any, ...]] = []
     monkeypatch.setattr("archerfish.engine.llm_loading.read_facts", lambda *given: fetched.append(given))
     monkeypatch.setattr("archerfish.engine.arrow_engine.locate", lambda *given: fetched.append(given))
+    monkeypatch.setattr("archerfish.serve.model_cards.is_tts", lambda facts: speaks)
     hub = HubConfig(offline=True)
-    run.fetch_models(run.models_of(ServeConfig(), ENGINE, EMBED), hub, no_progress)
+    assert run.fetch_models(run.models_of(ServeConfig(), ENGINE, EMBED), hub, no_progress) == {kind, "embedding"}
     assert fetched == [(ENGINE, hub, no_progress), (EMBED, hub, no_progress)]
 
 
@@ -86,10 +88,16 @@ def spec(kind: Any, model: str) -> ModelSpec:
     ],
 )  # fmt: skip
 def test_the_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
-    text = run.ready_text("http://x", tuple(models), ServeConfig())
+    text = run.ready_text("http://x", tuple(models), ServeConfig(), {spec.kind for spec in models})
     assert text.startswith(begins)
     assert f"curl http://x{call}" in text
     assert "no API keys" not in text
+
+
+def test_what_speaks_is_not_offered_for_a_chat() -> None:
+    text = run.ready_text("http://x", (spec("generation", "a"), spec("embedding", "b")), ServeConfig(), {"tts", "embedding"})
+    assert "curl http://x/v1/tts/tokens" in text
+    assert "chat" not in text
 
 
 def test_an_open_address_without_keys_is_warned_of() -> None:
@@ -98,7 +106,7 @@ def test_an_open_address_without_keys_is_warned_of() -> None:
         ("0.0.0.0", "", True), ("::", "", True), ("192.168.0.1", "", True), ("0.0.0.0", "keys.toml", False),
         ("localhost", "", False), ("127.0.0.1", "", False), ("::1", "", False),
     ):  # fmt: skip
-        text = run.ready_text("http://x", models, ServeConfig(host=host, api_keys_file=keys))
+        text = run.ready_text("http://x", models, ServeConfig(host=host, api_keys_file=keys), {"generation"})
         assert ("Anyone who reaches this address" in text) == is_warned, host
         assert ("Authorization: Bearer" in text) == bool(keys)  # or what is printed would be refused
 
@@ -114,6 +122,9 @@ class FakeSupervisor:
     def __init__(self, config: HostConfig) -> None:
         self.config, self.address, self.start_s, self.is_stopped = config, "ipc:///nowhere", 3.5, False
         self.made.append(self)
+
+    def kill(self) -> None:
+        self.is_stopped = True
 
     def __enter__(self) -> FakeSupervisor:
         return self
@@ -137,18 +148,26 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def stop(self) -> None:
             seen.append("stop others")
 
+        def kill(self) -> None:
+            seen.append("kill others")
+
         def __exit__(self, *_: object) -> None:
             seen.append("front ends over")
 
+    def fetch_models(*given: Any) -> set[str]:
+        seen.append(("fetch", *given))
+        return {"generation"}
+
     def run_app(
-        app: object, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None], on_stop: Callable[[], None]
+        app: object, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None], on_stop: Callable[[], None],
+        on_force: Callable[[], None],
     ) -> None:
         on_ready(front.url_of(listener))
         on_stop()
 
     monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
     monkeypatch.setattr(run, "Supervisor", FakeSupervisor)
-    monkeypatch.setattr(run, "fetch_models", lambda *given: seen.append(("fetch", *given)))
+    monkeypatch.setattr(run, "fetch_models", fetch_models)
     monkeypatch.setattr(run, "FrontEnds", Others)
     monkeypatch.setattr(run, "run_app", run_app)
     return seen

@@ -103,7 +103,7 @@ from tests.serve.client import app_of, words_host
 config = ServeConfig(port=0, log_level="error")
 models = (ModelSpec(kind="embedding", options={"model": "fake/words"}),)
 with words_host() as host, host, front.bind(config) as listener:
-    front.run_app(app_of(host), listener, config, lambda url: run.say(run.ready_text(url, models, config)))
+    front.run_app(app_of(host), listener, config, lambda url: run.say(run.ready_text(url, models, config, {"embedding"})))
 print("ended", sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 

@@ -41,6 +41,13 @@ def test_nothing_is_known_before_the_first() -> None:
     assert (cost.seconds(100), cost.tokens_per_s) == (0.0, 0.0)
 
 
+def test_at_least_a_job_takes_what_those_before_it_took() -> None:
+    cost = cost_of(0.01, 0.001, 10, 40, 70)
+    assert cost.least_seconds(40) == pytest.approx(0.05, rel=0.01) == cost.least_seconds(10**6)
+    assert cost.least_seconds(10) == pytest.approx(0.02, rel=0.1)
+    assert JobCost().least_seconds(100) == 0.0
+
+
 @given(st.lists(st.tuples(st.integers(1, 65_536), st.floats(1e-6, 1e3)), min_size=1, max_size=100), st.floats(0.001, 10))
 def test_whatever_was_measured_sizes_stay_near_it(jobs: list[tuple[int, float]], wanted_s: float) -> None:
     cost = JobCost()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,12 +14,17 @@ import pytest
 
 from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.serve import model_cards
 from archerfish.serve.app import create_app
+from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
+from archerfish.serve.generation import TextService
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM, most_tokens
 from archerfish.serve.models import Hosted, Slot
+from archerfish.serve.page import EXAMPLES
+from archerfish.serve.tts_routes import TTSRoutes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
@@ -126,6 +132,49 @@ def test_bad_requests_name_their_parameter(host: EngineHost) -> None:
         assert len((await good).json()["semantic_tokens"]) == 30
 
     with_client(test, host)
+
+
+def test_a_service_that_speaks_offers_that_and_no_chat(model: Path, tmp_path: Path) -> None:
+    host = host_with(tmp_path)
+    add_speaker(host, model)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        [shown] = (await client.get("/v1/models")).json()["data"]
+        assert (shown["id"], shown["kind"]) == ("speaker", "tts")
+        page = (await client.get("/")).text
+        assert "curl http://test/v1/tts/tokens" in page
+        assert "curl http://test/v1/chat/completions" not in page
+        assert '<section id="chat" hidden>' in page
+        body = next(body for _, _, path, body in EXAMPLES if path == ROUTE)
+        assert (await client.post(ROUTE, json={**(body or {}), "max_tokens": 3})).status_code == 200
+        refused = error_of(await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}))
+        assert "POST /v1/tts/tokens" in refused["message"]
+
+    with_client(test, host)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "has_states", "has_tokenizer", "speaks"),
+    [(VOCAB_SIZE, True, False, True), (65536, True, False, False), (151_936, False, False, False), (90_000, True, True, False)],
+)
+def test_what_a_model_that_speaks_is_known_by(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool
+) -> None:
+    monkeypatch.setattr(model_cards, "find_text_tokenizer", lambda directory: object() if has_tokenizer else None)
+    facts: Any = SimpleNamespace(vocab_size=vocab_size, has_states=has_states, directory=Path("nowhere"))
+    assert model_cards.is_tts(facts) is speaks
+
+
+def test_without_a_name_a_model_that_speaks_goes_before_one_with_as_many_tokens() -> None:
+    big = ModelCard("big", "generation", 100, vocab_size=151_936)
+    speaker = ModelCard("speaker", "generation", 100, vocab_size=VOCAB_SIZE, is_tts=True)
+
+    async def test() -> None:
+        catalog = Catalog(FakeBackend())
+        catalog._cards = [big, speaker]
+        assert await TTSRoutes(TextService(catalog))._card(None) is speaker
+
+    asyncio.run(test())
 
 
 def test_a_service_that_does_not_speak_says_so() -> None:

@@ -1,0 +1,216 @@
+"""What is said of schemas and formats that are wrong: which one, which part of it, and how it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archerfish.engine.tool_calls import grammar_for_tools, tool_at
+from archerfish.serve.answer_formats import response_grammar
+from archerfish.serve.client import RemoteError
+from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.json_schemas import TYPES, path_of, schema_complaint
+from archerfish.serve.tool_choice import explained
+
+from .client import error_of as http_error_of
+from .client import host_with, with_client
+from .fake_backend import TEMPLATE, FakeBackend, error_of, post
+from .hosting import add_llm
+
+CHAT, HI = "/v1/chat/completions", [{"role": "user", "content": "Hi"}]
+REGEX = '{"type": "regex", "regex": "[0-9]+"}'
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"regex": "a+"}, f"or grammar: {REGEX}."),
+        ({"type": "regex"}, f"in its member 'regex', not left out: {REGEX}."),
+        ({"type": "regex", "pattern": "a+"}, f"in its member 'regex', not in 'pattern': {REGEX}."),
+        ({"type": "regex", "regex": {"pattern": "a+"}}, f"in its member 'regex', not an object: {REGEX}."),
+        ({"type": "regex", "regex": "a", "schema": {"type": "object"}}, "of type regex has no member 'schema'."),
+        ({"type": "text", "regex": "a+"}, f"of type text has no member 'regex'. For a regex: {REGEX}."),
+        ({"type": "json_object", "regex": "a+"}, f"of type json_object has no member 'regex'. For a regex: {REGEX}."),
+        ({"type": "json_schema", "json_schema": {"regex": "a+"}}, 'must hold a schema, which is an object: {"type"'),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {}, "regex": "a+"}},
+            f"response_format.json_schema has no member 'regex'. For a regex: {REGEX}.",
+        ),
+        ({"type": "json_schema", "json_schema": {"schema": {}}, "regex": "a"}, "of type json_schema has no member 'regex'."),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "scheme": 1}}, "Did you mean 'schema'?"),
+        ({"type": "json_schema", "schema": {"type": "objct"}}, "response_format.schema.type must be one of string, number"),
+        ({"type": "regexp", "regexp": "a"}, "or grammar, not 'regexp'. Did you mean 'regex'?"),
+        ({"type": ["regex"]}, "must be an object whose type is text,"), ("regex", "must be an object whose type is text,"),
+    ],
+)  # fmt: skip
+def test_a_format_in_the_wrong_place_is_told_where_it_goes(stated: Any, said: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        response_grammar(stated)
+    assert said in caught.value.message
+    assert caught.value.param == "response_format"
+    if isinstance(stated, dict):
+        assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "response_format": stated}))["param"] == "response_format"
+
+
+def test_empty_members_of_a_format_do_not_count() -> None:
+    assert response_grammar({"type": "text", "regex": None, "schema": {}}) is None
+    flat = {"type": "json_schema", "json_schema": None, "schema": {"type": "object"}, "name": "x", "strict": True}
+    assert response_grammar(flat) == {"kind": "json_schema", "value": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"city": {"type": "strin"}}}, "properties.city.type must be one of string, number, integer"),
+        ({"properties": {"city": {"type": "strin"}}}, "not 'strin'. Did you mean 'string'?"),
+        ({"properties": {"type": {"type": ["string", 3]}}}, "properties.type.type must be one of"),
+        ({"properties": {"city": "string"}}, "properties.city must be a JSON schema, which is an object, not a string."),
+        ({"properties": ["city"]}, "properties must be an object of schemas by name, not an array."),
+        ({"required": True}, "required must be a list of names of properties, not a boolean."),
+        ({"required": ["a", 1]}, "required must be a list of names"), ({"enum": "a"}, "enum must be a list of values"),
+        ({"items": {"anyOf": []}}, "items.anyOf must be a list of schemas that is not empty, not an array."),
+        ({"anyOf": [{}, {"items": [{}, 4]}]}, "anyOf[1].items[1] must be a JSON schema, which is an object, not a number."),
+        ({"$defs": {"x": {"pattern": 3}}}, "$defs.x.pattern must be a string, not 3."),
+        ({"maxLength": -1}, "maxLength must be a whole number of at least 0, not -1."),
+        ({"minimum": "1"}, "minimum must be a number, not '1'."), ({"additionalProperties": 0}, "additionalProperties must be"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("route", "place"),
+    [(CHAT, "[1].function.parameters"), ("/v1/responses", "[1].parameters"), ("/v1/messages", "[1].input_schema")],
+)
+def test_a_schema_of_a_tool_is_told_by_its_part(route: str, place: str, schema: dict[str, Any], said: str) -> None:
+    made: dict[str, Any] = {
+        CHAT: {"messages": HI, "tools": [
+            {"type": "function", "function": {"name": "f"}},
+            {"type": "function", "function": {"name": "g", "parameters": schema}},
+        ]},
+        "/v1/responses": {"input": "Hi", "tools": [
+            {"type": "function", "name": "f"}, {"type": "function", "name": "g", "parameters": schema},
+        ]},
+        "/v1/messages": {"messages": HI, "max_tokens": 5, "tools": [{"name": "f"}, {"name": "g", "input_schema": schema}]},
+    }  # fmt: skip
+    answer = post(FakeBackend(), route, made[route])
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"The tool 'g': tools{place}.")
+    assert said in message
+
+
+def function(**members: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **members}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ({"name": "f", "input_schema": {}}, 'must be an object of type function: {"type": "function", "function"'),
+        ({"type": "function", "function": "f"}, "tools[0].function must be an object, not a string: {"),
+        (function(input_schema={"type": "object"}), "unknown member 'input_schema'"),
+        (function(parameters={"type": "string"}), "must be a schema of type \"object\", not type 'string'"),
+        (function(parameters=True), 'must be a schema of type "object", not a boolean'),
+        (function(parameters=[1]), "must be a JSON schema, which is an object, not an array"),
+    ],
+)  # fmt: skip
+def test_a_tool_is_told_how_it_is_written(tool: Any, said: str) -> None:
+    error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "tools": [tool]}))
+    assert error["param"] == "tools"
+    assert said in error["message"]
+
+
+KEYWORDS = st.sampled_from(["type", "properties", "items", "anyOf", "required", "enum", "$defs", "maxLength", "x"])
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+)
+
+
+@given(JSONS)
+def test_any_json_gets_an_answer(schema: Any) -> None:
+    complaint = schema_complaint(schema, "here")
+    assert complaint is None or complaint.startswith("here")
+    assert (complaint is None) or not isinstance(schema, bool)
+
+
+def schemas() -> st.SearchStrategy[Any]:
+    leaves = st.booleans() | st.fixed_dictionaries({"type": st.sampled_from(TYPES)})
+    return st.recursive(leaves, lambda inner: st.fixed_dictionaries({}, optional={
+        "type": st.lists(st.sampled_from(TYPES), min_size=1), "properties": st.dictionaries(st.text(), inner), "items": inner,
+        "anyOf": st.lists(inner, min_size=1), "required": st.lists(st.text()), "enum": st.lists(st.integers()), "not": inner,
+    }))  # fmt: skip
+
+
+@given(schemas())
+def test_what_is_well_formed_is_let_through(schema: Any) -> None:
+    assert schema_complaint(schema, "here") is None
+
+
+def test_a_schema_as_deep_as_json_can_be() -> None:
+    schema: dict[str, Any] = {"type": "zzz"}
+    for _ in range(5_000):
+        schema = {"items": schema}
+    assert "not 'zzz'." in (schema_complaint(schema, "here") or "")
+
+
+def test_words_are_found_in_schemas() -> None:
+    schema = {"properties": {"a": {"anyOf": [{"format": "foo"}, {"$ref": "#/$defs/x"}, {"not": {}}]}}}
+    assert path_of(schema, "foo") == "properties.a.anyOf[0].format"
+    assert path_of(schema, "/$defs/x") == "properties.a.anyOf[1].$ref"
+    assert path_of(schema, "not") == "properties.a.anyOf[2].not"
+    assert path_of(schema, "nowhere") is None
+
+
+# Schemas that are well formed, but cannot be forced
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def test_lines_of_a_grammar_are_about_tools() -> None:
+    names = ['say "it"', "b", "c"]
+    forced = grammar_for_tools("hermes", [tool(name) for name in names], "required")
+    assert forced is not None
+    lines = forced["value"].splitlines()
+    found = [tool_at(forced["value"], number) for number, line in enumerate(lines, 1) if line.startswith("arguments_")]
+    assert found == names
+    assert [tool_at(forced["value"], number) for number in (0, 1, 999)] == [None] * 3
+    one = grammar_for_tools("mistral", [tool(name) for name in names], {"name": "c"})
+    assert one is not None and tool_at(one["value"], 0) == "c"
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    error = RemoteError("The engine process died.", code="unavailable", status=503)
+    assert explained(error, "", [tool("f")]) is error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "choice", "said"),
+    [
+        ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed (at properties.a.not): Unimplemented"),
+        ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed (at properties.a.format): Unkn"),
+        ({"$ref": "#/$defs/x"}, "required", "(at properties.a.$ref): Pointer '/$defs/x' does not exist."),
+        ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
+        ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
+    ],
+)
+def test_a_schema_that_cannot_be_forced_is_told_by_its_tool(tmp_path: Path, wrong: Any, choice: Any, said: str) -> None:
+    host = host_with(tmp_path)
+    engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
+    (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)
+    body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for stream in (False, True):
+            answer = await client.post(CHAT, json={**body, "stream": stream})
+            error = http_error_of(answer)
+            assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
+            assert said in error["message"]
+            assert 'tool_choice "auto"' in error["message"]
+
+    with_client(test, host)

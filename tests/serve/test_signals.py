@@ -1,0 +1,245 @@
+"""Ctrl+C: the first ends a service in order, the second at once, with status 130, without a word, and with all it started."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archerfish.config import ServeConfig
+from archerfish.serve import front
+from archerfish.serve.front import FrontConfig
+from archerfish.serve.front_ends import FrontEnds
+from archerfish.serve.host_config import HostConfig
+from archerfish.serve.signals import orderly_end, start_process
+from archerfish.serve.supervisor import Supervisor
+from tests.engine.tiny_llama import save_tiny_llama
+from tests.engine.tiny_tokenizers import byte_fallback
+
+from .fake_backend import TEMPLATE
+
+LIMIT_S = 60
+ROOT = Path(__file__).parents[2]
+
+
+class LeftError(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(code: int) -> None:
+        raise LeftError(code)
+
+    monkeypatch.setattr("os._exit", leave)
+
+
+def broken() -> None:
+    raise RuntimeError("cannot be killed")
+
+
+def test_the_first_raises_and_the_second_leaves(leaving: None) -> None:
+    killed: list[str] = []
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with orderly_end() as ending:
+        ending.kills += [broken, lambda: killed.append("engine")]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert killed == []
+        with pytest.raises(LeftError, match="130"):
+            signal.raise_signal(signal.SIGINT)
+        assert killed == ["engine"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_ctrl_c_after_sigterm_does_not_wait_either(leaving: None) -> None:
+    with orderly_end():
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(LeftError, match="130"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_thread_has_no_signals() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def run() -> None:
+        with orderly_end() as ending:
+            seen.append((ending.is_begun, signal.getsignal(signal.SIGINT)))
+
+    seen: list[Any] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
+
+
+CHILD = """
+import sys
+sys.stdin.readline()
+from archerfish.serve.signals import ignore_interrupts
+ignore_interrupts()
+print("lives", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ctrl_c_does_not_end_a_process_that_is_not_ready_for_it() -> None:
+    process = start_process([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdin is not None and process.stdout is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"lives\n"
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 0
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+SERVING = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdin.readline()
+print('{"address": "ipc:///nowhere"}', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_process_that_is_killed_is_not_started_again() -> None:
+    changes: list[bool] = []
+    supervisor = Supervisor(HostConfig(), on_change=changes.append, command=(sys.executable, "-c", SERVING))
+    directory = Path(supervisor._directory)
+    supervisor.start()
+    process = supervisor._process
+    assert process is not None and directory.is_dir()
+    with supervisor._lock:  # which the thread that a signal interrupts may hold
+        supervisor.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not directory.exists()
+    supervisor._watcher.join(LIMIT_S)
+    assert (supervisor.num_starts, changes) == (1, [True])
+    supervisor.stop()
+
+
+def test_front_ends_that_are_killed_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with front.bind(ServeConfig(port=0)) as listener:
+        settings = FrontConfig(address="ipc:///nowhere", credentials="", listener=listener.fileno())
+        with FrontEnds(settings, 2, command=("cat",)) as others:
+            with others._lock:
+                others.kill()
+            for keeper in others._keepers:
+                keeper.join(LIMIT_S)
+            assert [process.returncode for process in others.processes] == [-signal.SIGKILL] * 2
+    assert (others.num_restarts, caplog.records) == (0, [])
+
+
+ENDLESS = """
+import asyncio
+from archerfish.config import ServeConfig
+from archerfish.serve import front
+from archerfish.serve.signals import Ending
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        while True:
+            kind = (await receive())["type"]
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+    await asyncio.Event().wait()
+
+config = ServeConfig(port=0, log_level="info")
+with front.bind(config) as listener:
+    front.run_app(app, listener, config, lambda url: print(url, flush=True), on_force=Ending().force)
+"""
+
+
+@contextmanager
+def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with a group of its own, all output in one pipe; none of the group stays."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    too_late = threading.Timer(3 * LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+    too_late.start()
+    assert process.stdout is not None
+    try:
+        yield process
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        too_late.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return line
+    raise AssertionError(seen)
+
+
+def press_twice_during(process: subprocess.Popen[str], connection: http.client.HTTPConnection) -> str:
+    """Ctrl+C, and again once the first has been understood; gives what was still printed."""
+    assert process.stdout is not None
+    os.killpg(process.pid, signal.SIGINT)
+    read_until(process, "Waiting for connections to close")
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.stdout.read()  # until all who hold it are gone
+    assert process.wait(LIMIT_S) == 130
+    connection.close()
+    return rest
+
+
+def test_a_second_ctrl_c_ends_a_front_end_in_the_middle_of_an_answer() -> None:
+    with started([sys.executable, "-c", ENDLESS]) as process:
+        host, port = read_until(process, "http://").strip().removeprefix("http://").split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
+        connection.request("GET", "/")
+        assert connection.getresponse().read(5) == b"begun"
+        assert press_twice_during(process, connection) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_front_ends", ["1", "2"])
+def test_a_second_ctrl_c_ends_the_whole_service(tmp_path: Path, num_front_ends: str) -> None:
+    model, scratch = tmp_path / "tiny", tmp_path / "scratch"
+    model.mkdir()
+    scratch.mkdir()
+    save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
+    byte_fallback(model, chat_template=TEMPLATE)
+    command = [
+        sys.executable, "-m", "archerfish", "serve", "--port", "0", "--kinds", "generation", "--model", str(model),
+        "--load-format", "dummy", "--dtype", "float32", "--max-cache-tokens", "65536", "--num-threads", "1",
+        "--num-front-ends", num_front_ends, "--log-level", "info",
+    ]  # fmt: skip
+    with started(command, TMPDIR=str(scratch)) as process:
+        host, port = read_until(process, "http://").split("http://")[1].split(" ")[0].split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().readline()
+        rest = press_twice_during(process, connection)
+        assert "Traceback" not in rest
+        assert "ERROR" not in rest
+        assert list(scratch.iterdir()) == []
