@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from archerfish.bench.generate import run_benchmark
+    from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase
+    from archerfish.cache.adaptive import AdaptiveCache
+    from archerfish.cache.logits_cache import CacheKey, LogitsCache
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
     from archerfish.engine.async_engine import AsyncLLMEngine
@@ -19,46 +23,62 @@ if TYPE_CHECKING:
     from archerfish.engine.monitor import PerformanceMonitor
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from archerfish.engine.rwkv_sampler import RwkvSampler
-    from archerfish.engine.streaming import PrefetchConfig, StreamingInference
+    from archerfish.engine.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.engine.tokenizer import FastTokenizer
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
+    from archerfish.kernels.buffers import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
     from archerfish.observe.collector import MetricsCollector
     from archerfish.observe.events import MetricEvent, RealTimeMonitor
     from archerfish.observe.regression import RegressionDetector
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
+    from archerfish.runtime.logits_view import LogitsView, SamplingConfig
+    from archerfish.runtime.sampler import FastSampler
+    from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
 
 _HOME = {
+    "AdaptiveCache": "cache.adaptive",
     "ArcherfishError": "errors",
     "ArrowEngine": "engine.arrow_engine",
     "AsyncLLMEngine": "engine.async_engine",
     "BatchInferenceServer": "engine.batch_server",
     "BatchProcessor": "engine.batch_processor",
+    "BenchmarkConfig": "bench.targets",
+    "BufferPool": "kernels.buffers",
+    "CacheKey": "cache.logits_cache",
     "CompletionOutput": "engine.outputs",
     "ConversionConfig": "config",
     "ConversionResult": "store.converter",
     "EmbedConfig": "config",
     "EngineConfig": "config",
+    "FastSampler": "runtime.sampler",
     "FastTokenizer": "engine.tokenizer",
     "HubConfig": "config",
     "InferenceCore": "engine.inference_core",
+    "InferenceRequest": "engine.streaming",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
+    "LogitsCache": "cache.logits_cache",
+    "LogitsView": "runtime.logits_view",
     "MetricEvent": "observe.events",
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
+    "OptimizationConfig": "serve.optimization",
     "PerformanceMonitor": "engine.monitor",
+    "PerformanceTarget": "bench.targets",
+    "PoolStats": "kernels.buffers",
     "PrefetchConfig": "engine.streaming",
     "RealTimeMonitor": "observe.events",
     "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
     "RwkvSampler": "engine.rwkv_sampler",
+    "SamplingConfig": "runtime.logits_view",
     "SamplingMetrics": "observe.sampling",
     "SamplingParams": "params",
     "ServeConfig": "config",
@@ -66,18 +86,22 @@ _HOME = {
     "StreamingInference": "engine.streaming",
     "TTSRequest": "engine.tts",
     "TTSTokens": "engine.tts",
+    "TestCase": "bench.targets",
     "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
+    "run_benchmark": "bench.generate",
 }
 
 __all__ = [
-    "LLM", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor", "CompletionOutput",
-    "ConversionConfig", "ConversionResult", "EmbedConfig", "EngineConfig", "FastTokenizer", "HubConfig", "InferenceCore",
-    "LLMEngine", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "PerformanceMonitor", "PrefetchConfig",
-    "RealTimeMonitor", "RegressionDetector", "RequestOutput", "RerankResult", "RwkvSampler", "SamplingMetrics",
-    "SamplingParams", "ServeConfig", "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TextDelta", "WeightLoader",
-    "register_model",
+    "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor",
+    "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput", "ConversionConfig", "ConversionResult", "EmbedConfig",
+    "EngineConfig", "FastSampler", "FastTokenizer", "HubConfig", "InferenceCore", "InferenceRequest", "LLMEngine",
+    "LogitsCache", "LogitsView", "MetricEvent", "MetricsCollector", "ModelAdapter", "ModelConverter", "OptimizationConfig",
+    "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
+    "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams", "ServeConfig",
+    "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta", "WeightLoader", "register_model",
+    "run_benchmark",
 ]
 
 

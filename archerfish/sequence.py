@@ -67,6 +67,7 @@ class Request:
     seed: int = 0
     needs_host_token: bool = False  # the next token must be known on the host before the following step (grammars)
     grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
+    wants_logits: bool = False  # those of the token after the prompt, with the first delta of the first sequence
 
 
 class Status(Enum):
@@ -144,7 +145,7 @@ class Plan:
     starts: list[int]
     counts: list[int]
     samples: list[bool]  # whether the step gives the sequence a token
-    keeps_logits: list[int]  # indices of sequences whose logits are to be handed back for the LogitsCache
+    keeps_logits: list[int]  # indices of sequences whose logits are to be handed back, for the LogitsCache or the caller
     copies: list[tuple[int, int]]  # blocks to copy (from, to) before anything else
     num_decodes: int
     num_tokens: int
@@ -179,5 +180,6 @@ class Delta:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    logits: Any = None  # of a request that wants them: an opaque row
     finish_reason: FinishReason | None = None
     error: BaseException | None = None

@@ -82,6 +82,33 @@ def test_outside_packages_are_imported_where_they_belong(path: Path) -> None:
         assert not tops & WEB
 
 
+def needed_modules(path: Path) -> set[str]:
+    """Modules of ours that one imports to run, also inside of functions: not what it needs for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    only_types = [
+        set(map(id, ast.walk(node))) for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]  # fmt: skip
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if any(id(node) in nodes for nodes in only_types):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {".".join(("archerfish", *path.relative_to(ROOT).with_suffix("").parts)): path for path in modules()}
+    needed = {name: needed_modules(path) & names.keys() - {name} for name, path in names.items()}
+    while free := [name for name, others in needed.items() if not others & needed.keys()]:
+        for name in free:
+            del needed[name]
+    assert not needed, f"These are in a circle of imports, or import one: {sorted(needed)}"
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_readable(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 600
@@ -92,6 +119,15 @@ def test_importing_archerfish_loads_nothing_heavy() -> None:
     code = f"import sys, archerfish, archerfish.config; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_parts_that_the_seed_names_are_public() -> None:
+    parts = (
+        "AdaptiveCache BenchmarkConfig BufferPool CacheKey FastSampler InferenceRequest LogitsCache LogitsView MetricEvent "
+        "MetricsCollector OptimizationConfig PerformanceMonitor PerformanceTarget PoolStats PrefetchConfig RealTimeMonitor "
+        "RegressionDetector RwkvSampler SamplingConfig SamplingMetrics StreamingInference TestCase"
+    )
+    assert set(parts.split()) <= set(archerfish.__all__)
 
 
 def test_every_public_name_can_be_had() -> None:

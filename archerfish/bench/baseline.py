@@ -22,7 +22,7 @@ MACHINE_KEYS = ("cpu", "cores", "gpu")  # runs on others are not comparable
 DIRECTIONS: dict[str, dict[str, Direction]] = {
     "embed": {"*@*": "lower"},  # texts/s of a workload and a batch size
     "throughput": {"continuous *": "lower", "kv utilisation *": "lower", "*": "neither"},  # the rest are those beside us
-    "latency": {f"{OURS}: tokens/s *": "lower", f"{OURS}: *": "higher", "*": "neither"},
+    "latency": {f"{OURS}: tokens/s *": "lower", f"{OURS}: CPU, %": "neither", f"{OURS}: *": "higher", "*": "neither"},
     "prefix": {"requests/s, cache on": "lower", "requests/s, cache off": "neither", "hit rate, *": "lower",
                "first token, *": "higher", "forward passes *": "higher"},
     "tts": {"tokens/s, *, package rwkv": "neither", "tokens/s, *": "lower", "share of the copy rate, *": "lower",

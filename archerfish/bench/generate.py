@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from archerfish.bench.memory import status_bytes
 from archerfish.bench.stats import Summary, percentile, summarize
 from archerfish.bench.targets import BenchmarkConfig, Judged, PerformanceTarget, TestCase
 from archerfish.config import EngineConfig
@@ -236,14 +237,19 @@ def measure_latency(
     config: EngineConfig, report: Report, benchmark: BenchmarkConfig, peers: dict[str, LatencyPeer],
     progress: Progress = no_progress,
 ) -> None:
-    """One request at a time: time to the first token of every case, then the gaps between tokens."""
-    rounds = benchmark.measurement_iterations
+    """One request at a time: first token and whole answer of every case, the gaps between tokens, and what it takes of the
+    machine; memory only where no peers share the process.
+    """
+    rounds, cpu_percents = benchmark.measurement_iterations, list[float]()
     with LLMEngine(config) as engine:
         vocab_size = engine.facts.vocab_size
 
         def run_all(case: TestCase, round_index: int) -> Iterator[tuple[str, list[float]]]:
             prompt = case.tokens(vocab_size, round_index)
-            yield OURS, our_moments(engine, case, prompt, benchmark.timeout_s)
+            began, used = time.perf_counter(), time.process_time()
+            moments = our_moments(engine, case, prompt, benchmark.timeout_s)
+            cpu_percents.append(100 * (time.process_time() - used) / (time.perf_counter() - began))
+            yield OURS, moments
             for name, peer in peers.items():
                 yield name, peer(prompt, case.sampling.max_tokens or LATENCY_OUTPUT)
 
@@ -255,15 +261,26 @@ def measure_latency(
                 for name, moments in run_all(case, round_index):
                     gaps = (np.diff(moments) * 1000).tolist()
                     report.add(f"{name}: first token {case.name}, ms", moments[0] * 1000)
+                    report.add(f"{name}: answer {case.name}, ms", moments[-1] * 1000)
                     if gaps:
                         report.add(f"{name}: tokens/s {case.name}", len(gaps) / (moments[-1] - moments[0]))
                         report.add(f"{name}: gap p50, ms", percentile(gaps, 0.5))
                         report.add(f"{name}: gap p99, ms", percentile(gaps, 0.99))
+                report.add(f"{OURS}: CPU, %", cpu_percents[-1])
+                if not peers and (resident := status_bytes("VmRSS")):
+                    report.add(f"{OURS}: memory, MB", resident / 1e6)
             progress(round_index + 1, rounds, "")
 
 
+def run_benchmark(config: EngineConfig, benchmark: BenchmarkConfig) -> tuple[Report, list[Judged]]:
+    """All cases of a bench of one's own on an engine made for it: what was measured, and what the cases expect of it."""
+    report = Report()
+    measure_latency(config, report, benchmark, {})
+    return report, latency_bars(report, benchmark)
+
+
 def latency_bars(report: Report, benchmark: BenchmarkConfig) -> list[Judged]:
-    """What the cases expect; a target names one of our figures, such as "first token, ms", "tokens/s" or "gap p99, ms"."""
+    """What the cases expect; a target names one of our figures: "first token, ms", "answer, ms", "tokens/s" and so on."""
     found = []
     for case in benchmark.test_cases:
         for target in case.expected:

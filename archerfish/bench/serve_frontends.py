@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -18,6 +17,7 @@ import zmq
 from archerfish.bench import stream_reader
 from archerfish.bench.paced_engine import FIRST_WORD, NAME, NUM_WORDS, Pace
 from archerfish.bench.paced_process import Report, Task
+from archerfish.bench.serve_bench import ServeBench
 from archerfish.bench.serve_report import Figures, Point, percentiles
 from archerfish.bench.served_stack import FrontEnds, PacedProcess, Process, chat_request, paced_stack
 from archerfish.bench.stream_reader import Reading, WasRead
@@ -25,9 +25,6 @@ from archerfish.errors import ServiceError
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket
 from archerfish.serve.wire import Bundle, Chunk, Generate
-
-if TYPE_CHECKING:
-    from archerfish.bench.serve import ServeBench
 
 NUM_STREAMS, TOKENS_S = 256, 20_000.0
 ALONE, SOCKETS = "in process", "sockets alone"

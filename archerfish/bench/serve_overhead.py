@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from archerfish.bench.paced_engine import NAME, NO_WAIT, Pace, make_engine, save_model
 from archerfish.bench.paced_process import Task
+from archerfish.bench.serve_bench import ServeBench
 from archerfish.bench.serve_report import Figures, Point
 from archerfish.bench.served_stack import FrontEnds, chat_request, paced_stack
 from archerfish.bench.stream_reader import CONTENT
@@ -30,9 +30,6 @@ from archerfish.errors import ServiceError
 from archerfish.params import SamplingParams
 from archerfish.serve.host_config import HostConfig, ModelSpec
 from archerfish.serve.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from archerfish.bench.serve import ServeBench
 
 PACES = {"steps of 5 ms": Pace(0.005), "steps of no time": NO_WAIT}
 NUM_PACED, NUM_PACED_TOKENS = 40, 64  # answers of a round on each way, and their tokens

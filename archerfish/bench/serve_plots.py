@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from archerfish.bench.serve import Found
+from archerfish.bench.serve_bench import Found
 from archerfish.bench.serve_report import Point, by_load, table
 from archerfish.bench.targets import row_of
 

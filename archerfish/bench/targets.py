@@ -20,6 +20,22 @@ class PerformanceTarget:
     wanted: float
     at_least: bool = False
 
+    @classmethod
+    def limits(
+        cls, *, max_latency_ms: float | None = None, min_throughput_tps: float | None = None,
+        max_memory_mb: float | None = None, max_cpu_percent: float | None = None,
+    ) -> tuple[PerformanceTarget, ...]:
+        """What a TestCase may expect, in usual terms: of whole answers, of tokens a second, and of this process.
+
+        100 per cent are one core at work all the time.
+        """
+        limits = (
+            cls("answer, ms", max_latency_ms or 0.0), cls("tokens/s", min_throughput_tps or 0.0, at_least=True),
+            cls("memory, MB", max_memory_mb or 0.0), cls("CPU, %", max_cpu_percent or 0.0),
+        )  # fmt: skip
+        given = (max_latency_ms, min_throughput_tps, max_memory_mb, max_cpu_percent)
+        return tuple(limit for limit, value in zip(limits, given, strict=True) if value is not None)
+
     def judged(self, value: float | None) -> Judged:
         return Judged(self, None if value is None or math.isnan(value) else value)
 

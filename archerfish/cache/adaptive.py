@@ -165,6 +165,7 @@ class AdaptiveCache(Generic[K, V]):
         if num_bytes > self.max_bytes or not (is_known or self.should_cache(key)):
             self._refusals += 1
             return False
+        self.evict_expired()
         self.adaptive_eviction(num_bytes)
         self._tick += 1
         self._entries[key] = _Entry(value, num_bytes, self._clock(), self._tick)
@@ -189,12 +190,15 @@ class AdaptiveCache(Generic[K, V]):
             return fresh
         return proven
 
-    def evict_expired(self) -> int:
-        """Drop what is too old; returns how many."""
+    def evict_expired(self, max_age_s: float | None = None) -> int:
+        """Drop what is too old, or for once what has reached max_age_s; returns how many."""
+        if max_age_s is not None and not max_age_s >= 0:
+            raise InvalidOptionError(f"max_age_s must be at least 0, not {max_age_s}.")
+        oldest = self.ttl_seconds if max_age_s is None else min(max_age_s, self.ttl_seconds)
         count = 0
         while self._entries:
             key, entry = next(iter(self._entries.items()))
-            if self._age(entry) < self.ttl_seconds:
+            if self._age(entry) < oldest:
                 break
             self._forget(key)
             count += 1

@@ -1,6 +1,6 @@
 """Logits of contexts that were computed before, so that an exact repeat costs no forward pass.
 
-An entry belongs to the RadixCache node that ends at its context: it goes by age, and when that node goes
+An entry of an engine belongs to the RadixCache node that ends at its context: it goes by age, and when that node goes
 (`RadixCache(on_drop=cache.drop)`). A split keeps the lower node, so that an entry stays with the node that ends where its
 context ends.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.cache.key import RadixKey
 from archerfish.cache.node import Node
+from archerfish.errors import InvalidInputError
 from archerfish.sequence import pack_tokens
 
 
@@ -67,7 +68,7 @@ class LogitsCacheStats:
 @dataclass(slots=True)
 class _Kept:
     value: Any
-    node: Node
+    node: Node | None
 
 
 class LogitsCache:
@@ -107,13 +108,20 @@ class LogitsCache:
         """Whether logits of this context, which `get` has just not found, are worth keeping."""
         return self._kept.should_cache(key)
 
-    def insert(self, key: CacheKey, value: Any, num_bytes: int, node: Node) -> bool:
-        """Keep a value while `node` lives. False: it is too large or not worth it, or the node is gone or a root."""
-        if node.is_stale or node.parent is None:
+    def insert(self, key: CacheKey, value: Any, num_bytes: int | None = None, node: Node | None = None) -> bool:
+        """Keep a value, as long as `node` lives if there is one. False: too large, not worth it, or the node is gone or a root.
+
+        num_bytes: left out, what an array or a tensor says of itself.
+        """
+        if num_bytes is None:
+            num_bytes = getattr(value, "nbytes", None)
+            if num_bytes is None:
+                raise InvalidInputError(f"A {type(value).__name__} does not say its size.", hint="Give num_bytes beside it.")
+        if node is not None and (node.is_stale or node.parent is None):
             self._kept.discard(key)
             return False
         is_kept = self._kept.insert(key, _Kept(value, node), num_bytes)
-        if is_kept:
+        if is_kept and node is not None:
             self._of_node.setdefault(node, set()).add(key)
         return is_kept
 
@@ -121,9 +129,9 @@ class LogitsCache:
         """Other limits from now on, for what is there too: entries that are too old now go, and those that do not fit."""
         self._kept.resize(max_bytes, ttl_seconds)
 
-    def evict_expired(self) -> int:
-        """Drop what is too old; returns how many."""
-        return self._kept.evict_expired()
+    def evict_expired(self, max_age_s: float | None = None) -> int:
+        """Drop what is too old, or older than max_age_s; returns how many."""
+        return self._kept.evict_expired(max_age_s)
 
     def drop(self, node: Node) -> None:
         """Drop what belongs to a node that has gone."""
@@ -138,7 +146,9 @@ class LogitsCache:
             found.refusals,
         )  # fmt: skip
 
-    def _leave(self, key: CacheKey, node: Node) -> None:
+    def _leave(self, key: CacheKey, node: Node | None) -> None:
+        if node is None:
+            return
         keys = self._of_node[node]
         keys.discard(key)
         if not keys:

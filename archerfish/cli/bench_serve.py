@@ -15,7 +15,7 @@ from archerfish.cli.output import Output
 from archerfish.errors import ArcherfishError, InvalidOptionError, MachineError, did_you_mean
 
 if TYPE_CHECKING:
-    from archerfish.bench.serve import BenchOptions, Found, Tell
+    from archerfish.bench.serve_bench import BenchOptions, Found, Tell
     from archerfish.bench.serve_load import Load
     from archerfish.bench.serve_server import ServerOptions
 
@@ -142,7 +142,7 @@ def read_body(text: str) -> dict[str, Any]:
 
 
 def read_options(arguments: Namespace) -> BenchOptions:
-    from archerfish.bench.serve import BenchOptions
+    from archerfish.bench.serve_bench import BenchOptions
     from archerfish.bench.serve_report import Limits
 
     if arguments.rounds < 1 or arguments.timeout <= 0:
@@ -207,7 +207,7 @@ def whole_number(flag: str, text: str) -> int:
 
 def teller(out: Output) -> Tell:
     """Notes every measurement where no progress bar shows that something is going on."""
-    from archerfish.bench.serve import tell_nothing
+    from archerfish.bench.serve_bench import tell_nothing
 
     return tell_nothing if out.is_rich or out.quiet else lambda name, value: out.note(f"{name}: {value:,.4g}")
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from archerfish import __version__
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
@@ -137,11 +138,25 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         name = " ".join(words[:length])
         if name in known:
             return known[name], words[length:]
+    if words[0] == "bench" and (bench := bench_of_baseline(words[1:])):
+        if f"bench {bench}" not in known:
+            raise UnknownOptionError(f"The baseline is of a bench {bench!r}, which does not exist.")
+        return known[f"bench {bench}"], words[1:]
     family = [name for name in known if name.startswith(f"{words[0]} ")]
     if family:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
         raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)
     raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
+
+
+def bench_of_baseline(flags: list[str]) -> str:
+    """The bench that the --baseline among some flags is of; empty where there is none, or where a name stands first."""
+    at = next((i for i, flag in enumerate(flags) if flag.split("=")[0] == "--baseline"), None)
+    if at is None or not flags[0].startswith("-") or flags[-1] == "--baseline":
+        return ""
+    from archerfish.bench.baseline import Baseline
+
+    return Baseline.read(Path(flags[at].partition("=")[2] or flags[at + 1])).bench
 
 
 def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str:

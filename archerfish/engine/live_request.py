@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from archerfish.engine.output_text import OutputText
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta, request_metrics
@@ -28,6 +29,7 @@ class LiveRequest:
             tokenizer = None
         self.texts = [None if tokenizer is None else OutputText(tokenizer, request) for _ in range(request.params.n)]
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
+        self.logits: Any = None
         self.sequences: dict[int, Sequence] = {}
         self.num_open = request.params.n
         self.result: RequestOutput | None = None
@@ -39,6 +41,8 @@ class LiveRequest:
         output, text = self.outputs[index], self.texts[index]
         if delta.prompt_logprobs and self.prompt_logprobs is not None and index == 0:
             self.prompt_logprobs += delta.prompt_logprobs
+        if delta.logits is not None:
+            self.logits = delta.logits
         is_stopped = output.stop_reason is not None
         shown, stop = "", None
         token_ids = [] if is_stopped else delta.token_ids
@@ -74,5 +78,5 @@ class LiveRequest:
         return RequestOutput(
             request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
             outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
-            metrics=request_metrics(list(self.sequences.values())),
+            logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
         )

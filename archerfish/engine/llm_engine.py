@@ -39,6 +39,7 @@ from archerfish.engine.request_options import (
 )
 from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
+from archerfish.kernels.buffers import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
@@ -100,14 +101,16 @@ class LLMEngine:
 
     def add_request(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None,
-        priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", listener: Listener | None = None,
+        priority: int = 0, deadline_s: float | None = None, namespace: Namespace | str = "", wants_logits: bool = False,
+        listener: Listener | None = None,
     ) -> str:
         """Queue a request and return its id. It runs when someone steps or waits; `get_output` has its result.
 
-        deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share.
+        deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share. wants_logits:
+        the result has those of the token after the prompt.
         """
         params = sampling_params or SamplingParams()
-        request, text = self._make_request(prompt, params, request_id, priority, deadline_s, namespace)
+        request, text = self._make_request(prompt, params, request_id, priority, deadline_s, namespace, wants_logits)
         self.submit(LiveRequest(request, text, self.tokenizer, listener))
         return request.request_id
 
@@ -125,11 +128,11 @@ class LLMEngine:
 
     def _make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
-        deadline_s: float | None = None, namespace: Namespace | str = "",
+        deadline_s: float | None = None, namespace: Namespace | str = "", wants_logits: bool = False,
     ) -> tuple[Request, str | None]:
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        check_option_values(request_id, priority, deadline_s, namespace)
+        check_option_values(request_id, priority, deadline_s, namespace, wants_logits)
         check_vocabulary(params, self.facts.vocab_size)
         token_ids, text = self._tokenize(prompt)
         room = self.facts.max_len - len(token_ids)
@@ -151,7 +154,7 @@ class LLMEngine:
             namespace=Namespace(namespace) if isinstance(namespace, str) else namespace, priority=priority,
             deadline=None if deadline_s is None else now + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            needs_host_token=grammar is not None, grammar=grammar,
+            needs_host_token=grammar is not None, grammar=grammar, wants_logits=wants_logits,
         )
         return request, text
 
@@ -514,6 +517,10 @@ class LLMEngine:
             avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
             concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
         )
+
+    def pool_stats(self) -> PoolStats:
+        """Of the large arrays that steps use again: while the batch does not grow, cache_misses stands still."""
+        return self.runner.ops.pool_stats()
 
     def cache_stats(self) -> CacheStats:
         with self._lock:

@@ -19,6 +19,7 @@ from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
 from archerfish.observe import collector as names
 from archerfish.observe.collector import MetricsCollector
@@ -38,6 +39,7 @@ RATES = {  # what grows, and what its growth a second is called
 }  # fmt: skip
 WINDOW = 4096  # values that percentiles are taken of
 Counts = Mapping[str, Any]
+Watchable = LLMEngine | AsyncLLMEngine | ArrowEngine | RwkvSampler
 
 
 class PerformanceMonitor:
@@ -48,8 +50,7 @@ class PerformanceMonitor:
     """
 
     def __init__(
-        self, *engines: LLMEngine | AsyncLLMEngine | ArrowEngine, window: int = WINDOW,
-        clock: Callable[[], float] = time.monotonic,
+        self, *engines: Watchable, window: int = WINDOW, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if window < 1:
             raise InvalidInputError(f"window must be at least 1, not {window}.")
@@ -60,9 +61,12 @@ class PerformanceMonitor:
         for engine in engines:
             self.watch(engine)
 
-    def watch(self, engine: LLMEngine | AsyncLLMEngine | ArrowEngine) -> None:
+    def watch(self, engine: Watchable) -> None:
         """Count what this engine does from now on."""
-        inner = engine.engine if isinstance(engine, AsyncLLMEngine) else engine
+        inner: object = engine.engine if isinstance(engine, AsyncLLMEngine | RwkvSampler) else engine
+        if not isinstance(inner, LLMEngine | ArrowEngine):
+            known = "an LLMEngine, an AsyncLLMEngine, an ArrowEngine or a RwkvSampler"
+            raise InvalidInputError(f"A monitor watches {known}, not {type(inner).__name__}.")
         if inner.watcher is not None or inner.model_name in self._watched:
             raise InvalidInputError(f"{inner.model_name} is watched already.", hint="Close the monitor that watches it.")
         told = self.collector, self._publisher, self._clock

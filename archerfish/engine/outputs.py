@@ -100,6 +100,7 @@ class RequestOutput:
     finished: bool = True
     hit: Any = None  # the HitRecord: where the match in the cache ended, and why
     prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first
+    logits: Any = None  # with wants_logits: of the token after the prompt, a (1, vocabulary) tensor that is not to be changed
 
     @property
     def text(self) -> str:

@@ -15,7 +15,7 @@ from archerfish.params import SamplingParams, is_number
 from archerfish.sequence import Namespace
 
 MAX_DEADLINE_S = 1e9  # thirty years
-REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace")
+REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace", "wants_logits")
 RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
     "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
     "max_prompt_bytes", "max_queue_size", "pipeline_depth",
@@ -45,7 +45,11 @@ def check_running_values(config: EngineConfig) -> None:
         raise InvalidOptionError("logits_cache_ttl_s must be above 0.", hint="logits_cache_mib=0 turns the cache off.")
 
 
-def check_option_values(request_id: object, priority: object, deadline_s: Any, namespace: object) -> None:
+def check_option_values(
+    request_id: object, priority: object, deadline_s: Any, namespace: object, wants_logits: object = False
+) -> None:
+    if not isinstance(wants_logits, bool):
+        raise InvalidInputError(f"wants_logits must be true or false, not {wants_logits!r}.")
     if request_id is not None and not isinstance(request_id, str):
         raise InvalidInputError(f"request_id must be a string, not {request_id!r}.")
     if type(priority) is not int:

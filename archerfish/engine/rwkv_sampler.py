@@ -78,7 +78,7 @@ class RwkvSampler:
     ) -> list[TTSTokens]:
         """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice.
 
-        options: of TTSRequest, for those that are given as texts.
+        options: of TTSRequest, for those that are given as texts, or as tables that say nothing else.
         """
         found: dict[int, list[TTSTokens]] = {}
         for place, tokens in self.stream_tts_tokens_batch(requests, **options):
@@ -104,7 +104,7 @@ class RwkvSampler:
         batch = as_batch(requests)
         for place, request in enumerate(batch):
             try:
-                own = options if isinstance(request, str) else {}
+                own = {} if isinstance(request, TTSRequest) else options
                 waiting.append(self._prepare(place, as_request(request, own), arrived))
             except ArcherfishError as error:
                 arrived.append((place, TTSTokens(finish_reason="error", error=error)))
@@ -225,12 +225,12 @@ def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
     """What was given as a text, a table of values or a TTSRequest."""
     if isinstance(request, str):
         return TTSRequest(text=request, **options)
-    if options:
-        raise InvalidInputError(f"{next(iter(options))} is given beside a request.", hint="Put it into the TTSRequest.")
     if isinstance(request, Mapping):
-        return TTSRequest(**{str(name): value for name, value in request.items()})
+        return TTSRequest(**{**options, **{str(name): value for name, value in request.items()}})
     if not isinstance(request, TTSRequest):
         raise InvalidInputError(f"A TTS request must be a text or a TTSRequest, not {type(request).__name__}.")
+    if options:
+        raise InvalidInputError(f"{next(iter(options))} is given beside a request.", hint="Put it into the TTSRequest.")
     return request
 
 

@@ -1,22 +1,28 @@
 """StreamingInference: many requests at once through the step pipeline, answers as they come.
 
 While one step computes, the next one is planned and queued with places for the tokens that the first will choose: that is all
-the prefetching there is, and it changes no answer.
+the prefetching there is, and it changes no answer: a token that is not drawn yet has no logits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from archerfish.config import EngineConfig
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine, Prompt
 from archerfish.engine.outputs import RequestOutput, TextDelta
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidOptionError, StoppedError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams
+
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+NOT_HERE = ("window_size", "prefetch_threshold")
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,17 @@ class PrefetchConfig:
     """max_prefetch: steps that are launched before the one before them is taken in; 1, or 0 for one after the other."""
 
     max_prefetch: int = 1
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        known = [spec.name for spec in fields(cls)]
+        for name in values:
+            if name in NOT_HERE:
+                raise UnknownOptionError(
+                    f"{name} does not exist.", hint="A token that is not drawn yet has no logits that could be fetched before."
+                )
+            if name not in known:
+                raise UnknownOptionError(f"Unknown option of prefetching: {name!r}.", hint=did_you_mean(name, known))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.max_prefetch not in (0, 1):
@@ -62,6 +79,20 @@ class StreamingInference:
 
     async def _infer(self, request: InferenceRequest) -> RequestOutput:
         return await self.engine.generate(request.prompt, request.sampling_params, **request.options)
+
+    async def get_logits_with_prefetch(self, prompt: Prompt, **options: Any) -> npt.NDArray[np.float32]:
+        """The logits of the token after a prompt, out of the same steps as all else that runs; options as of requests.
+
+        Many of them awaited together are computed together. `RwkvSampler.sample_logits` and `FastSampler` draw from them.
+        """
+        output = await self.engine.generate(prompt, ONE_TOKEN, wants_logits=True, **options)
+        if output.logits is None:
+            error = output.outputs[0].error
+            raise error or StoppedError(f"The request ended by {output.finish_reason} before its logits came.")
+        ops = self.engine.engine.runner.ops
+        with ops.computing():
+            row: npt.NDArray[np.float32] = ops.fetch(output.logits)()[0]
+        return row.astype(np.float32)  # always a copy: the cache may hold the row as well
 
     async def stream(self, requests: Sequence[InferenceRequest]) -> AsyncIterator[tuple[int, TextDelta]]:
         """What the answers gain as it comes, each piece with the place of its request. Leaving the loop aborts what is left."""

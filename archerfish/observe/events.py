@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from archerfish.observe.regression import is_beyond
+
 logger = logging.getLogger("archerfish.observe")
 NO_THRESHOLDS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MetricEvent:
-    """One figure at one moment. is_alert: it is above the threshold of its name."""
+    """One figure at one moment. is_alert: it is beyond the threshold of its name."""
 
     name: str
     value: float
@@ -59,7 +61,8 @@ class Publisher:
 class RealTimeMonitor:
     """Reads figures in equal steps of time and sends them to its subscribers as events; `with` starts and stops it.
 
-    read: figures by name, at this moment. alert_thresholds: above which value of a figure its events are alerts.
+    read: figures by name, at this moment. alert_thresholds: above which value of a figure its events are alerts, or below
+    which where less is worse (rates and ratios, by the endings that RegressionDetector knows).
     """
 
     def __init__(
@@ -79,9 +82,9 @@ class RealTimeMonitor:
 
     def collect(self) -> list[MetricEvent]:
         """Read the figures once and tell the subscribers."""
-        now = self._clock()
+        now, thresholds = self._clock(), self.alert_thresholds
         events = [
-            MetricEvent(name, value, now, name in self.alert_thresholds and value > self.alert_thresholds[name])
+            MetricEvent(name, value, now, name in thresholds and is_beyond(name, value, thresholds[name]))
             for name, value in self._read().items()
         ]  # fmt: skip
         for event in events:

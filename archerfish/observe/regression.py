@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
@@ -30,6 +31,21 @@ class Measured(Protocol):
 
 
 @dataclass(frozen=True)
+class Single:
+    """One number: it spreads over nothing."""
+
+    median: float
+
+    @property
+    def low(self) -> float:
+        return self.median
+
+    @property
+    def high(self) -> float:
+        return self.median
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One metric beside its baseline. change: how much worse, as a share of the baseline; below 0 it got better."""
 
@@ -51,12 +67,13 @@ class Comparison:
 class RegressionDetector:
     """Compares runs with a baseline. A metric that breaches in three runs on end is a regression.
 
-    directions and tolerances (in per cent) are by metric or by a pattern such as "static *"; the first that fits counts. A
-    metric whose bad direction neither they nor its ending tell is refused: a wrong guess would praise what got slower.
+    Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. directions and
+    tolerances (in per cent) are by metric or by a pattern such as "static *"; the first that fits counts. A metric whose bad
+    direction neither they nor its ending tell is refused: a wrong guess would praise what got slower.
     """
 
     def __init__(
-        self, baseline_metrics: Mapping[str, Measured], *, tolerance_percent: float = 5.0,
+        self, baseline_metrics: Mapping[str, Measured | float], *, tolerance_percent: float = 5.0,
         tolerances: Mapping[str, float] | None = None, directions: Mapping[str, Direction] | None = None,
         consecutive_failures: Mapping[str, int] | None = None, num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
@@ -64,7 +81,7 @@ class RegressionDetector:
         self.tolerances = {**(tolerances or {}), "*": tolerance_percent}
         if not all(0 <= tolerance < math.inf for tolerance in self.tolerances.values()) or num_in_a_row < 1:
             raise ValueError("Tolerances must be at least 0 per cent, and num_in_a_row at least 1.")
-        self.baseline_metrics = dict(baseline_metrics)
+        self.baseline_metrics = {metric: measured(metric, value) for metric, value in baseline_metrics.items()}
         self.directions = dict(directions or {})
         self.num_in_a_row = num_in_a_row
         self.comparisons: list[Comparison] = []  # of the last check
@@ -72,11 +89,11 @@ class RegressionDetector:
         for metric in self.baseline_metrics:
             worse_when(metric, self.directions)
 
-    def check_regression(self, current_metrics: Mapping[str, Measured]) -> list[Comparison]:
+    def check_regression(self, current_metrics: Mapping[str, Measured | float]) -> list[Comparison]:
         """Take in one run; the regressions that are confirmed by it. What was not measured stays as it was."""
         self.comparisons = []
-        for metric, now in current_metrics.items():
-            direction = worse_when(metric, self.directions)
+        for metric, value in current_metrics.items():
+            now, direction = measured(metric, value), worse_when(metric, self.directions)
             before = self.baseline_metrics.get(metric)
             if before is None or direction == "neither" or math.isnan(now.median) or math.isnan(before.median):
                 continue
@@ -92,6 +109,22 @@ class RegressionDetector:
                 Comparison(metric, direction, before.median, now.median, change, is_breach, number, is_confirmed)
             )
         return [one for one in self.comparisons if one.is_confirmed]
+
+
+def measured(metric: str, value: Measured | float) -> Measured:
+    if isinstance(value, int | float):
+        return Single(value)
+    if not hasattr(value, "median"):
+        raise TypeError(f"The value of {metric!r} must be a number or a summary of several, not {value!r}.")
+    return value
+
+
+def is_beyond(metric: str, value: float, threshold: float) -> bool:
+    """Whether a figure is on the bad side of a threshold: below it where its ending says that less is worse, else above."""
+    with suppress(ValueError):
+        if worse_when(metric, {}) == "lower":
+            return value < threshold
+    return value > threshold
 
 
 def worse_when(metric: str, stated: Mapping[str, Direction]) -> Direction:

@@ -46,7 +46,7 @@ class Draft:
         counts, samples = [1] * num_decodes, [True] * num_decodes
         kept: list[int] = []
         for seq, start, count, gives_token in sorted(self.chunks, key=_place) if self.chunks else ():
-            if keeps_logits and gives_token and count and start + count == seq.num_prompt:
+            if (keeps_logits or seq.request.wants_logits) and gives_token and count and start + count == seq.num_prompt:
                 kept.append(len(sequences))
             num_decodes += count == 1
             sequences.append(seq)

@@ -383,6 +383,8 @@ class Scheduler:
         self._board.stats.total_tokens_generated += 1
         num_output = seq.num_emitted = len(seq.tokens) - seq.num_prompt
         if num_output == 1:
+            if request.wants_logits and seq.index == 0:
+                delta.logits = result.logits.get(index, seq.cached_logits)
             self._first_token(seq, now, is_computed=plan.counts[index] > 0, logits=result.logits.get(index))
         if token in request.stop_token_ids and num_output > request.params.min_tokens:
             self._end(seq, "stop", delta=delta)

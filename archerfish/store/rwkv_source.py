@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from archerfish.store.gguf_names import Architecture
-from archerfish.store.gguf_source import field_value, make_tensor, open_reader
+from archerfish.store.gguf_reader import field_value, make_tensor, open_reader
 from archerfish.store.sidecars import optional_json
 from archerfish.store.source import ModelSource, SourceTensor
-from archerfish.store.sources import find_weights, read_tensors
 from archerfish.store.tokenizer_files import write_tokenizer_files
+from archerfish.store.weight_files import find_weights, read_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -15,6 +15,7 @@ from archerfish.bench.serve_report import ROWS
 from archerfish.bench.stats import Summary, summarize
 from archerfish.cli.bench_report import EXIT_REGRESSION
 from archerfish.cli.main import COMMANDS, main
+from archerfish.cli.options import Parser
 from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.observe.regression import worse_when
 
@@ -76,6 +77,8 @@ def test_figures_that_people_see_have_the_right_direction() -> None:
     assert worse_when("transformers: gap p99, ms", DIRECTIONS["latency"]) == "neither"
     assert worse_when("archerfish: tokens/s after 16 tokens", DIRECTIONS["latency"]) == "lower"
     assert worse_when("archerfish: first token after 16 tokens, ms", DIRECTIONS["latency"]) == "higher"
+    assert worse_when("archerfish: memory, MB", DIRECTIONS["latency"]) == "higher"
+    assert worse_when("archerfish: CPU, %", DIRECTIONS["latency"]) == "neither"  # more cores at work may be the faster way
 
 
 def saved(path: Path, **metrics: float) -> Baseline:
@@ -163,6 +166,35 @@ def test_the_command_saves_compares_and_fails_at_the_third_time(tmp_path: Path, 
     said = capsys.readouterr().out
     assert "plan_p50_us" in said and "1 of 1 figures are worse than the baseline; 1 of them are regressions." in said
     assert json.loads(output.read_text())["compared"]["is_regression"] is True
+
+
+def test_a_baseline_alone_says_which_bench_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "b.json", list[list[str]]()
+
+    def parse(self: Parser, words: list[str]) -> None:
+        seen.append([self.prog, *words])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(Parser, "parse", parse)
+    Baseline("latency", "some-model", MACHINE, {"a_ms": Summary(1, 1, 1, 1)}).write(path)
+    assert main(["bench", "--baseline", str(path), "--rounds", "2"]) == 0
+    assert main(["bench", "--rounds", "2", f"--baseline={path}", "--model", "other"]) == 0
+    Baseline("scheduler", "", MACHINE, {"plan_us": Summary(1, 1, 1, 1)}).write(path)
+    assert main(["--quiet", "bench", "--baseline", str(path)]) == 0
+    assert seen == [
+        ["archerfish bench latency", "--baseline", str(path), "--rounds", "2"],
+        ["archerfish bench latency", "--rounds", "2", f"--baseline={path}", "--model", "other"],
+        ["archerfish bench scheduler", "--quiet", "--baseline", str(path)],
+    ]
+    assert main(["bench", "--baseline", str(tmp_path / "none")]) == NotFoundError.exit_code
+    for words in (["bench", "--baseline"], ["bench", "--rounds", "2"], ["bench", "latensy", "--baseline", str(path)]):
+        assert main(words) == 2
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "bench": "warmth"}))
+    assert main(["bench", "--baseline", str(path)]) == 2
+    assert "bench 'warmth'" in capsys.readouterr().err and len(seen) == 3
 
 
 def test_a_wrong_baseline_is_told_before_anything_runs(

@@ -30,7 +30,8 @@ from archerfish.bench.paced_engine import (
     word,
 )
 from archerfish.bench.paced_process import Report, Task, report_of, run_alone
-from archerfish.bench.serve import SCENARIOS, BenchOptions, ServeBench, measure_servers
+from archerfish.bench.serve import SCENARIOS, measure_servers
+from archerfish.bench.serve_bench import BenchOptions, ServeBench
 from archerfish.bench.serve_overhead import ADDED, IN_PROCESS, SERVED, Line, Pair, Timing, time_in_process
 from archerfish.bench.serve_report import Point
 from archerfish.bench.stream_reader import Reader, Reading, WasRead, cpu_seconds
@@ -349,7 +350,7 @@ def test_what_is_added_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(serve_overhead, "measure_all", measure_all)
     bench = ServeBench([], BenchOptions(count=7, model="some-model"))
-    found = asyncio.run(bench.run(["overhead"]))
+    found = asyncio.run(bench.run({"overhead": SCENARIOS["overhead"]}))
     assert [(target.name, target.is_met) for _, _, target in found.targets] == [
         ("added to the first token, ms", True), ("added to a token, ms", False),
     ]  # fmt: skip

@@ -20,7 +20,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from archerfish.bench import serve, serve_processes
-from archerfish.bench.serve import SCENARIOS, BenchOptions, Found, ServeBench
+from archerfish.bench.serve import SCENARIOS
+from archerfish.bench.serve_bench import BenchOptions, Found, ServeBench
 from archerfish.bench.serve_http import Address, Pool
 from archerfish.bench.serve_load import Load
 from archerfish.bench.serve_plots import HEIGHT, WIDTH, Series, chart, page, ticks
@@ -46,7 +47,7 @@ def tried(asked: Asked) -> bool:
 def run_bench(script: Script, scenarios: list[str], options: BenchOptions = QUICK, loads: tuple[Load, ...] = ()) -> Found:
     async def test(server: FakeServer, pool: Pool) -> Found:
         made = Server(ServerOptions("fake", pool.address.url), pool)
-        return await ServeBench([made], options).run(scenarios, loads)
+        return await ServeBench([made], options).run({name: SCENARIOS[name] for name in scenarios}, loads)
 
     return with_server(script, test)
 
@@ -172,7 +173,7 @@ def test_files_and_threads_that_stay_are_leaks(leaked: int, monkeypatch: pytest.
 
     async def test(fake: FakeServer, pool: Pool) -> Found:
         server = Server(ServerOptions("fake", pool.address.url, pid=1 << 30), pool)
-        return await ServeBench([server], FEW).run(["disconnect"])
+        return await ServeBench([server], FEW).run({"disconnect": SCENARIOS["disconnect"]})
 
     script = lambda asked: whole({"num_running": 0, "blocks_in_use": 0}) if asked.path == "/stats" else answering(asked)  # noqa: E731
     found = verdicts(with_server(script, test))
@@ -198,7 +199,8 @@ def test_overload_of_a_server_that_fails() -> None:
 @pytest.mark.parametrize(("leaked", "options", "num_leavers"), [(0, QUICK, 500), (3, FEW, 100)])
 def test_disconnect(leaked: int, options: BenchOptions, num_leavers: int) -> None:
     async def test(server: FakeServer, pool: Pool) -> Found:
-        return await ServeBench([Server(ServerOptions("fake", pool.address.url), pool)], options).run(["disconnect"])
+        bench = ServeBench([Server(ServerOptions("fake", pool.address.url), pool)], options)
+        return await bench.run({"disconnect": SCENARIOS["disconnect"]})
 
     def script(asked: Asked) -> Answer:
         if asked.path == "/stats":  # after a while nothing runs, and blocks come back, or do not
@@ -242,7 +244,7 @@ def test_servers_take_turns_and_one_that_is_away_is_left_out() -> None:
         servers = [Noting(ServerOptions(name, pool.address.url), pool) for name in "ab"]
         servers.append(Noting(ServerOptions("c", "unix:/nowhere/at/all"), away))
         loads = [Load((Shape("chat", (3, 3), (4, 4)),), concurrency=size, count=4) for size in (1, 2)]
-        return await ServeBench(servers, BenchOptions(rounds=3)).run([], loads)
+        return await ServeBench(servers, BenchOptions(rounds=3)).run({}, loads)
 
     found = with_server(answering, test)
     assert order == ["a1", "b1", "a2", "b2", "b1", "a1", "b2", "a2", "a1", "b1", "a2", "b2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archerfish.bench import gpu, startup
-from archerfish.bench.generate import Report, latency_bars, measure_latency, params_for
+from archerfish.bench.generate import Report, latency_bars, measure_latency, params_for, run_benchmark
 from archerfish.bench.gpu import EngineRun
 from archerfish.bench.startup import Start, judge_starts
 from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase, row_of
@@ -70,6 +70,25 @@ def test_cases_are_run_as_often_as_asked_and_held_to_what_they_expect(tmp_path: 
     assert [(bar.name, bar.is_met) for bar in latency_bars(report, benchmark)] == [
         ("given: first token, ms", True), ("given: tokens/s", False), ("given: gap p99, ms", True), ("given: warmth", None),
     ]  # fmt: skip
+
+
+def test_limits_of_latency_rate_memory_and_processor(tmp_path: Path) -> None:
+    loose = PerformanceTarget.limits(max_latency_ms=1e9, min_throughput_tps=1e-9, max_memory_mb=1e9, max_cpu_percent=1e9)
+    tight = PerformanceTarget.limits(max_latency_ms=1e-9, min_throughput_tps=1e12, max_memory_mb=0.001, max_cpu_percent=1e-9)
+    assert [str(target) for target in tight] == ["at most 1e-09", "at least 1e+12", "at most 0.001", "at most 1e-09"]
+    assert PerformanceTarget.limits(max_memory_mb=5) == (PerformanceTarget("memory, MB", 5),)
+    cases = (TestCase("loose", [5, 6, 7], params_for(8), loose), TestCase("tight", 3, params_for(8), tight))
+    config = tiny_config(save_tiny_llama(tmp_path))
+    report, judged = run_benchmark(config, BenchmarkConfig(cases, measurement_iterations=2))
+    names = ("answer, ms", "tokens/s", "memory, MB", "CPU, %")
+    assert [(one.name, one.is_met) for one in judged] == [
+        (f"{case}: {name}", case == "loose") for case in ("loose", "tight") for name in names
+    ]
+    first, whole = (report.summary(f"archerfish: {what} loose, ms") for what in ("first token", "answer"))
+    assert first is not None and whole is not None and first.median < whole.median
+    beside = Report()
+    measure_latency(config, beside, BenchmarkConfig(cases[:1], measurement_iterations=1), {"peer": lambda prompt, num: [0.1]})
+    assert "archerfish: memory, MB" not in beside.samples  # which would be that of the peer too
 
 
 def test_a_case_that_takes_too_long_is_an_error(tmp_path: Path) -> None:

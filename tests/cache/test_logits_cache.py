@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.radix import Node, RadixCache, RadixKey
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidInputError, InvalidOptionError
 
 
 class World:
@@ -56,6 +58,41 @@ def test_entries_expire_by_age() -> None:
     assert world.logits.evict_expired() == 0
     stats = world.logits.get_stats()
     assert (stats.entries, stats.bytes, stats.expirations) == (0, 0, 2)
+
+
+def test_without_a_node_entries_live_by_age_and_room_alone() -> None:
+    world = World(max_bytes=100)
+    row, key = memoryview(array("f", [0.5] * 10)), CacheKey([1, 2], 2, "m")
+    assert world.logits.insert(key, row) and world.logits.get(key) is row  # 40 bytes, as the row itself says
+    assert world.logits.get_stats().bytes == 40
+    world.radix.clear()
+    assert key in world.logits and not world.logits._of_node
+    assert not world.logits.insert(key, memoryview(array("f", [0.5] * 26)))
+    with pytest.raises(InvalidInputError, match="num_bytes"):
+        world.logits.insert(key, "no row")
+
+
+def test_ages_may_be_shorter_for_once() -> None:
+    world = World()
+    for moment in range(4):
+        world.now = float(moment)
+        world.keep([moment], moment)
+    assert world.logits.evict_expired(max_age_s=2.0) == 2  # those of 0 and 1
+    assert world.logits.evict_expired() == 0 and len(world.logits) == 2
+    with pytest.raises(InvalidOptionError, match="max_age_s"):
+        world.logits.evict_expired(-1)
+
+
+def test_what_is_too_old_leaves_before_anything_else() -> None:
+    world = World(max_bytes=25)
+    old = world.keep([1], "old")
+    assert world.logits.get(old) == "old"  # of use once, so that it would stay longer than the next one
+    world.now = 5.0
+    new = world.keep([2], "new")
+    world.now = 10.0
+    world.keep([3], "newest")
+    assert new in world.logits and old not in world.logits
+    assert (world.logits.get_stats().expirations, world.logits.get_stats().evictions) == (1, 0)
 
 
 def test_the_oldest_go_when_room_is_needed() -> None:

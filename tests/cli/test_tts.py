@@ -60,11 +60,12 @@ def test_a_text_that_is_too_long_fails_alone(flags: list[str], capsys: pytest.Ca
 
 def test_a_line_of_json_has_its_own_voice(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = tmp_path / "texts.jsonl"
-    entries = [{"text": "a"}, {"text": "a", "emotion": "HAPPY"}, {"text": "a", "emotion": "SADD"}, {"text": " "}]
+    voice = {"ref_global_tokens": list(range(32)), "ref_semantic_tokens": [5]}
+    entries = [{"text": "a"}, {"text": "a", **voice}, {"text": "a", "emotion": "SADD"}, {"text": " "}]
     texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     assert main(["tts", "--input", str(texts), *flags, "--seed", "1", "--max-tokens", "3"]) == 1
-    plain, happy, wrong, empty = lines_of(capsys)
-    assert plain["global_tokens"] != happy["global_tokens"]
+    plain, given, wrong, empty = lines_of(capsys)
+    assert given["global_tokens"] == list(range(32)) != plain["global_tokens"] and len(given["semantic_tokens"]) == 3
     assert "Did you mean 'SAD'?" in wrong["error"] and "text is empty" in empty["error"]
     texts.write_text("[1]\n", encoding="utf-8")
     assert main(["tts", "--input", str(texts), *flags]) == 2

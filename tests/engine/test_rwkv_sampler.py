@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import archerfish
-from archerfish import EngineConfig, LLMEngine, RwkvSampler, SamplingParams, TTSRequest, TTSTokens
+from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler, SamplingParams, TTSRequest, TTSTokens
 from archerfish.engine import llm_loading
-from archerfish.engine.tts import EOS, GLOBAL_OFFSET, TAG_1, VOCAB_SIZE
+from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
 from archerfish.errors import (
     ArcherfishError,
     InputTooLargeError,
@@ -145,7 +145,15 @@ def test_sixteen_together_are_sixteen_alone(sampler: RwkvSampler) -> None:
     alone = [sampler.generate_tts_tokens(request) for request in requests(16)]
     assert alone == together
     assert sampler.generate_tts_tokens_batch(reversed(requests(16))) == together[::-1]
-    assert sampler.generate_tts_tokens(requests(1, emotion="SAD")[0]) != together[0]
+
+
+@pytest.mark.parametrize("kind", PROPERTIES)
+def test_every_property_is_heard_by_the_model(sampler: RwkvSampler, kind: str) -> None:
+    voices: list[dict[str, Any]] = [{kind: name} for name in PROPERTIES[kind]]
+    prompts = [TTSRequest(text="a", **voice).prompt() for voice in voices]
+    outputs = sampler.engine.generate(prompts, SamplingParams(max_tokens=1), wants_logits=True)
+    rows = [output.logits[0] for output in outputs]  # not tokens: of random weights, they may be the same
+    assert all((one - other).abs().max() > 1e-4 for one, other in itertools.combinations(rows, 2))
 
 
 def test_the_architecture_makes_no_difference(tmp_path: Path) -> None:
@@ -198,6 +206,31 @@ def test_texts_of_a_batch_can_have_options_together(sampler: RwkvSampler) -> Non
     first, second = sampler.generate_tts_tokens_batch(["a", whole], seed=1, max_tokens=2)
     assert (len(first.semantic_tokens), len(second.semantic_tokens)) == (2, 4)
     assert first == sampler.generate_tts_tokens("a", seed=1, max_tokens=2)
+
+
+def test_tables_of_a_batch_have_its_options_where_they_say_nothing_else(sampler: RwkvSampler) -> None:
+    whole = TTSRequest(text=TEXTS[0], max_tokens=4, seed=3)
+    tables: list[Any] = [{"text": TEXTS[0]}, {"text": TEXTS[0], "max_tokens": 5}, whole]
+    found = sampler.generate_tts_tokens_batch(tables, max_tokens=3, seed=3)
+    assert [len(tokens.semantic_tokens) for tokens in found] == [3, 5, 4]
+    assert found[0].semantic_tokens == found[1].semantic_tokens[:3] == found[2].semantic_tokens[:3]
+
+
+def test_a_steady_batch_makes_no_new_arrays(sampler: RwkvSampler) -> None:
+    sampler.generate_tts_tokens_batch(requests(6))
+    before = sampler.engine.pool_stats()
+    sampler.generate_tts_tokens_batch(requests(6, age="elderly"))
+    after = sampler.engine.pool_stats()
+    assert after.total_gets > before.total_gets and after.cache_misses == before.cache_misses > 0
+
+
+def test_a_monitor_watches_its_engine(sampler: RwkvSampler) -> None:
+    with PerformanceMonitor(sampler) as monitor:
+        sampler.generate_tts_tokens_batch(requests(3))
+        assert monitor.sampling().total_samples > 3 * 3 + 2 * 33  # semantic tokens, global ones and tags
+        assert monitor.figures()[sampler.engine.model_name]["inter_token_p50_ms"] > 0
+    with pytest.raises(InvalidInputError, match="a RwkvSampler, not str"):
+        PerformanceMonitor("rwkv")  # type: ignore[arg-type]
 
 
 def test_a_bad_request_leaves_the_rest_of_its_batch_alone(sampler: RwkvSampler) -> None:

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from archerfish import AsyncLLMEngine, LLMEngine, SamplingParams
 from archerfish.engine.streaming import InferenceRequest, PrefetchConfig, StreamingInference
-from archerfish.errors import InvalidInputError, InvalidOptionError
+from archerfish.errors import InvalidInputError, InvalidOptionError, UnknownOptionError
 from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
+from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True)
 
@@ -102,6 +105,58 @@ def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: L
     assert stats.concurrent_requests == 0 and stats.completed_requests == 1
     blocks, cache = engine.scheduler.blocks, engine.scheduler.cache
     assert blocks.num_total - blocks.num_free - cache.num_evictable == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_cache_mib": 0}, {"pipeline_depth": 0}, {"max_num_batched_tokens": 40}])
+@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+def test_logits_are_those_that_a_token_is_drawn_from(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+    if kind == "llama":
+        config = tiny_config(save_tiny_llama(tmp_path), **options)
+    else:
+        config = rwkv_config(save_tiny_rwkv(tmp_path), load_format="dummy", **options)
+    contexts = [*prompts(4, least=16), [5], list(range(1, 33)), list(range(1, 33))]
+
+    async def run(engine: LLMEngine) -> list[np.ndarray]:
+        async with StreamingInference(engine) as inference:
+            found = [await inference.get_logits_with_prefetch(context) for context in contexts]
+            found[0] += 1.0  # the caller's own: what is cached stays as it is
+            together = await asyncio.gather(*(inference.get_logits_with_prefetch(context) for context in contexts))
+            for one, other in zip(found[1:], together[1:], strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-4)
+            return together
+
+    with LLMEngine(config) as engine:
+        scored = [
+            engine.generate(context, SamplingParams(max_tokens=1, temperature=0, logprobs=5))[0] for context in contexts
+        ]
+        engine.clear_cache()
+        for row, output in zip(asyncio.run(run(engine)), scored, strict=True):
+            assert row.shape == (engine.facts.vocab_size,) and row.dtype == np.float32 and output.logits is None
+            assert int(row.argmax()) == output.token_ids[0] and output.logprobs is not None
+            logprobs = torch.from_numpy(row).log_softmax(0)
+            for token_id, logprob in output.logprobs[0].top:
+                assert logprobs[token_id].item() == pytest.approx(logprob, abs=1e-4)
+
+
+def test_logits_of_a_wrong_prompt_are_refused(engine: LLMEngine) -> None:
+    async def run() -> None:
+        async with StreamingInference(engine) as inference:
+            with pytest.raises(InvalidInputError, match="empty"):
+                await inference.get_logits_with_prefetch([])
+            with pytest.raises(UnknownOptionError, match="colour"):
+                await inference.get_logits_with_prefetch([1], colour="red")
+
+    asyncio.run(run())
+    with pytest.raises(InvalidInputError, match="wants_logits"):
+        engine.generate([1, 2], wants_logits=1)
+
+
+def test_what_no_pipeline_can_do_is_refused_by_name() -> None:
+    for name in ("window_size", "prefetch_threshold"):
+        with pytest.raises(UnknownOptionError, match=f"{name} does not exist.*not drawn yet"):
+            PrefetchConfig(**{name: 1})
+    with pytest.raises(UnknownOptionError, match="max_prefetch"):
+        PrefetchConfig(max_prefetsch=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("depth", [2, -1])

@@ -81,6 +81,14 @@ def test_the_monitor_marks_what_is_over_a_threshold() -> None:
         RealTimeMonitor(dict, monitoring_interval_s=0)
 
 
+def test_a_rate_or_a_ratio_alerts_when_it_is_too_low() -> None:
+    now = {"m/generated_tok_s": 90.0, "m/prefix_hit_ratio": 0.5, "m/e2e_p99_ms": 90.0, "memory_bytes": 90.0}
+    monitor = RealTimeMonitor(lambda: now, alert_thresholds=dict.fromkeys(now, 100.0))
+    assert {event.name for event in monitor.collect() if event.is_alert} == {"m/generated_tok_s", "m/prefix_hit_ratio"}
+    now = dict.fromkeys(now, 101.0)
+    assert {event.name for event in monitor.collect() if event.is_alert} == {"m/e2e_p99_ms", "memory_bytes"}
+
+
 def test_the_monitor_reads_on_when_a_reading_fails() -> None:
     readings: queue.Queue[str] = queue.Queue()
 

@@ -72,6 +72,15 @@ def test_a_breach_of_one_metric_does_not_end_the_row_of_another() -> None:
     assert [one.metric for one in detector.check_regression({"a_ms": steady(2)})] == ["a_ms"]
 
 
+def test_plain_numbers_are_measurements_without_a_spread() -> None:
+    detector = RegressionDetector({"ttft_p50_ms": 10, "generated_tok_s": steady(100)}, tolerance_percent=20)
+    runs = [{"ttft_p50_ms": 13.0, "generated_tok_s": 90.0}] * 3
+    assert [[one.metric for one in detector.check_regression(run)] for run in runs] == [[], [], ["ttft_p50_ms"]]
+    assert detector.check_regression({"ttft_p50_ms": math.nan}) == []
+    with pytest.raises(TypeError, match="'ttft_p50_ms'"):
+        RegressionDetector({"ttft_p50_ms": "10"})  # type: ignore[dict-item]
+
+
 @given(rounds, st.data(), st.sampled_from(DIRECTED))
 def test_a_median_inside_the_spread_never_flags(before: list[float], data: st.DataObject, which: tuple[str, Direction]) -> None:
     metric, _ = which

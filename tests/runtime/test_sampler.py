@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from archerfish.cache.logits_cache import CacheKey, LogitsCache
 from archerfish.errors import InvalidInputError, InvalidOptionError, ModelError, UnknownOptionError
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import stream_key, uniform
@@ -297,6 +298,21 @@ def test_sample_with_cache_computes_once() -> None:
         sampler.sample_with_cache(compute(logits), SamplingConfig(), cache=store, cache_key="a", seed=1) for _ in range(3)
     }
     assert len(tokens) == 1 and len(calls) == 1
+
+
+def test_the_cache_of_logits_is_one_to_sample_with() -> None:
+    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
+    cache, logits = LogitsCache(VOCAB * 4, 60.0), torch.randn(2, VOCAB)
+
+    def drawn(row: int, context: list[int]) -> int:
+        key = CacheKey(context, len(context), "model")
+        return sampler.sample_with_cache(lambda: logits[row], SamplingConfig(), cache=cache, cache_key=key, seed=1)
+
+    first = drawn(0, [1, 2, 3])
+    assert first == sampler.sample_optimized(logits[0], SamplingConfig(), seed=1)
+    assert drawn(1, [1, 2, 3]) == first and sampler.metrics.cache_hits == 1  # the row of the first call is used again
+    assert drawn(1, [4]) == sampler.sample_optimized(logits[1], SamplingConfig(), seed=1)
+    assert len(cache) == 1 and cache.get_stats().evictions == 1  # there is room for one row
 
 
 def test_view_shares_memory_and_keeps_to_its_range_and_mask() -> None:
