@@ -23,12 +23,16 @@ def names_of(name: str, aliases: Iterable[str]) -> list[str]:
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to serve: options are those of EngineConfig, or of EmbedConfig for vectors and scores."""
+    """A model to serve: options are those of EngineConfig, or of EmbedConfig for vectors and scores.
+
+    is_beside: there is another of its kind for requests that name no model.
+    """
 
     kind: Kind
     options: dict[str, Any] = {}
     loads: Literal["start", "idle", "demand"] = "start"
     aliases: tuple[str, ...] = ()
+    is_beside: bool = False
 
     @property
     def model(self) -> str:

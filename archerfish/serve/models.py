@@ -52,6 +52,7 @@ class Slot:
     load: Load
     loads: str = "start"
     aliases: tuple[str, ...] = ()
+    is_beside: bool = False  # requests that name no model mean another
     hosted: Hosted | None = None
     lane: Lane | None = None
     is_loading: bool = False
@@ -111,7 +112,8 @@ class Shelf:
                 raise UnknownModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, known))
             return min(found, key=lambda slot: slot.names.index(name))  # a model's own name comes before others' short ones
         for kind in kinds:
-            found = [slot for slot in self.slots if slot.kind == kind]
+            of_kind = [slot for slot in self.slots if slot.kind == kind]
+            found = [slot for slot in of_kind if not slot.is_beside] or of_kind
             if len(found) > 1:
                 names = ", ".join(slot.name for slot in found)
                 raise InvalidInputError(f"There are several {kind} models.", hint=f"Name one: {names}.")
@@ -273,7 +275,8 @@ def make_slot(
         return hosted
 
     name = Path(spec.model).name if Path(spec.model).exists() else spec.model
-    slot = Slot(name, spec.kind, load, spec.loads, (*spec.aliases, *([spec.model] if name != spec.model else [])))
+    aliases = (*spec.aliases, *([spec.model] if name != spec.model else []))
+    slot = Slot(name, spec.kind, load, spec.loads, aliases, is_beside=spec.is_beside)
     if spec.loads != "start":
         found = describe(spec, hub)
         slot.known, slot.num_bytes = found.card, found.num_bytes

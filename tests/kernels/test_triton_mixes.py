@@ -69,10 +69,11 @@ class Decodes:
     """
 
     def __init__(
-        self, ops: TorchOps, model: Model, num_rows: int, num_real: int, recurrent: RecurrentOps[Tensor] | None = None
+        self, ops: TorchOps, model: Model, num_rows: int, num_real: int, recurrent: RecurrentOps[Tensor] | None = None, *,
+        weight_format: str = "auto",
     ) -> None:
         self.ops, self.num_real = ops, num_real
-        self.model = Rwkv7Model(Weights(model[1], ops), Config(model[0]), 64)
+        self.model = Rwkv7Model(Weights(model[1], ops, weight_format=weight_format), Config(model[0]), 64)
         if recurrent is not None:
             use_recurrent(self.model, recurrent)
         self.memory: StateMemory[Tensor] = self.model.recurrent.new_states(
@@ -122,6 +123,20 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
     pairs += [(decodes.memory.wkv, reference.memory.wkv), (decodes.memory.inputs, reference.memory.inputs)]
     for mine, theirs in pairs:
         torch.testing.assert_close(mine.float(), theirs.float(), atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+def check_captured(captured: Decodes, plain: Decodes) -> None:
+    """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
+    use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
+    for decodes in (captured, plain):
+        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
+        decodes.memory.wkv.nan_to_num_(0.0)
+        decodes.memory.inputs.nan_to_num_(0.0)
+    repeat = captured.ops.capture(captured.step)
+    assert repeat is not None
+    plain.step()  # as capturing has done
+    for _ in range(20):
+        torch.testing.assert_close(repeat(), plain.step(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -234,15 +249,5 @@ def test_tiles_fit_the_registers() -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 def test_steps_can_be_captured(num_rows: int, models: dict[str, Model]) -> None:
-    """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
-    use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
-    for decodes in (captured, plain):
-        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
-        decodes.memory.wkv.nan_to_num_(0.0)
-        decodes.memory.inputs.nan_to_num_(0.0)
-    repeat = captured.ops.capture(captured.step)
-    assert repeat is not None
-    plain.step()  # as capturing has done
-    for _ in range(20):
-        torch.testing.assert_close(repeat(), plain.step(), atol=1e-3, rtol=1e-3)
+    check_captured(captured, plain)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.errors import InvalidInputError, InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
@@ -498,3 +498,19 @@ def test_a_models_own_name_comes_before_the_short_name_of_another() -> None:
     shelf.slots += [Slot("lab/writer", "generation", never), Slot("writer", "generation", never)]
     assert shelf.find("writer", GENERATION).name == "writer"
     assert shelf.find("lab/writer", GENERATION).name == "lab/writer"
+
+
+def test_without_a_name_the_model_is_meant_that_is_not_beside_another() -> None:
+    def never(lane: Lane) -> Hosted:
+        raise AssertionError("not to be loaded")
+
+    shelf = Shelf(ComputeThread(), cast(Any, None))
+    shelf.slots += [Slot("stories", "generation", never, is_beside=True)]
+    assert shelf.find("", GENERATION).name == "stories"
+    shelf.slots += [Slot("writer", "generation", never)]
+    assert shelf.find("", GENERATION).name == "writer"
+    assert shelf.find("stories", GENERATION).name == "stories"
+    shelf.slots += [Slot("other", "generation", never)]
+    with pytest.raises(InvalidInputError, match="several") as caught:
+        shelf.find("", GENERATION)
+    assert "writer, other" in caught.value.hint

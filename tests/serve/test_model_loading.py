@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.config import HubConfig
+from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.packing import TokenizedText
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
@@ -23,6 +23,7 @@ from archerfish.serve.hosted_encoder import MAX_QUICK_BYTES
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
 from archerfish.serve.models import Slot
+from archerfish.serve.run import story_spec
 from archerfish.serve.wire import Embed, Ping, Query, Report, Vectors
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_tokenizers import byte_fallback
@@ -76,6 +77,26 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
     talk(host, test)
     [slot] = host.shelf.slots
     assert describe(spec, HubConfig()).num_bytes == slot.num_bytes > 0
+
+
+def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path) -> None:
+    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story_spec(EngineConfig(num_threads=1))))
+    host.load_models()
+    params = {"max_tokens": 12, "temperature": 0.0}
+
+    async def test(client: AsyncClient) -> None:
+        assert await loaded(client) == ""
+        await whole(client, token_ids=[5, 6])
+        assert await loaded(client) == "tiny"  # a request without a name is not for the one beside
+        _, told = await whole(client, model="story-rwkv7", prompt="Once upon a time", params=params)
+        assert told.outputs[0].text.startswith(", there was a little")
+        chunks, _ = await whole(
+            client, model="story-rwkv7", messages=[{"role": "user", "content": "cat"}], params=params, stream=True
+        )
+        assert len(chunks) > 3
+        assert sorted(name for name, card in (await cards(client)).items() if card["is_loaded"]) == ["story-rwkv7", "tiny"]
+
+    talk(host, test)
 
 
 def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from archerfish.serve import front, run
 from archerfish.serve.front import FrontConfig
 from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.host_config import HostConfig, ModelSpec
+from archerfish.serve.model_cards import describe
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
@@ -56,6 +57,21 @@ def test_the_models_that_are_served(options: dict[str, Any], expected: list[tupl
             assert EngineConfig(**spec.options) == ENGINE
         else:
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
+
+
+def test_stories_are_served_beside_the_usual_model_once_they_are_asked_for() -> None:
+    engine = EngineConfig(num_threads=3, max_model_len=64, load_format="dummy", enable_prefix_caching=False)
+    for config, others in ((ServeConfig(), 2), (ServeConfig(kinds="generation", loads="idle"), 1)):
+        *usual, story = run.models_of(config, engine, EMBED)
+        assert len(usual) == others and not any(spec.is_beside for spec in usual)
+        assert (story.kind, story.model, story.loads, story.is_beside) == ("generation", "story-rwkv7", "demand", True)
+        given = EngineConfig(**story.options)
+        assert (given.num_threads, given.load_format, given.enable_prefix_caching) == (3, "auto", False)
+        assert describe(story, HubConfig()).card["max_length"] == run.STORY_TOKENS  # whatever the usual model is limited to
+    for models in (
+        run.models_of(ServeConfig(kinds="embedding"), EngineConfig(), EMBED), run.models_of(ServeConfig(), ENGINE, EMBED)
+    ):
+        assert "story-rwkv7" not in [spec.model for spec in models]
 
 
 @pytest.mark.parametrize(("speaks", "kind"), [(False, "generation"), (True, "tts")])

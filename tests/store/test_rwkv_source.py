@@ -17,6 +17,7 @@ from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from archerfish.store.converter import ModelConverter
 from archerfish.store.loader import WeightLoader
+from archerfish.store.metadata import read_metadata
 from archerfish.store.rwkv_source import open_rwkv7, read_rwkv7
 from tests.models.recurring import SIZES, Size, blink_weights
 
@@ -160,6 +161,15 @@ def test_conversion(layout: str, tmp_path: Path) -> None:
     assert {name: tensor.tolist() for name, tensor in loader.load_weights().items()} == {
         name: tensor.tolist() for name, tensor in weights.items()
     }
+
+
+def test_what_a_directory_says_of_generation_is_kept(tmp_path: Path) -> None:
+    path = write_hub(tmp_path / "hub", blink_weights(TINY))
+    assert open_rwkv7(path).generation_config is None
+    stated = {"eos_token_id": [5, 7], "temperature": 0.8}
+    (path / "generation_config.json").write_text(json.dumps(stated))
+    ModelConverter(ConversionConfig(dtype="float32")).convert(path, tmp_path / "out")
+    assert read_metadata(tmp_path / "out").generation_config == stated
 
 
 def test_quantised_matrices_of_a_gguf_file(tmp_path: Path) -> None:
