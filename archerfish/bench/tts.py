@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -89,12 +88,12 @@ def run_speech(sampler: RwkvSampler, num: int, seed: int) -> tuple[float, float]
 def step_bytes(engine: LLMEngine, num: int) -> int:
     """What a step of so many decodes has to move: all weights but the table of embeddings once, every state twice."""
     facts = engine.facts
-    shapes = facts.adapter.dummy_shapes(facts.config)
-    weights = sum(math.prod(shape) for name, shape in shapes.items() if "embeddings" not in name)
+    each = facts.adapter.tensor_bytes(facts.config, facts.dtype, facts.weight_format)
+    weights = sum(num_bytes for name, num_bytes in each.items() if "embeddings" not in name)
     state = facts.memory_shape
     assert isinstance(state, StateShape)
     item_bytes = DTYPE_BYTES[facts.dtype]
-    return weights * item_bytes + 2 * num * state.bytes_per_block(facts.memory.block_size, item_bytes)
+    return weights + 2 * num * state.bytes_per_block(facts.memory.block_size, item_bytes)
 
 
 def copy_rate(device: str) -> float:

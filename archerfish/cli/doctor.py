@@ -15,9 +15,11 @@ from archerfish.cli.output import Output, size
 from archerfish.config import HubConfig
 from archerfish.errors import ModelError
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
+from archerfish.types import INT8
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 MIN_PYTHON = (3, 11)
+ONLY_INT8 = "fits with --weights int8 alone"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -115,9 +117,9 @@ def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
 
 def judge_models(hub: HubConfig, model: str, ram: Memory, gpus: list[facts.Gpu]) -> list[dict[str, Any]]:
     """The built-in models and the one that is asked for, against the memory that is there."""
-    from archerfish.store.names import BUILTIN_MODELS
+    from archerfish.store.names import builtin_names
 
-    sizes = fit.measure_all([name for name in BUILTIN_MODELS if name != model.lower()], hub)
+    sizes = fit.measure_all([name for name in builtin_names() if name != model.lower()], hub)
     if model:
         sizes.append(fit.measure(model, hub))
     return [judge_model(found, ram, gpus) for found in sizes]
@@ -128,29 +130,37 @@ def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[facts.Gpu]) -> dic
         "name": found.name,
         "num_parameters": found.num_parameters,
         "file_bytes": found.file_bytes,
-        "weight_bytes": {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16")},
+        "weight_bytes": {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", INT8)},
         "remark": found.remark,
     }
     if not found.num_parameters:
         return row | {"cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None}
     default = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
+    int8 = [INT8] if row["weight_bytes"][INT8] else []
     verdicts = {
         dtype: fit.judge(found.weight_bytes(dtype), ram.available_bytes, ram.total_bytes, fit.CPU_OVERHEAD_BYTES)
-        for dtype in (default, "float32")
+        for dtype in (default, "float32", *int8)
     }
     row["kv_tokens"] = fit.kv_tokens(found, "cuda" if gpus else "cpu", default)
     row |= {"cpu": phrase(verdicts, default), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
     if not gpus:
         return row | {"gpu": "no GPU", "fits_gpu": None}
     roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
-    verdict = fit.judge(found.weight_bytes("bfloat16"), roomiest.free_bytes, roomiest.total_bytes, fit.GPU_OVERHEAD_BYTES)
-    return row | {"gpu": verdict.text, "fits_gpu": {"bfloat16": verdict.fits}}
+    on_gpu = {
+        dtype: fit.judge(found.weight_bytes(dtype), roomiest.free_bytes, roomiest.total_bytes, fit.GPU_OVERHEAD_BYTES)
+        for dtype in ("bfloat16", *int8)
+    }
+    is_saved = not on_gpu["bfloat16"].fits and INT8 in on_gpu and on_gpu[INT8].fits
+    text = ONLY_INT8 if is_saved else on_gpu["bfloat16"].text
+    return row | {"gpu": text, "fits_gpu": {dtype: verdict.fits for dtype, verdict in on_gpu.items()}}
 
 
 def phrase(verdicts: dict[str, fit.Verdict], default: str) -> str:
     if verdicts["float32"].fits:
         return "fits in any type"
-    return f"fits in {default}, not in float32" if verdicts[default].fits else verdicts[default].text
+    if verdicts[default].fits:
+        return f"fits in {default}, not in float32"
+    return ONLY_INT8 if INT8 in verdicts and verdicts[INT8].fits else verdicts[default].text
 
 
 def show(report: dict[str, Any], out: Output) -> None:

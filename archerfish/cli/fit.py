@@ -9,7 +9,7 @@ from typing import Any
 
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
-from archerfish.types import DTYPE_BYTES
+from archerfish.types import DTYPE_BYTES, INT8
 
 # Beside the weights: Python, torch and batches on a CPU (MiniLM: 340-430 MB measured); a CUDA context and workspaces on a GPU.
 CPU_OVERHEAD_BYTES = 500_000_000
@@ -30,7 +30,19 @@ class ModelSize:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
-        return self.num_parameters * DTYPE_BYTES[dtype]
+        """In memory in a type, or with matrices in int8 and the rest in two bytes, which only some models have (else 0)."""
+        return self._int8_bytes() if dtype == INT8 else self.num_parameters * DTYPE_BYTES[dtype]
+
+    def _int8_bytes(self) -> int:
+        from archerfish.models.adapter import model_class
+        from archerfish.models.config import Config
+
+        config = Config(self.config)
+        try:
+            adapter = model_class(config)
+            return sum(adapter.tensor_bytes(config, "bfloat16", INT8).values()) if INT8 in adapter.weight_formats else 0
+        except UnsupportedModelError:
+            return 0
 
 
 @dataclass(frozen=True)

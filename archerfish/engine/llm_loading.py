@@ -45,6 +45,12 @@ class ModelFacts:
     max_len: int
     step_tokens: int  # most in one step
     memory: MemoryPlan
+    weight_format: str = "auto"
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take in memory."""
+        return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
 
     @property
     def vocab_size(self) -> int:
@@ -79,34 +85,53 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         values, generation, name = metadata.config, metadata.generation_config or {}, metadata.model_name
     model_config = Config(values)
     adapter = model_class(model_config)
+    check_weight_format(config.weights, adapter, model_config)
     max_len = choose_max_len(config, adapter.max_positions(model_config), name)
     shapes = adapter.dummy_shapes(model_config).values()
-    weight_bytes = sum(count(shape) for shape in shapes) * DTYPE_BYTES[dtype]
+    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, config.weights).values())
     step_tokens = choose_step_tokens(config, device)
     work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
+    if config.weights != "auto":  # the largest matrix is widened for steps of many tokens
+        work += max(count(shape) for shape in shapes) * DTYPE_BYTES[dtype]
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
-    return ModelFacts(directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory)
+    return ModelFacts(
+        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, config.weights
+    )
+
+
+def check_weight_format(weight_format: str, adapter: type[ModelAdapter[Any]], config: Config) -> None:
+    if weight_format not in adapter.weight_formats:
+        takes = " or ".join(repr(each) for each in adapter.weight_formats)
+        raise InvalidOptionError(
+            f"[engine] weights is {weight_format!r}, which models of type {config.model_type!r} do not have yet.",
+            hint=f"It takes {takes} there; {weight_format} is for RWKV-7 so far.",
+        )
 
 
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
     ops = choose_ops(facts.device, facts.dtype)
+    ops.is_deterministic = config.deterministic
     with ops.allocating(facts.name):
         return build_adapter(facts, config, ops)
 
 
 def build_adapter(facts: ModelFacts, config: EngineConfig, ops: Ops[Any]) -> ModelAdapter[Any]:
     if config.load_format == "dummy":
-        weights = Weights(ops.random_weights(facts.adapter.dummy_shapes(facts.config)), ops)
-        adapter = facts.adapter(weights, facts.config, facts.max_len)
+        adapter = adapter_over(ops.random_weights(facts.adapter.dummy_shapes(facts.config)), facts, ops)
         ops.prepare()
         return adapter
     loader = WeightLoader(facts.directory)
-    adapter = facts.adapter(Weights(loader.load_weights(), ops), facts.config, facts.max_len)
+    adapter = adapter_over(loader.load_weights(), facts, ops)
     ops.prepare()
     loader.release()
     return adapter
+
+
+def adapter_over(tensors: Mapping[str, Any], facts: ModelFacts, ops: Ops[Any]) -> ModelAdapter[Any]:
+    """Each tensor is let go as it is packed."""
+    return facts.adapter(Weights(tensors, ops, weight_format=facts.weight_format), facts.config, facts.max_len)
 
 
 def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, LogitsCache]:
@@ -118,7 +143,7 @@ def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, 
         on_drop=logits.drop,
     )
     scheduler = Scheduler(
-        blocks=blocks, cache=cache, logits_cache=logits, model_state_hash=f"{facts.name}/{facts.dtype}",
+        blocks=blocks, cache=cache, logits_cache=logits, model_state_hash=f"{facts.name}/{facts.dtype}/{facts.weight_format}",
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
         max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
         fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,

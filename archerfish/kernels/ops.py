@@ -141,8 +141,17 @@ class PagedBatch(Generic[T]):
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
 
-class LinearWeight(Lazy[tuple[T, T | None]]):
-    """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest, made when first used."""
+@dataclass(frozen=True)
+class PackedWeight(Generic[T]):
+    """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest."""
+
+    matrix: T
+    bias: T | None = None
+    scales: T | None = None  # (out,) float32: what the rows of an int8 matrix are multiplied with; None: it is as it is
+
+
+class LinearWeight(Lazy[PackedWeight[T]]):
+    """A linear map, packed when first used."""
 
 
 class Ops(ABC, Generic[T]):
@@ -151,13 +160,16 @@ class Ops(ABC, Generic[T]):
     name: str
     device: str
     dtype: str
+    is_deterministic: bool = False  # what a row of a product gives must not depend on how many rows there are
 
     def __init__(self) -> None:
         self._linear_weights: list[LinearWeight[T]] = []
 
-    def linear_weight(self, weights: Sequence[T], biases: Sequence[T | None]) -> LinearWeight[T]:
+    def linear_weight(
+        self, weights: Sequence[T], biases: Sequence[T | None], *, weight_format: str = "auto"
+    ) -> LinearWeight[T]:
         """One or more (out_i, in) weights, stacked along the outputs, for `linear`."""
-        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases))
+        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases, weight_format))
         self._linear_weights.append(weight)
         return weight
 
@@ -183,8 +195,10 @@ class Ops(ABC, Generic[T]):
         """A small parameter (norm weight, bias) on the device in float32, with a number added to it."""
 
     @abstractmethod
-    def pack_linear(self, weights: Sequence[T], biases: Sequence[T | None]) -> tuple[T, T | None]:
-        """Stacked weights and biases in the form that `linear` multiplies with."""
+    def pack_linear(
+        self, weights: Sequence[T], biases: Sequence[T | None], weight_format: str = "auto"
+    ) -> PackedWeight[T]:
+        """Stacked weights and biases in the form that `linear` multiplies with; weight_format: "auto" or INT8."""
 
     @abstractmethod
     def embed(self, tables: Sequence[T], ids: Sequence[T]) -> T:

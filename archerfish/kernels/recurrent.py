@@ -148,6 +148,7 @@ class TimeWeights(Generic[T]):
     gate: LowRankWeights[T]
     value_mix: LowRankWeights[T] | None  # None in the first layer
     heads: HeadWeights[T]
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes
 
 
 @dataclass(frozen=True)

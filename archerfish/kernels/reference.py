@@ -26,16 +26,19 @@ from archerfish.kernels.ops import (
     KVLayer,
     LinearWeight,
     Ops,
+    PackedWeight,
     PagedBatch,
     Pooling,
     Rotary,
     Segments,
 )
+from archerfish.kernels.quant import dequantize_rows, quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
 from archerfish.kernels.torch_sampling import sampling_batch as sampling_batch  # other backends take it from here
 from archerfish.kernels.wkv import ChunkedRecurrentOps
+from archerfish.types import INT8
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
@@ -66,10 +69,22 @@ class TorchOps(Ops[Tensor]):
         vector = weight.to(self.device, torch.float32)
         return vector + plus if plus else vector
 
-    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
+    ) -> PackedWeight[Tensor]:
         bias = stack_biases(weights, biases)
-        return weight.to(self.device), None if bias is None else bias.to(self.device, self.torch_dtype)
+        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        if weight_format == INT8:
+            matrix, scales = quantize_rows(weights, self.device)
+            return PackedWeight(matrix, bias, scales)
+        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        return PackedWeight(weight.to(self.device), bias)
+
+    def wide_matrix(self, packed: PackedWeight[Tensor]) -> Tensor:
+        """A packed weight in the compute type, made anew for every call where it is quantised."""
+        if packed.scales is None:
+            return packed.matrix.to(self.torch_dtype)
+        return dequantize_rows(packed.matrix, packed.scales, self.torch_dtype)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         total = F.embedding(ids[0], tables[0]).float()
@@ -83,8 +98,8 @@ class TorchOps(Ops[Tensor]):
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
-        matrix, bias = weight.get()
-        y = F.linear(x.to(self.torch_dtype), matrix.to(self.torch_dtype), bias)
+        packed = weight.get()
+        y = F.linear(x.to(self.torch_dtype), self.wide_matrix(packed), packed.bias)
         if residual is not None:
             y = y + residual
         return activate(y, activation)

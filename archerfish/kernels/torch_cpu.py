@@ -6,6 +6,10 @@ block-diagonal mask, and gathered back.
 
 oneDNN compiles a product anew for every number of rows that it has not seen, which takes 30 ms: ten times the product. So
 activations have one of few numbers of rows (`padded_rows`); those past the last token are filling that nobody reads.
+
+int8 weights are widened for every product, a piece at a time, so that no matrix is ever wide as a whole. For few rows in
+bfloat16 torch has a kernel that reads them as they are, for one row in less time than bfloat16 weights take; its versions for
+float32 and float16 are slower than widening.
 """
 
 from __future__ import annotations
@@ -28,18 +32,22 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    PackedWeight,
     PagedBatch,
     Pooling,
     Rotary,
     Segments,
 )
 from archerfish.kernels.paged_cpu import attend_blocks, rows_of
+from archerfish.kernels.quant import row_pieces
 from archerfish.kernels.reference import TorchOps, activate, join_heads, split_heads
 
 Tensor = torch.Tensor
 MANY_ROWS, ROWS_STEP = 1024, 256
 ROW_STEP = 32
 ROW_COST = {32: 1.3, 64: 1.7, 96: 1.9, 128: 2.2}  # milliseconds for 1,024 tokens in rows of a width, measured on one AMX core
+INT8_ROWS = 8  # up to which torch's kernel for bfloat16 and int8 is quicker than widening
+INT8_COLUMNS = 64  # of which widths are a multiple, or it may read past the end of rows (it does with 100)
 PACK_FOR_ROWS = 1024  # the batch size that oneDNN is asked to choose a weight layout for
 KEEP_FREE = ((-3, 32 << 20), (-1, 128 << 20))  # mallopt's M_MMAP_THRESHOLD, at its most, and M_TRIM_THRESHOLD, in bytes
 FUSED: dict[str, tuple[str, str]] = {  # ours: oneDNN's name and its variant
@@ -64,16 +72,29 @@ class TorchCpuOps(TorchOps):
 
     name = "torch + oneDNN"
 
-    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        weight, bias = super().pack_linear(weights, biases)
-        return onednn()._reorder_linear_weight(weight.to(self.torch_dtype), PACK_FOR_ROWS), bias
+    reads_int8: bool = False  # whether some weights are read as int8 for a few rows
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
+    ) -> PackedWeight[Tensor]:
+        packed = super().pack_linear(weights, biases, weight_format)
+        if packed.scales is not None:
+            self.reads_int8 |= self.takes_int8(packed.matrix, 1)
+            return packed
+        matrix = onednn()._reorder_linear_weight(packed.matrix.to(self.torch_dtype), PACK_FOR_ROWS)
+        return PackedWeight(matrix, packed.bias)
+
+    def takes_int8(self, matrix: Tensor, num_rows: int) -> bool:
+        """Whether a product is for torch's kernel."""
+        is_taken = self.torch_dtype == torch.bfloat16 and matrix.shape[1] % INT8_COLUMNS == 0 and num_rows <= INT8_ROWS
+        return is_taken and not self.is_deterministic
 
     def start_thread(self, num_threads: int) -> None:
         super().start_thread(num_threads)
         keep_freed_memory()
 
     def padded_rows(self, num_rows: int) -> int:
-        return padded_rows(num_rows)
+        return num_rows if self.reads_int8 and num_rows <= INT8_ROWS else padded_rows(num_rows)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         num_filling = padded_rows(len(ids[0])) - len(ids[0])
@@ -84,9 +105,15 @@ class TorchCpuOps(TorchOps):
     ) -> Tensor:
         if x.dtype != self.torch_dtype:
             x = x.to(self.torch_dtype)
-        matrix, bias = weight.get()
+        packed = weight.get()
+        matrix, bias = packed.matrix, packed.bias
+        if packed.scales is not None:
+            y = self.multiply_int8(x, matrix).float().mul_(packed.scales)
+            for added in (bias, residual):
+                y = y if added is None else y.add_(added)
+            return activate(y.to(self.torch_dtype), activation)
         if residual is not None:
-            y: Tensor = onednn()._linear_pointwise.binary(x, residual, matrix, bias, "add")
+            y = onednn()._linear_pointwise.binary(x, residual, matrix, bias, "add")
             return activate(y, activation)
         num_rows = x.shape[0]
         num_filling = padded_rows(num_rows) - num_rows
@@ -97,6 +124,19 @@ class TorchCpuOps(TorchOps):
         if num_filling:
             y = y[:num_rows]
         return y if activation in FUSED else activate(y, activation)
+
+    def multiply_int8(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x @ matrix.T, in a type whose range holds products of int8."""
+        num_rows, num_outputs = x.shape[0], len(matrix)
+        if self.takes_int8(matrix, num_rows):
+            return torch._weight_int8pack_mm(x.contiguous(), matrix, ones(num_outputs))
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        x = F.pad(x.to(dtype), (0, 0, 0, padded_rows(num_rows) - num_rows))
+        parts: list[Tensor] = [
+            onednn()._linear_pointwise(x, matrix[first:last].to(dtype), None, "none", [], "")
+            for first, last in row_pieces(*matrix.shape)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:num_rows]
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
@@ -187,6 +227,11 @@ def rms_factor(x: Tensor, eps: float) -> Tensor:
 @lru_cache(maxsize=64)
 def scalar(value: float) -> Tensor:
     return torch.tensor(value)
+
+
+@lru_cache(maxsize=64)
+def ones(num: int) -> Tensor:
+    return torch.ones(num, dtype=torch.bfloat16)
 
 
 def rotation(rotary: Rotary[Tensor], batch: PagedBatch[Tensor]) -> tuple[Tensor, Tensor]:

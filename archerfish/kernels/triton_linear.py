@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from archerfish.kernels.ops import Activation
+from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.triton_launch import early_start
 from archerfish.kernels.triton_products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 from archerfish.kernels.triton_tiles import LinearTile
@@ -17,24 +17,24 @@ Tensor = torch.Tensor
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: LinearTile, *, activation: Activation = "none",
+    x: Tensor, packed: PackedWeight[Tensor], tile: LinearTile, *, activation: Activation = "none",
     residual: Tensor | None = None, is_gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`Ops.linear` for 1 to MAX_ROWS rows of the weights' type, in another type on request.
+    """`Ops.linear` for 1 to MAX_ROWS rows of the weights' type, or any with int8 weights; in another type on request.
 
     is_gated: `Ops.gated` with the activation follows. norm: of x, at first, by these factors; not with is_dot tiles.
     residual: not what the kernel right in front writes, which x may be; it is read before that has ended.
     """
-    num_rows, width = x.shape
+    weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
     num_tiles = triton.cdiv(num_outputs, tile.outputs)
     given: dict[str, Any] = {
-        "x": x, "weight": weight, "bias": x if bias is None else bias, "residual": x if residual is None else residual,
-        "out": out, "num_outputs": num_outputs, "width": width, "outputs": tile.outputs, "activation": activation,
-        "has_bias": bias is not None, "has_residual": residual is not None, "is_gated": is_gated,
-        "num_warps": tile.num_warps, **early_start(x.device),
+        "x": x, "weight": weight, "scales": packed.scales, "bias": x if bias is None else bias,
+        "residual": x if residual is None else residual, "out": out, "num_outputs": num_outputs, "width": width,
+        "outputs": tile.outputs, "activation": activation, "has_bias": bias is not None, "has_residual": residual is not None,
+        "is_gated": is_gated, "num_warps": tile.num_warps, **early_start(x.device),
     }
     if not tile.is_dot:
         given |= {"norm": x if norm is None else norm, "eps": eps, "is_normed": norm is not None}

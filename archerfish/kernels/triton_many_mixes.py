@@ -97,7 +97,7 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
         layer: StateLayer[Tensor],
     ) -> tuple[Tensor, Tensor]:
         few = FewWeights.of(weights) if self.are_many(x, batch) else None
-        if few is None or not self.are_plain(x, [*few.matrices, *few.ups]):
+        if few is None or not self.are_plain(x, few.matrices, few.scales) or not self.are_plain(x, few.ups):
             return super().mix_time(x, weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
         mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
@@ -106,10 +106,11 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
         receptance, key, value = wide = wide.view(3, num_rows, width)
         is_narrow = num_rows > self.parts_rows
         if is_narrow:
-            for mix, matrix, out in zip(WIDE_MIXES, few.matrices, wide, strict=False):
-                torch.mm(mixed[mix], matrix.t(), out=out)
+            firsts = (weights.receptance, weights.key, weights.value)
+            for mix, weight, out in zip(WIDE_MIXES, firsts, wide, strict=True):
+                torch.mm(mixed[mix], self.ops.wide_matrix(weight.get()).t(), out=out)
         tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
-        multiply_parts(mixed, few.matrices, sizes, few.ranks, tile, products, is_narrow=is_narrow)
+        multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products, is_narrow=is_narrow)
         raised = raise_rows(low, few, num_rows, width)
         inputs = HeadInputs(
             receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
@@ -121,8 +122,9 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
         self, x: Tensor, weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
         kept_rows: Tensor | None,
     ) -> Tensor:
-        key = weights.key.get()[0]
-        if kept_rows is not None or not self.are_many(x, batch) or not self.are_plain(x, [key]):
+        packed = weights.key.get()
+        key, scales = packed.matrix, packed.scales
+        if kept_rows is not None or not self.are_many(x, batch) or not self.are_plain(x, [key], scales):
             return super().mix_channels(x, weights, batch, layer, kept_rows)
         mixed, num_rows = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch), len(x)
         if num_rows > self.parts_rows:
@@ -130,7 +132,7 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
         else:
             hidden = torch.empty((num_rows, len(key)), dtype=x.dtype, device=x.device)
             tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
-            multiply_parts(mixed, [key], [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden)
+            multiply_parts(mixed, [key], scales, [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden)
         return self.ops.linear(hidden, weights.value, residual=x)
 
     def are_many(self, x: Tensor, batch: RecurrentBatch[Tensor]) -> bool:

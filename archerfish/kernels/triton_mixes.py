@@ -6,6 +6,7 @@ mix), each with its own mix of a token and the one before it, or of the one of a
 `norm_shift_kernel` does the first half of that and `multiply_parts_kernel` the second, on tensor cores as
 `multiply_tiles_kernel` does. `mix_few_heads_kernel` is `mix_tokens_kernel` for decodes with the wide ends of the low ranks
 inside: a head needs nothing but its own outputs of them. A product that is added to the residual ends each mix.
+Where weights are int8, all seven matrices are, and the scales of their outputs lie one after the other as the outputs do.
 
 Programs of one kernel may run in any order, and a decode mostly leaves its state where it found it: no program writes inputs
 that others read. With `mix_rows_kernel` the time mix's new inputs wait in `normed` for the heads, which store them, and set
@@ -111,7 +112,7 @@ def load_rows(
 @triton.jit(do_not_specialize_on_alignment=["previous", "targets"])
 def mix_rows_kernel(
     x, norm, norm_bias, factors, before, previous, targets, normed, out, first_weight, key, value, decay, rate, gate, value_mix,
-    eps, x_stride, before_stride, normed_stride, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
+    output_scales, eps, x_stride, before_stride, normed_stride, width: tl.constexpr, columns: tl.constexpr, rows: tl.constexpr,
     outputs: tl.constexpr, num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr,
     gate_rank: tl.constexpr, value_rank: tl.constexpr, is_time: tl.constexpr, is_early: tl.constexpr,
 ):
@@ -130,6 +131,8 @@ def mix_rows_kernel(
     factor = load_piece(factors + mix * width, place, width, columns)
     scales = load_piece(norm, place, width, columns)
     shifts = load_piece(norm_bias, place, width, columns)
+    if output_scales is not None:
+        own_scales = tl.load(output_scales + begin + lines)
     if is_time:
         kept = load_rows(before, before_stride, previous, place, width, columns, rows, True)
     follow(is_early)
@@ -142,6 +145,8 @@ def mix_rows_kernel(
         rounded = (centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * scales + shifts).to(x.dtype.element_ty)
         wide = rounded.to(tl.float32)
         y = tl.sum(tile.to(tl.float32) * (wide + (kept[row].to(tl.float32) - wide) * factor), 1)
+        if output_scales is not None:
+            y *= own_scales
         y = activate_part(y, mix, is_time)
         tl.store(out + begin * rows + row * size + own, y.to(out.dtype.element_ty), mask=own < size)
         if program == row % tl.num_programs(0):
@@ -179,7 +184,7 @@ def norm_shift_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_parts_kernel(
-    x, out, first_weight, key, value, decay, rate, gate, value_mix, num_rows,
+    x, out, first_weight, key, value, decay, rate, gate, value_mix, output_scales, num_rows,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
     num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
     value_rank: tl.constexpr, is_time: tl.constexpr, is_narrow: tl.constexpr, is_early: tl.constexpr,
@@ -200,8 +205,11 @@ def multiply_parts_kernel(
         place = start + piece
         values = tl.permute(load_piece(x + row[None, :, None] * width, place, width, columns), (0, 2, 1))
         tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
-        acc = tl.dot(tile, values, acc, input_precision="ieee")
-    y = activate_part(tl.sum(acc, 0), mix, is_time)
+        acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
+    y = tl.sum(acc, 0)
+    if output_scales is not None:
+        y *= tl.load(output_scales + begin + lines)[:, None]
+    y = activate_part(y, mix, is_time)
     place = first_row + tl.arange(0, rows)[None, :]
     is_inside = (place < num_rows) & (own < size)[:, None]
     tl.store(out + begin * num_rows + place * size + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
@@ -309,24 +317,41 @@ class FewWeights:
     ups: list[Tensor]  # of the last four
     biases: list[Tensor]  # of decay, rate and value mix
     ranks: dict[str, int]  # of the four
+    scales: Tensor | None  # of all outputs of int8 matrices, a part after the other
 
     @classmethod
     def of(cls, weights: TimeWeights[Tensor]) -> Optional["FewWeights"]:
-        """None where biases or activations are not what the kernels expect."""
+        """None where biases, activations or types are not what the kernels expect. Found once."""
+        if cls not in weights.derived:
+            weights.derived[cls] = cls._find(weights)
+        found: FewWeights | None = weights.derived[cls]
+        return found
+
+    @classmethod
+    def _find(cls, weights: TimeWeights[Tensor]) -> Optional["FewWeights"]:
         lows = [weights.decay, weights.rate, weights.gate, weights.value_mix]
         expected = [("tanh", True), ("none", True), ("sigmoid", False), ("none", True)]
-        wide = [each.get()[0] for each in (weights.receptance, weights.key, weights.value)]
-        matrices, ups, biases, ranks = list(wide), [], [], []
+        firsts = [each.get() for each in (weights.receptance, weights.key, weights.value)]
+        ups, biases, ranks = list[Tensor](), list[Tensor](), list[int]()
         for low, (activation, has_bias) in zip(lows, expected, strict=True):
-            down, (up, bias) = (wide[0], (wide[0], wide[0])) if low is None else (low.down.get()[0], low.up.get())
-            if low is not None and (low.activation != activation or (bias is not None) != has_bias):
+            if low is None:
+                ups.append(ups[0])
+                biases.append(biases[0])
+                ranks.append(0)
+                continue
+            down, up = low.down.get(), low.up.get()
+            if low.activation != activation or (up.bias is not None) != has_bias or up.scales is not None:
                 return None
-            matrices.append(down)
-            ups.append(up)
-            ranks.append(0 if low is None else len(down))
-            if has_bias and bias is not None:
-                biases.append(bias)
-        return cls(matrices, ups, biases, dict(zip(RANK_NAMES, ranks, strict=True)))
+            firsts.append(down)
+            ups.append(up.matrix)
+            ranks.append(len(down.matrix))
+            if up.bias is not None:
+                biases.append(up.bias)
+        scales = [each.scales for each in firsts if each.scales is not None]
+        if 0 < len(scales) < len(firsts):
+            return None
+        matrices = fill_up([each.matrix for each in firsts])
+        return cls(matrices, ups, biases, dict(zip(RANK_NAMES, ranks, strict=True)), torch.cat(scales) if scales else None)
 
     @property
     def sizes(self) -> list[int]:
@@ -345,7 +370,7 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         layer: StateLayer[Tensor],
     ) -> tuple[Tensor, Tensor]:
         few = FewWeights.of(weights) if self.is_few(x, batch) else None
-        if few is None or not self.are_plain(x, [*few.matrices, *few.ups]):
+        if few is None or not self.are_plain(x, few.matrices, few.scales) or not self.are_plain(x, few.ups):
             return super().mix_time(x, weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
         products = torch.empty(num_rows * sum(sizes), dtype=x.dtype, device=x.device)
@@ -353,10 +378,10 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         tile = self.mix_tile or choose_mix_tile(num_rows, sum(sizes), width, x.element_size(), x.device)
         if tile.is_dot:
             mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
-            multiply_parts(mixed, few.matrices, sizes, few.ranks, tile, products)
+            multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products)
         else:
             rows = MixedRows(x, weights.norm, weights.factors, layer.time_input, batch, normed)
-            mix_rows(rows, few.matrices, sizes, few.ranks, tile, products)
+            mix_rows(rows, few.matrices, few.scales, sizes, few.ranks, tile, products)
         size = num_rows * width
         value = products[2 * size : 3 * size].view(num_rows, width)
         heads, (_, num_heads, dim, _) = weights.heads, layer.wkv.shape
@@ -377,18 +402,19 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         kept_rows: Tensor | None,
     ) -> Tensor:
         aside = batch.derived.pop(SetAside, None)
-        key = weights.key.get()[0]
-        if kept_rows is not None or not self.is_few(x, batch) or not self.are_plain(x, [key]):
+        packed = weights.key.get()
+        key, scales = packed.matrix, packed.scales
+        if kept_rows is not None or not self.is_few(x, batch) or not self.are_plain(x, [key], scales):
             return super().mix_channels(x, weights, batch, layer, kept_rows)
         (num_rows, width), sizes, ranks = x.shape, [len(key)], dict.fromkeys(RANK_NAMES, 0)
         hidden = torch.empty((num_rows, len(key)), dtype=x.dtype, device=x.device)
         tile = self.mix_tile or choose_mix_tile(num_rows, len(key), width, x.element_size(), x.device)
         if tile.is_dot:
             mixed = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch)
-            multiply_parts(mixed, [key], sizes, ranks, tile, hidden)
+            multiply_parts(mixed, [key], scales, sizes, ranks, tile, hidden)
         elif isinstance(aside, SetAside) and aside.inputs is layer.channel_input:
             rows = MixedRows(x, weights.norm, weights.factor, aside.rows, batch, layer.channel_input)
-            mix_rows(rows, [key], sizes, ranks, tile, hidden)
+            mix_rows(rows, [key], scales, sizes, ranks, tile, hidden)
         else:
             return super().mix_channels(x, weights, batch, layer, kept_rows)
         return self.ops.linear(hidden, weights.value, residual=x)
@@ -397,10 +423,11 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         """Whether a step has nothing but a few decodes."""
         return batch.num_decodes == batch.num_sequences and 0 < batch.num_decodes <= len(x) <= MAX_ROWS
 
-    def are_plain(self, x: Tensor, matrices: list[Tensor]) -> bool:
+    def are_plain(self, x: Tensor, matrices: list[Tensor], scales: Tensor | None = None) -> bool:
         """Whether weights lie as kernels read them."""
         is_plain = x.dtype == self.ops.torch_dtype and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
-        return is_plain and all(matrix.dtype == x.dtype and matrix.is_contiguous() for matrix in matrices)
+        dtype = x.dtype if scales is None else torch.int8
+        return is_plain and all(matrix.dtype == dtype and matrix.is_contiguous() for matrix in matrices)
 
 
 @dataclass(frozen=True)
@@ -416,14 +443,15 @@ class MixedRows:
 
 
 def mix_rows(
-    rows: MixedRows, matrices: list[Tensor], sizes: list[int], ranks: dict[str, int], tile: LinearTile, out: Tensor
+    rows: MixedRows, matrices: list[Tensor], scales: Tensor | None, sizes: list[int], ranks: dict[str, int], tile: LinearTile,
+    out: Tensor,
 ) -> None:
     """Norm, shift and products with the matrices of a time mix, or with the one of a channel mix."""
     x, norm, batch = rows.x, rows.norm, rows.batch
     num_rows, width = x.shape
     mix_rows_kernel[(sum(triton.cdiv(size, tile.outputs) for size in sizes),)](
         x, norm.weight, norm.bias, rows.factors, rows.before, batch.previous, batch.targets, rows.normed, out,
-        *fill_up(matrices), norm.eps, x.stride(0), rows.before.stride(0), rows.normed.stride(0), width=width,
+        *fill_up(matrices), scales, norm.eps, x.stride(0), rows.before.stride(0), rows.normed.stride(0), width=width,
         columns=next_power_of_2(width), rows=num_rows, outputs=tile.outputs, num_outputs=sizes[0], is_time=len(sizes) > 1,
         num_warps=tile.num_warps, **ranks, **early_start(x.device),
     )
@@ -445,15 +473,15 @@ def norm_and_shift(
 
 
 def multiply_parts(
-    mixed: Tensor, matrices: list[Tensor], sizes: list[int], ranks: dict[str, int], tile: LinearTile, out: Tensor,
-    *, is_narrow: bool = False,
+    mixed: Tensor, matrices: list[Tensor], scales: Tensor | None, sizes: list[int], ranks: dict[str, int], tile: LinearTile,
+    out: Tensor, *, is_narrow: bool = False,
 ) -> None:
     """The second half of `mix_rows`. is_narrow: of the narrow parts alone."""
     _, num_rows, width = mixed.shape
     rows = min(PART_ROWS, max(8, next_power_of_2(num_rows)))
     num_tiles = sum(triton.cdiv(size, tile.outputs) for size in sizes[3 if is_narrow else 0 :])
     multiply_parts_kernel[(num_tiles, triton.cdiv(num_rows, rows))](
-        mixed, out, *fill_up(matrices), num_rows, width=width, rows=rows, outputs=tile.outputs, columns=tile.columns,
+        mixed, out, *fill_up(matrices), scales, num_rows, width=width, rows=rows, outputs=tile.outputs, columns=tile.columns,
         parts=tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **ranks, **early_start(mixed.device),
     )

@@ -26,11 +26,13 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
+    PackedWeight,
     PagedBatch,
     Pooling,
     Rotary,
     Segments,
 )
+from archerfish.kernels.quant import quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
@@ -38,8 +40,9 @@ from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_n
 from archerfish.kernels.triton_places import Tile, to_device
 from archerfish.kernels.triton_prefill import attend_prefills
 from archerfish.kernels.triton_sampling import TritonSampling
-from archerfish.kernels.triton_tiles import MAX_ROWS, NORMED_WIDTH, LinearTile, choose_tile
+from archerfish.kernels.triton_tiles import MAX_INT8_ROWS, MAX_ROWS, NORMED_WIDTH, LinearTile, choose_tile
 from archerfish.kernels.upload import Uploads
+from archerfish.types import INT8
 
 Tensor = torch.Tensor
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
@@ -108,14 +111,20 @@ class TritonOps(TorchOps):
             self._uploads.close()
             self._uploads = None
 
-    def pack_linear(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        """In the compute type, so that `linear` need not convert."""
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
+    ) -> PackedWeight[Tensor]:
+        """In the compute type, so that `linear` need not convert, or quantised on the device."""
         uploads = self._uploads
         if uploads is None or weights[0].device.type != "cpu":
-            weight, bias = super().pack_linear(weights, biases)
-            return weight.to(self.torch_dtype), bias
+            packed = super().pack_linear(weights, biases, weight_format)
+            return packed if packed.scales is not None else PackedWeight(packed.matrix.to(self.torch_dtype), packed.bias)
         bias = stack_biases(weights, biases)
-        return uploads.stack(weights, self.torch_dtype), None if bias is None else bias.to(self.device, self.torch_dtype)
+        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        if weight_format == INT8:
+            matrix, scales = quantize_rows([uploads.stack(weights, weights[0].dtype)], self.device)
+            return PackedWeight(matrix, bias, scales)
+        return PackedWeight(uploads.stack(weights, self.torch_dtype), bias)
 
     @cached_property
     def _graph_memory(self) -> Any:
@@ -267,48 +276,52 @@ class TritonOps(TorchOps):
 
     # Products with few rows
 
-    def takes_few_rows(self, x: Tensor, matrix: Tensor) -> bool:
+    def takes_few_rows(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
         """Whether a product is for `triton_linear`."""
-        is_plain = x.dtype == matrix.dtype == self.torch_dtype and x.stride(-1) == 1 and matrix.is_contiguous()
-        return is_plain and 0 < len(x) <= MAX_ROWS
+        is_plain = self.are_plain(x, packed) and x.stride(-1) == 1 and packed.matrix.is_contiguous()
+        return is_plain and 0 < len(x) <= (MAX_ROWS if packed.scales is None else MAX_INT8_ROWS)
+
+    def are_plain(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
+        """Whether rows and weights have the types that they usually have."""
+        return x.dtype == self.torch_dtype and packed.matrix.dtype == (x.dtype if packed.scales is None else torch.int8)
 
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
-        matrix, bias = weight.get()
-        is_plain = residual is None or (residual.dtype == x.dtype == matrix.dtype and residual.stride(-1) == 1)
-        if is_plain and self.takes_few_rows(x, matrix):
-            tile = self.linear_tile or choose_tile(x, matrix)
-            return triton_linear.linear(x, matrix, bias, tile, activation=activation, residual=residual)
-        if residual is not None and is_plain and bias is None and activation == "none":
-            return residual.addmm_(x, matrix.t())  # added before it is rounded, and on the way out of the product
+        packed = weight.get()
+        is_plain = residual is None or (residual.dtype == x.dtype and self.are_plain(x, packed) and residual.stride(-1) == 1)
+        if is_plain and self.takes_few_rows(x, packed):
+            tile = self.linear_tile or choose_tile(x, packed.matrix)
+            return triton_linear.linear(x, packed, tile, activation=activation, residual=residual)
+        if residual is not None and is_plain and packed.bias is None and activation == "none":
+            return residual.addmm_(x, self.wide_matrix(packed).t())  # added before it is rounded, on the way out of the product
         return super().linear(x, weight, activation=activation, residual=residual)
 
     def normed_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
         gate: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:
-        matrix, bias = weight.get()
-        if not self.takes_few_rows(x, matrix):
+        packed = weight.get()
+        if not self.takes_few_rows(x, packed):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         is_gated = gate is not None
-        tile, total = self.linear_tile or choose_tile(x, matrix, is_gated=is_gated), x
+        tile, total = self.linear_tile or choose_tile(x, packed.matrix, is_gated=is_gated), x
         is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
         if not is_fused:
             x, total = self.rms_norm(x, norm, eps, residual=residual)
         y = triton_linear.linear(
-            x, matrix, bias, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps
+            x, packed, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps
         )
         return y, total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
-        matrix, bias = head.get()
-        if softcap or not x.dtype == matrix.dtype == self.torch_dtype:
+        packed = head.get()
+        if softcap or not self.are_plain(x, packed):
             return super().logits(x, head, softcap=softcap)
-        if not self.takes_few_rows(x, matrix):
-            is_half = bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
-            return torch.mm(x, matrix.t(), out_dtype=torch.float32) if is_half else super().logits(x, head)
-        return triton_linear.linear(x, matrix, bias, self.linear_tile or choose_tile(x, matrix), dtype=torch.float32)
+        if not self.takes_few_rows(x, packed):
+            is_half = packed.bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
+            return torch.mm(x, self.wide_matrix(packed).t(), out_dtype=torch.float32) if is_half else super().logits(x, head)
+        return triton_linear.linear(x, packed, self.linear_tile or choose_tile(x, packed.matrix), dtype=torch.float32)
 
     # Encoders
 

@@ -5,7 +5,9 @@ adds up at the end. It can normalise the rows on the way: the scale of a row is 
 is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
 `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns.
 
-Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. No
+Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. Weights may
+be int8, with a scale for each output, which is applied to the finished sum; without, scales are None and nothing is compiled
+for them. No
 `from __future__ import annotations` here: see `triton_norm`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -43,6 +45,18 @@ def load_addends(bias, residual, lines, up_lines, has_bias: tl.constexpr, has_re
     if has_residual:
         added += tl.load(residual + lines).to(tl.float32)
     return added, up_added
+
+
+@triton.jit
+def load_scales(scales, lines, up_lines, is_gated: tl.constexpr):
+    """Of the outputs of int8 weights, and of their upper half; 1 where there are none."""
+    scale = 1.0
+    up_scale = 1.0
+    if scales is not None:
+        scale = tl.load(scales + lines)
+        if is_gated:
+            up_scale = tl.load(scales + up_lines)
+    return scale, up_scale
 
 
 @triton.jit
@@ -119,7 +133,7 @@ def add_piece(
 
 @triton.jit
 def multiply_rows_kernel(
-    x, norm, weight, bias, residual, out, eps, num_outputs, x_stride, residual_stride,
+    x, norm, weight, scales, bias, residual, out, eps, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
     activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
     is_normed: tl.constexpr, is_gated: tl.constexpr, is_early: tl.constexpr,
@@ -134,6 +148,7 @@ def multiply_rows_kernel(
     if num_pieces == 1:
         for start in tl.static_range(0, width, columns):
             pieces = append_group(pieces, load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated))
+    output_scale, up_scale = load_scales(scales, lines, up_lines, is_gated)
     follow(is_early)
     addends = ()
     for row in tl.static_range(rows):
@@ -161,13 +176,16 @@ def multiply_rows_kernel(
             scale = tl.rsqrt(tl.sum(tl.sum(squares[row], 1), 0) / width + eps)
             y *= scale
             up *= scale
+        if scales is not None:
+            y *= output_scale
+            up *= up_scale
         y = finish(y, up, addends[row][0], addends[row][1], activation, is_gated)
         tl.store(out + row * num_outputs + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_turns"])
 def stream_kernel(
-    x, norm, weight, bias, residual, out, eps, num_outputs, num_turns,
+    x, norm, weight, scales, bias, residual, out, eps, num_outputs, num_turns,
     width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
     activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr, is_normed: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
@@ -194,13 +212,17 @@ def stream_kernel(
         added, up_added = load_addends(bias, residual, own_lines, up_lines, has_bias, has_residual, is_gated)
         y = tl.sum(tile.to(tl.float32) * values, 1)
         up = tl.sum(up_tile.to(tl.float32) * values, 1) if is_gated else y
+        if scales is not None:
+            scale, up_scale = load_scales(scales, own_lines, up_lines, is_gated)
+            y *= scale
+            up *= up_scale
         y = finish(y, up, added, up_added, activation, is_gated)
         tl.store(out + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_tiles_kernel(
-    x, weight, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
+    x, weight, scales, bias, residual, out, num_rows, num_outputs, x_stride, residual_stride,
     width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
     activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
@@ -221,11 +243,17 @@ def multiply_tiles_kernel(
         place = start + piece
         values = tl.permute(load_piece(x + row[None, :, None] * x_stride, place, width, columns), (0, 2, 1))
         tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
-        acc = tl.dot(tile, values, acc, input_precision="ieee")
+        acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
         if is_gated:
             tile = load_piece(weight + up_lines[None, :, None] * width, place, width, columns)
-            up_acc = tl.dot(tile, values, up_acc, input_precision="ieee")
-    y = finish(tl.sum(acc, 0), tl.sum(up_acc, 0), added, up_added, activation, is_gated)
+            up_acc = tl.dot(tile.to(values.dtype), values, up_acc, input_precision="ieee")
+    y = tl.sum(acc, 0)
+    up = tl.sum(up_acc, 0)
+    if scales is not None:
+        scale, up_scale = load_scales(scales, lines[:, None], up_lines[:, None], is_gated)
+        y *= scale
+        up *= up_scale
+    y = finish(y, up, added, up_added, activation, is_gated)
     place = tl.arange(0, rows)[None, :]
     is_inside = (place < num_rows) & (own < num_outputs)[:, None]
     tl.store(out + place * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
+MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
 DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
@@ -66,7 +67,8 @@ def next_power_of_2(number: int) -> int:
 
 
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = False) -> LinearTile:
-    return tile_of(len(x), *weight.shape, is_gated, weight.element_size(), shared_bytes(x.device))
+    """int8 weights are cut as those of the rows' type, beside which they stand in shared memory."""
+    return tile_of(len(x), *weight.shape, is_gated, x.element_size(), shared_bytes(x.device))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any, Generic
 
 from archerfish.errors import TensorError, did_you_mean
 from archerfish.kernels.ops import LinearWeight, Ops, T
+from archerfish.types import DTYPE_BYTES, INT8, SCALE_BYTES
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Weights(Generic[T]):
     source: Mapping[str, T]
     ops: Ops[T]
     prefix: str = ""
+    weight_format: str = "auto"  # of linear maps: "auto" or INT8
 
     def scope(self, name: str) -> Weights[T]:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -42,11 +45,12 @@ class Weights(Generic[T]):
         return self.ops.vector(self.tensor(name, width), plus=plus)
 
     def linear(
-        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None
+        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
+        is_quantized: bool = True,
     ) -> LinearWeight[T]:
         """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
 
-        bias says whether there must be one; None: where the weights have one.
+        bias says whether there must be one; None: where the weights have one. is_quantized: in a format that quantises.
         """
         scopes = [self.scope(name) for name in ([names] if isinstance(names, str) else names)]
         sizes = (out_features,) * len(scopes) if isinstance(out_features, int) else out_features
@@ -55,7 +59,7 @@ class Weights(Generic[T]):
         biases = [
             scope.tensor("bias", size) if bias or (bias is None and scope.has("bias")) else None for scope, size in parts
         ]
-        return self.ops.linear_weight(weights, biases)
+        return self.ops.linear_weight(weights, biases, weight_format=self.weight_format if is_quantized else "auto")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class NotedWeights(Weights[Any]):
     """Weights that are not there: a model that is built over them leaves the names and shapes of its tensors in `shapes`."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    quantized: set[str] = field(default_factory=set)  # names of those that formats may quantise
 
     def has(self, name: str) -> bool:
         return False
@@ -70,3 +75,18 @@ class NotedWeights(Weights[Any]):
     def tensor(self, name: str, *shape: int) -> Any:
         self.shapes[f"{self.prefix}{name}"] = shape
         return SimpleNamespace(shape=shape)
+
+    def linear(
+        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
+        is_quantized: bool = True,
+    ) -> LinearWeight[Any]:
+        if is_quantized:
+            self.quantized.update(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names))
+        return super().linear(names, out_features, in_features, bias=bias, is_quantized=is_quantized)
+
+    def num_bytes(self, name: str, dtype: str, weight_format: str) -> int:
+        """What a noted tensor takes in memory."""
+        shape = self.shapes[name]
+        if weight_format == INT8 and name in self.quantized:
+            return math.prod(shape) + SCALE_BYTES * shape[0]
+        return math.prod(shape) * DTYPE_BYTES[dtype]

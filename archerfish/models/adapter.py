@@ -42,6 +42,7 @@ class ModelAdapter(ABC, Generic[T]):
     """
 
     gives_kept_rows: ClassVar[bool] = False  # `forward` heeds kept_rows of a batch
+    weight_formats: ClassVar[tuple[str, ...]] = ("auto",)  # those that its quality has been measured in
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         self.ops: Ops[T] = weights.ops
@@ -77,9 +78,19 @@ class ModelAdapter(ABC, Generic[T]):
     @classmethod
     def dummy_shapes(cls, config: Config) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of all its tensors, found by building it over weights that are not there."""
+        return cls._note_weights(config).shapes
+
+    @classmethod
+    def tensor_bytes(cls, config: Config, dtype: str, weight_format: str = "auto") -> Mapping[str, int]:
+        """What each of its tensors takes in memory."""
+        weights = cls._note_weights(config)
+        return {name: weights.num_bytes(name, dtype, weight_format) for name in weights.shapes}
+
+    @classmethod
+    def _note_weights(cls, config: Config) -> NotedWeights:
         weights = NotedWeights({}, cast(Ops[Any], NoOps()))
         cls(weights, config, max_len=1)
-        return weights.shapes
+        return weights
 
 
 class NoOps:

@@ -1,5 +1,8 @@
 """RWKV-7 ("Goose"): every layer mixes a token with the one before it, and with a matrix of state for each head.
 
+Of weights in int8 only the wide ends of low ranks stay as they are: they are a fiftieth of all, and what they add to the error
+of logits is more than the narrow ends do.
+
 Tensors have the names of Hugging Face's files. The norm of the embedding (ln0) is not here: whoever reads a checkpoint applies
 it to the table, once (`store/rwkv_source.py`).
 """
@@ -26,6 +29,7 @@ from archerfish.layers.encoder import LayerNorm
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.recurrent import RecurrentAdapter
+from archerfish.types import INT8
 
 MIXES = "rwkvag"  # what the time mix computes from a token and the one before it, in this order
 HEAD_DIM = 64
@@ -35,6 +39,7 @@ RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim"
 
 class Rwkv7Model(RecurrentAdapter[T]):
     gives_kept_rows: ClassVar[bool] = True
+    weight_formats: ClassVar[tuple[str, ...]] = ("auto", INT8)
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
@@ -90,7 +95,8 @@ def norm_weights(weights: Weights[T], name: str, width: int, eps: float) -> Norm
 def low_rank(
     weights: Weights[T], width: int, rank: int, *, activation: Literal["none", "tanh", "sigmoid"] = "none", bias: bool = True
 ) -> LowRankWeights[T]:
-    down, up = weights.linear("lora.0", rank, width, bias=False), weights.linear("lora.2", width, rank, bias=bias)
+    down = weights.linear("lora.0", rank, width, bias=False)
+    up = weights.linear("lora.2", width, rank, bias=bias, is_quantized=False)
     return LowRankWeights(down, up, activation)
 
 

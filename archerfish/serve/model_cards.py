@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from archerfish.models.encoder import encoder_class
 from archerfish.serve.host_config import ModelSpec
 from archerfish.store.format import ARROW_NAME
 from archerfish.store.metadata import read_metadata
-from archerfish.types import DTYPE_BYTES, no_progress
+from archerfish.types import no_progress
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def is_tts(facts: ModelFacts) -> bool:
 
 def num_bytes_of_writer(facts: ModelFacts) -> int:
     """Weights and KV."""
-    shapes = facts.adapter.dummy_shapes(facts.config).values()
-    return sum(math.prod(shape) for shape in shapes) * DTYPE_BYTES[facts.dtype] + facts.memory.num_bytes
+    return facts.weight_bytes + facts.memory.num_bytes
 
 
 def num_bytes_of_encoder(directory: Path) -> int:

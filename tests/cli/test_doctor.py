@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,16 @@ def test_the_report_names_everything(light: None, model: Path, tmp_path: Path, c
     body = json.loads(capsys.readouterr().out)
     assert body["usable"] is True and body["problems"] == []
     assert set(body["cpu"]["features"]) == {"AVX2", "AVX-512", "AVX512-BF16", "AMX"}
-    assert {entry["name"] for entry in body["models"]} == {"all-minilm-l6-v2", "smollm2-135m-instruct", str(model)}
+    builtin = {"all-minilm-l6-v2", "smollm2-135m-instruct", "story-rwkv7"}
+    assert {entry["name"] for entry in body["models"]} == {*builtin, str(model)}
+    [story] = [entry for entry in body["models"] if entry["name"] == "story-rwkv7"]
+    assert (story["num_parameters"], story["remark"]) == (6_230_784, "safetensors")  # not pulled; a norm of 512 is in its table
 
 
 def test_a_missing_package_makes_it_unusable(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
     found = [facts.Package("torch", "", ""), facts.Package("fastapi", "", "serve")]
     monkeypatch.setattr(facts, "packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1

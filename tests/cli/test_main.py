@@ -212,6 +212,11 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     body = json.loads(capsys.readouterr().out)
     names = {model["name"]: model for model in body["models"]}
     assert names["all-minilm-l6-v2"]["path"] is None and names["all-minilm-l6-v2"]["license"]
+    story = names["story-rwkv7"]
+    assert story["source"] == "builtin" and Path(story["path"], "model.safetensors").is_file()
+    assert 12_000_000 < story["bytes"] < 20_000_000 and "MIT" in story["license"]
+    assert main(["pull", "story-rwkv7", "--cache-dir", str(tmp_path), "--offline"]) == 0
+    assert story["path"] in capsys.readouterr().out
     assert main(["pull", "--list", "--cache-dir", str(tmp_path)]) == 0
     assert "not here yet" in capsys.readouterr().out
     assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code

@@ -95,11 +95,11 @@ class RecurrentDriver:
 
     def __init__(
         self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16,
+        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16, weight_format: str = "auto",
     ) -> None:
         values = Config(config)
         self.ops, self.block_size = ops, block_size
-        self.model = Rwkv7Model(Weights(weights, ops), values, 1024)
+        self.model = Rwkv7Model(Weights(weights, ops, weight_format=weight_format), values, 1024)
         if recurrent is not None:
             use_recurrent(self.model, recurrent)
         self.tokens = [list(each) for each in tokens]
