@@ -1,7 +1,8 @@
 """An HTTP/1.1 client that costs little a chunk: bytes go from the socket through the parser to whoever notes them.
 
-No task wakes up for a chunk, only for the end of an answer. A request is sent once and never again: what becomes of it is
-what is counted.
+No task wakes up for a chunk, only for the end of an answer. A request is sent once, and what becomes of it is what is counted;
+but one whose kept connection ends without a byte of an answer goes over a new one, as with other clients, and is counted as
+such: llama.cpp's server closes behind every stream what its headers promise to keep.
 """
 
 from __future__ import annotations
@@ -82,12 +83,14 @@ class Connection(asyncio.Protocol):
         self._has_head = False
         self._now = 0.0
         self.is_reusable = True
+        self.is_answered = False  # some of an answer to the last request came
 
     async def exchange(self, payload: bytes, receiver: Receiver) -> None:
         """Send a request; returns when the receiver has all of the answer."""
         if self._transport is None or self._transport.is_closing():
             raise BrokenAnswerError("the connection was closed before the request was sent")
         self._receiver, self._done, self._has_head, self._headers = receiver, asyncio.Future(), False, {}
+        self.is_answered = False
         self._transport.write(payload)
         try:
             await self._done
@@ -106,6 +109,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._now = self._clock()
+        self.is_answered = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -152,6 +156,7 @@ class Pool:
     def __init__(self, address: Address, *, api_key: str = "", clock: Clock = time.perf_counter) -> None:
         self.address = address
         self.clock = clock
+        self.num_resent = 0  # requests that found their kept connection closed
         self._idle: deque[tuple[Connection, float]] = deque()
         self._credentials = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
@@ -164,7 +169,18 @@ class Pool:
 
     async def exchange(self, payload: bytes, receiver: Receiver) -> None:
         """Send a request over a connection that is free or new. One that is left early is closed."""
-        connection = self._take() or await self._connect()
+        kept = self._take()
+        if kept is not None:
+            try:
+                await self._exchange_over(kept, payload, receiver)
+                return
+            except BrokenAnswerError:
+                if kept.is_answered:
+                    raise
+            self.num_resent += 1
+        await self._exchange_over(await self._connect(), payload, receiver)
+
+    async def _exchange_over(self, connection: Connection, payload: bytes, receiver: Receiver) -> None:
         try:
             await connection.exchange(payload, receiver)
         except BaseException:

@@ -58,6 +58,7 @@ class Run:
     start_s: float = 0.0
     end_s: float = 0.0  # when the last request ended
     records: list[Record] = field(default_factory=list)
+    num_resent: int = 0  # of them, over a new connection: the server had closed the kept one
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # the counter, at every change
     lags_s: list[float] = field(default_factory=list)  # how late the client's own loop was
     samples: list[tuple[float, float]] = field(default_factory=list)  # (seconds since the start, bytes of the server)
@@ -109,9 +110,10 @@ class Driver:
         load, run = self._load, self._run
         if load.num_warmup:
             await self._warm_up()
-        run.start_s = self._clock()
+        run.start_s, num_resent = self._clock(), self._pool.num_resent
         async with self._watching():
             await (self._closed() if load.concurrency else self._open())
+        run.num_resent = self._pool.num_resent - num_resent
         run.end_s = max((record.ended_s for record in run.records), default=run.start_s)
         return run
 

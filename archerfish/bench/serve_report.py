@@ -106,6 +106,7 @@ def measure(run: Run, limits: Limits) -> Figures:
         "goodput_s": held / window_s,
         "good_share": held / len(inside) if inside else math.nan,
         "prompt_tokens": num_prompt_tokens / len(inside) if inside else math.nan,  # of one request, as the server counts
+        "num_resent": float(run.num_resent),
         "num_short": sum(record.num_output_tokens < record.num_wanted_tokens for record in good),  # ended before they were to
     }
     for name, samples in samples_ms(good).items():
@@ -231,7 +232,7 @@ LATENCIES = (("first token", "ttft"), ("between chunks", "inter_token"), ("end t
 ENDS = (
     ("refused", "num_refused"), ("… with Retry-After", "num_refused_with_retry_after"), ("errors", "num_error"),
     ("timeouts", "num_timeout"), ("disconnected", "num_disconnected"), ("hung up by us", "num_left"),
-    ("shorter than asked", "num_short"),
+    ("shorter than asked", "num_short"), ("sent again, since a kept connection was closed", "num_resent"),
 )  # fmt: skip
 ROWS: tuple[Row, ...] = (
     ("requests/s", "requests_s", 1, 1),

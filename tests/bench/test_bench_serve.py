@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -383,7 +384,7 @@ def test_random_behaviour_is_accounted_for() -> None:
     run, server = drive(lambda asked: chance.choice(ways), load)
     figures = measure(run, Limits())
     assert sorted(record.index for record in run.records) == list(range(200))
-    assert sum(figures[f"num_{outcome}"] for outcome in OUTCOMES) == 200 == len(server.asked)
+    assert sum(figures[f"num_{outcome}"] for outcome in OUTCOMES) == 200 == len(server.asked) - run.num_resent
     assert all(figures[f"num_{outcome}"] > 0 for outcome in OUTCOMES if outcome != "left")
     assert figures["num_refused_with_retry_after"] == figures["num_refused"]
     assert run.in_flight[-1][1] == 0
@@ -419,6 +420,21 @@ def test_connections_are_kept_and_left_in_time() -> None:
     assert server.num_connections == 30
     _, server = drive(lambda asked: whole(VECTORS), Load(EMBEDDINGS, rate=0.01 / IDLE_S, count=5))
     assert server.num_connections == 5  # all were idle for long: the server may be closing them right now
+
+
+def test_a_server_that_closes_what_it_promised_to_keep_costs_no_answer() -> None:
+    """As llama.cpp's does behind a stream. A request that a new connection loses, or that has some answer, is lost."""
+    run, server = drive(lambda asked: replace(stream(3, 0.1, 0.1), cuts=True), Load(CHAT, concurrency=3, count=30))
+    assert [record.outcome for record in run.records] == ["ok"] * 30
+    assert len(server.asked) == server.num_connections == 30
+    assert 0 < run.num_resent < 30
+    run, server = drive(lambda asked: Answer(cuts=True), Load(CHAT, concurrency=1, count=5))
+    assert [record.code for record in run.records] == ["cut_off"] * 5
+    assert len(server.asked) == 5
+    cut = Answer([(0.0, head() + b"Transfer-Encoding: chunked\r\n\r\n" + chunked(token()))], cuts=True)
+    run, server = drive(lambda asked: cut if asked.number % 2 else stream(3, 0.1, 0.1), Load(CHAT, concurrency=1, count=6))
+    assert [record.outcome for record in run.records] == ["ok", "disconnected"] * 3
+    assert len(server.asked) == 6
 
 
 @pytest.mark.parametrize(
