@@ -50,15 +50,15 @@ class Ratio:
 class ServiceRate:
     """Seconds for a token of a prompt, and for a decode step by the size of its batch.
 
-    How long a step takes hardly depends on its batch on a GPU, and much on a CPU: sizes are told apart by powers of two. A size
-    that was never seen is taken to be as fast as the nearest smaller one: an estimate that errs by letting in is soon
-    corrected by what is then measured, one that refuses is not.
+    How long a step takes hardly depends on its batch on a GPU, and much on a CPU: sizes are told apart by powers of two. One
+    that was never seen lies on the line through the two nearest smaller ones: under load hardly any step comes without
+    prompts, from which alone it is measured, so that many would be let in before it is known what they do to one another.
     """
 
     def __init__(self) -> None:
         self._prefill = Ratio()  # seconds, tokens
         self._decode = Ratio()
-        self._steps: dict[int, Average] = {}  # by the bits of the batch size - 1
+        self._steps: dict[int, tuple[Average, Average]] = {}  # sizes and seconds, by the bits of the size - 1
 
     def observe(self, num_prompt_tokens: int, num_output_tokens: int, seconds: float) -> None:
         """A step: tokens of prompts computed, tokens brought, seconds."""
@@ -68,16 +68,23 @@ class ServiceRate:
             decode_s = (self.decode_step_s(num_output_tokens) or 0.0) if num_output_tokens else 0.0
             self._prefill.add(max(seconds - decode_s, LEAST_PREFILL_SHARE * seconds), num_prompt_tokens)
         elif num_output_tokens > 0:
-            self._steps.setdefault((num_output_tokens - 1).bit_length(), Average()).add(seconds)
+            size, taken = self._steps.setdefault((num_output_tokens - 1).bit_length(), (Average(), Average()))
+            size.add(num_output_tokens)
+            taken.add(seconds)
             self._decode.add(seconds, num_output_tokens)
 
     def decode_step_s(self, batch: int) -> float | None:
         """Of a step that brings every sequence of a batch a token; None before the first."""
-        sizes = list(self._steps)  # in one go: who makes text asks too, in its own thread
-        if not sizes:
+        steps = dict(self._steps)  # in one go: who makes text asks too, in its own thread
+        if not steps:
             return None
         wanted = (max(1, batch) - 1).bit_length()
-        return self._steps[max((size for size in sizes if size <= wanted), default=min(sizes))].value
+        smaller = sorted(bits for bits in steps if bits <= wanted) or [min(steps)]
+        size, seconds = (each.value or 0.0 for each in steps[smaller[-1]])
+        if smaller[-1] >= wanted or len(smaller) < 2:
+            return seconds
+        other_size, other_seconds = (each.value or 0.0 for each in steps[smaller[-2]])
+        return seconds + max(0.0, seconds - other_seconds) / (size - other_size) * (batch - size)
 
     def alone_s(self, num_output_tokens: float) -> float:
         """At least, of a request beside which nothing runs; 0 before a step of one sequence was measured.
@@ -85,7 +92,7 @@ class ServiceRate:
         Its prompt counts as one step: it may be cached, and short ones say little of what a long one takes.
         """
         steps = self._steps.get(0)
-        return 0.0 if steps is None or steps.value is None else max(1.0, num_output_tokens) * steps.value
+        return 0.0 if steps is None else max(1.0, num_output_tokens) * (steps[1].value or 0.0)
 
     def prefill_s(self, num_tokens: float) -> float:
         return num_tokens * (self._prefill.value or 0.0)

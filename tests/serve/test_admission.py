@@ -72,13 +72,16 @@ def test_rates_are_told_apart_in_mixed_steps() -> None:
     assert rate.prefill_s(400) == pytest.approx(0.2, rel=0.01)
 
 
-def test_sizes_that_were_never_seen_are_as_the_nearest_smaller_one() -> None:
+def test_sizes_that_were_never_seen_lie_on_the_line_through_the_nearest_smaller_ones() -> None:
     rate = ServiceRate()
     rate.observe(0, 4, 0.4)
     assert rate.decode_step_s(1) == rate.decode_step_s(4) == rate.decode_step_s(1000) == 0.4
     rate.observe(0, 16, 1.0)
-    assert rate.decode_step_s(5) == 0.4 and rate.decode_step_s(9) == rate.decode_step_s(64) == 1.0
-    assert rate.decode_tokens_per_s == pytest.approx(20 / 1.4, rel=0.02)
+    assert rate.decode_step_s(5) == 0.4 and rate.decode_step_s(9) == 1.0
+    assert rate.decode_step_s(64) == pytest.approx(1.0 + 48 * 0.6 / 12)
+    rate.observe(0, 32, 0.9)  # no line goes down
+    assert rate.decode_step_s(64) == 0.9
+    assert rate.decode_tokens_per_s == pytest.approx(52 / 2.3, rel=0.02)
     rate.observe(0, 0, 1.0)
     rate.observe(10, 1, 0.0)
     assert rate.prefill_tokens_per_s is None

@@ -17,7 +17,7 @@ from archerfish.serve.limits import RateLimits, RefusedError
 from archerfish.serve.tenants import ANONYMOUS
 
 PROMPT, CHUNK, MAX_RUNNING = 94, 512, 256
-PROMPT_TOKEN_S, STEP_S, SEQUENCE_S = 0.0008, 0.02, 0.0015  # as SmolLM2-135M on two cores
+COSTS = (0.0008, 0.02, 0.0015)  # seconds of a prompt's token, a step, and a sequence in it: as SmolLM2-135M on two cores
 
 
 class Clock:
@@ -42,6 +42,7 @@ class Engine:
     num_output: int
     deadline_s: float
     slowness: float = 0.0  # how much steps vary
+    costs: tuple[float, float, float] = COSTS
     clock: Clock = field(default_factory=Clock)
     waiting: list[Asked] = field(default_factory=list)
     running: list[Asked] = field(default_factory=list)
@@ -80,7 +81,8 @@ class Engine:
             if not asked.num_prompt_left:
                 self.waiting.remove(asked)
                 begun.append(asked)
-        seconds = num_prompt * PROMPT_TOKEN_S + (STEP_S + SEQUENCE_S * len(self.running) if self.running else 0.0)
+        token_s, step_s, sequence_s = self.costs
+        seconds = num_prompt * token_s + (step_s + sequence_s * len(self.running) if self.running else 0.0)
         self.clock.now += seconds * (1 + self.slowness * self.chance.random())
         self.running += begun
         self.done[0] += num_prompt
@@ -108,13 +110,29 @@ class Engine:
         self.num_good += not is_late
 
 
-def capacity(num_output: int, slowness: float, num_at_once: int = 32, duration_s: float = 30.0) -> float:
+def keep_busy(engine: Engine, num_at_once: int, duration_s: float) -> float:
     """Requests a second of so many clients, each of which waits for its answer."""
-    engine = Engine(num_output, 1000.0, slowness)
-    while engine.clock.now < duration_s:
+    end, num_good = engine.clock.now + duration_s, engine.num_good
+    while engine.clock.now < end:
         for _ in range(num_at_once - len(engine.waiting) - len(engine.running)):
             engine.ask(engine.clock.now)
         engine.step()
+    return (engine.num_good - num_good) / duration_s
+
+
+def overload(engine: Engine, rate: float, duration_s: float) -> float:
+    """Requests a second that end in time, of so many that come. Fails where many are let in for nothing."""
+    chance, next_at, end = random.Random(3), engine.clock.now, engine.clock.now + duration_s
+    while engine.clock.now < end:
+        while next_at <= engine.clock.now:
+            engine.ask(next_at)
+            next_at += chance.expovariate(rate)
+        if engine.waiting or engine.running:
+            engine.step()
+        else:
+            engine.clock.now = next_at
+    assert engine.num_late < 0.1 * engine.num_good
+    assert engine.num_refused > engine.num_good
     return engine.num_good / duration_s
 
 
@@ -123,20 +141,21 @@ def capacity(num_output: int, slowness: float, num_at_once: int = 32, duration_s
     [(16, 0.0, 5.0), (16, 0.0, 10.0), (16, 0.0, 30.0), (16, 2.0, 10.0), (16, 2.0, 30.0), (64, 0.5, 20.0), (64, 0.5, 30.0)],
 )
 def test_goodput_at_three_times_the_capacity_is_the_capacity(num_output: int, slowness: float, deadline_s: float) -> None:
-    most = capacity(num_output, slowness)
-    engine, duration_s = Engine(num_output, deadline_s, slowness), 90.0
-    chance, next_at = random.Random(3), 0.0
-    while engine.clock.now < duration_s:
-        while next_at <= engine.clock.now:
-            engine.ask(next_at)
-            next_at += chance.expovariate(3 * most)
-        if engine.waiting or engine.running:
-            engine.step()
-        else:
-            engine.clock.now = next_at
-    assert engine.num_good / duration_s > 0.9 * most
-    assert engine.num_late < 0.1 * engine.num_good
-    assert engine.num_refused > engine.num_good
+    most = keep_busy(Engine(num_output, 1000.0, slowness), 32, 30.0)
+    assert overload(Engine(num_output, deadline_s, slowness), 3 * most, 90.0) > 0.9 * most
+
+
+@pytest.mark.parametrize("slowness", [0.0, 0.5])
+@pytest.mark.parametrize("costs", [COSTS, (0.0003, 0.03, 0.0024), (0.0003, 0.04, 0.001), (0.0002, 0.05, 0.004)])
+def test_batches_that_were_never_seen_are_not_taken_to_cost_nothing(costs: tuple[float, float, float], slowness: float) -> None:
+    """Rates of 16 and 32 at once are known, then three times as many come as can be served: letting all of them in would be
+    followed by refusing all, and that by letting in all."""
+    engine = Engine(16, 1000.0, slowness, costs)
+    most = max(keep_busy(engine, num_at_once, 12.0) for num_at_once in (16, 32))
+    while engine.waiting or engine.running:
+        engine.step()
+    engine.deadline_s, engine.num_good = 10.0, 0
+    assert overload(engine, 3 * most, 90.0) > 0.95 * most
 
 
 def test_a_long_answer_that_runs_does_not_shut_out_a_short_one() -> None:
