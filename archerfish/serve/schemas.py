@@ -24,8 +24,8 @@ EXCERPT = 24  # characters of a body in what is said of it
 
 
 def wrong(message: str) -> PydanticCustomError:
-    # The message goes in as a value, because a template would give braces in it a meaning.
-    return PydanticCustomError("wrong_value", "{message}", {"message": message})
+    # The message goes in as a value, because a template would give braces in it a meaning. Half a character has no UTF-8 form.
+    return PydanticCustomError("wrong_value", "{message}", {"message": message.encode("utf-8", "backslashreplace").decode()})
 
 
 def kind_of(value: Any) -> str:

@@ -102,6 +102,18 @@ def test_a_schema_of_a_tool_is_told_by_its_part(route: str, place: str, schema: 
     assert said in message
 
 
+@pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses", CHAT])
+def test_half_a_character_in_a_schema_can_be_told(route: str) -> None:
+    schema = {"type": "object", "properties": {"\ud800": ""}}
+    tool = function(parameters=schema) if route == CHAT else {"name": "f", "parameters": schema, "type": "function"}
+    tool = {"name": "f", "input_schema": schema} if route.startswith("/v1/messages") else tool
+    given = {"input": "Hi"} if route == "/v1/responses" else {"messages": HI}
+    limit = {"max_tokens": 5} if route == "/v1/messages" else {}
+    answer = post(FakeBackend(), route, {**given, **limit, "tools": [tool]})
+    assert answer.status_code == 400
+    assert "properties." in answer.json()["error"]["message"]
+
+
 def function(**members: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **members}}
 
