@@ -138,6 +138,7 @@ def test_mixes_of_few_rows(name: str, num_rows: int, models: dict[str, Model], m
     check_mixes(ours, reference, BOUNDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", MIX_TILES)
 def test_every_tile_of_the_mixes(tile: LinearTile, models: dict[str, Model]) -> None:
     check_mixes(decodes_of(models["tiny"], 2, tile=tile), reference_of(models["tiny"], 2), BOUNDED)

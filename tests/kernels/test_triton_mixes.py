@@ -142,8 +142,9 @@ def check_captured(captured: Decodes, plain: Decodes) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_filling"),
     [
-        ("tiny", 1, 0), ("tiny", 2, 1), ("tiny", 3, 0), ("tiny", 5, 1), ("tiny", 16, 3), ("odd", 1, 0), ("tiny", 4, 0),
-        ("odd", 16, 0),
+        ("tiny", 1, 0), ("tiny", 2, 1), ("tiny", 5, 1), ("odd", 16, 0),
+        *(pytest.param("tiny", *case, marks=pytest.mark.slow) for case in ((3, 0), (4, 0), (16, 3))),
+        pytest.param("odd", 1, 0, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("_few_only")
@@ -169,6 +170,7 @@ def test_kernels_of_a_layer(
     assert len(launches) == 2 * num_kernels + 3  # and staging, the last norm and the logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.usefixtures("_few_only")
 def test_every_tile_gives_the_same(tile: LinearTile, models: dict[str, Model]) -> None:
@@ -176,7 +178,7 @@ def test_every_tile_gives_the_same(tile: LinearTile, models: dict[str, Model]) -
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), *([("bfloat16", 0.06)] if HAS_CUDA else [])])
-@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize("num_rows", [3, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 16))])
 @pytest.mark.usefixtures("_few_only")
 def test_half_precision_is_close(num_rows: int, dtype: str, error: float, models: dict[str, Model]) -> None:
     config, weights = models["tiny"]
@@ -191,7 +193,7 @@ def test_half_precision_is_close(num_rows: int, dtype: str, error: float, models
     assert float(difference.norm() / reference.memory.wkv[is_state].norm()) < error
 
 
-@pytest.mark.parametrize("num_rows", [2, 6])
+@pytest.mark.parametrize("num_rows", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
     plain, broken = (decodes_of(models["tiny"], num_rows) for _ in range(2))
     others = broken.words[Input.SOURCE, 1:]
