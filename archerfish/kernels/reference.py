@@ -35,8 +35,7 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.quant import dequantize_rows, quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
-from archerfish.kernels.torch_sampling import TorchSampling, new_counts, set_counts
-from archerfish.kernels.torch_sampling import sampling_batch as sampling_batch  # other backends take it from here
+from archerfish.kernels.torch_sampling import TorchSampling, new_counts, sampling_batch, set_counts
 from archerfish.kernels.wkv import ChunkedRecurrentOps
 from archerfish.types import INT8
 

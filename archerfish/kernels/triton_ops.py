@@ -34,8 +34,9 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.quant import quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.reference import TorchOps, sampling_batch, stack_biases
+from archerfish.kernels.reference import TorchOps, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_new
 from archerfish.kernels.triton_places import Tile, to_device
 from archerfish.kernels.triton_prefill import attend_prefills

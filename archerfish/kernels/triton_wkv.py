@@ -16,8 +16,9 @@ import triton.language as tl
 
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, HeadInputs, HeadWeights, RecurrentBatch
-from archerfish.kernels.reference import TorchOps, sampling_batch
+from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.wkv import Ends, TorchRecurrentOps
 

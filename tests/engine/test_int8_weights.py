@@ -32,6 +32,7 @@ from archerfish.serve.model_cards import num_bytes_of_writer
 from archerfish.store.loader import WeightLoader
 from archerfish.store.rwkv_source import read_rwkv7
 from archerfish.types import INT8
+from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import prompts, rwkv_config, save_tiny_rwkv
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
@@ -94,15 +95,7 @@ def test_engine_logits_are_close_to_the_golden_ones(
         pytest.skip(f"no {dtype} products here")
     golden, sequences = torch.from_numpy(np.load(GOLDEN)), random_tokens(SIZES["tiny"], 3, 100)
     with make(tiny, hub, dtype=dtype) as engine:
-        noted: list[torch.Tensor] = []
-        original = engine.runner._forward
-
-        def forward(*given: Any) -> list[torch.Tensor]:
-            found: list[torch.Tensor] = original(*given)
-            noted.extend(row for each in found for row in each.clone())
-            return found
-
-        monkeypatch.setattr(engine.runner, "_forward", forward)
+        noted = note_logits(engine, monkeypatch)
         for num in (64, 65):  # the second goes on from a kept state
             engine.generate([sequences[0][:num]], greedy(1))
         engine.generate([sequence[:70] for sequence in sequences], greedy(1))
