@@ -37,7 +37,7 @@ from archerfish.store.names import resolve_model
 from archerfish.types import Progress, no_progress
 
 TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
-GPU_BATCH_FACTOR = 32  # a GPU wants this many times the tokens of a core in one pass
+GPU_BATCH_FACTOR = 64  # a GPU wants this many times the tokens of a core in one pass
 FIRST_WINDOW, WINDOW = 256, 2048  # texts tokenised before the first pass starts, and while passes run
 EmbedInput = str | Sequence[int]
 Batch = tuple[list[Any], Callable[[], Vectors]]  # inputs of a pass, and what waits for their rows

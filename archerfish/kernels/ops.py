@@ -179,8 +179,8 @@ class Ops(ABC, Generic[T]):
             weight.get()
 
     @abstractmethod
-    def ids(self, values: Ids) -> T:
-        """Integers of the host as an index tensor of the device."""
+    def ids(self, values: Ids | T) -> T:
+        """Integers of the host as an index tensor of the device; one that is there already is given back."""
 
     @abstractmethod
     def to_numpy(self, x: T) -> npt.NDArray[np.float32]:
@@ -210,7 +210,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
-        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose memory may become the result's."""
+        """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
 
     def linear_layer_norm(
         self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
@@ -248,7 +248,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def lookup(self, table: T, ids: T, *, scale: float = 1.0) -> T:
-        """Rows of a table in the compute type, times a factor."""
+        """Rows of a table, times a factor, in the type in which layers add to them: the compute type, or float32."""
 
     @abstractmethod
     def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[T]:
@@ -256,7 +256,8 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def rms_norm(self, x: T, weight: T, eps: float, *, residual: T | None = None) -> tuple[T, T]:
-        """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, and s itself."""
+        """With s = x + residual (or x): RMS normalisation of s over the last axis, computed in float32, given in the compute
+        type; and s itself, in the wider of their types."""
 
     @abstractmethod
     def store_kv(
@@ -296,8 +297,8 @@ class Ops(ABC, Generic[T]):
         return x if gate is None else self.gated(x, gate), total
 
     @abstractmethod
-    def rows(self, x: T, indices: Ids) -> T:
-        """Rows of x at host indices."""
+    def rows(self, x: T, indices: Ids | T) -> T:
+        """Rows of x, in its type, at indices of the host or the device."""
 
     @abstractmethod
     def first_rows(self, x: T, num_rows: int) -> T:

@@ -189,7 +189,7 @@ class RecurrentOps(ABC, Generic[T]):
         normed = self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
         (mixed,) = self.shift(normed, layer.channel_input, batch, weights.factor)
         if kept_rows is not None:
-            mixed, x = self.ops.lookup(mixed, kept_rows), self.ops.lookup(x, kept_rows)
+            mixed, x = self.ops.rows(mixed, kept_rows), self.ops.rows(x, kept_rows)
         hidden = self.square(self.ops.linear(mixed, weights.key, activation="relu"))
         return self.ops.linear(hidden, weights.value, residual=x)
 

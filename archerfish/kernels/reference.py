@@ -54,8 +54,8 @@ class TorchOps(Ops[Tensor]):
         self.dtype = dtype
         self.torch_dtype: torch.dtype = getattr(torch, dtype)
 
-    def ids(self, values: Ids) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+    def ids(self, values: Ids | Tensor) -> Tensor:
+        return values if isinstance(values, Tensor) else torch.from_numpy(values).to(self.device)
 
     def to_numpy(self, x: Tensor) -> npt.NDArray[np.float32]:
         array: npt.NDArray[np.float32] = x.float().cpu().numpy()
@@ -207,8 +207,8 @@ class TorchOps(Ops[Tensor]):
         gate, up = x.chunk(2, dim=-1)
         return activate(gate, activation) * up
 
-    def rows(self, x: Tensor, indices: Ids) -> Tensor:
-        return x[self.ids(indices)]
+    def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
+        return x.index_select(0, self.ids(indices))
 
     def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x[:num_rows]

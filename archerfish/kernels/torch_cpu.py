@@ -204,9 +204,6 @@ class TorchCpuOps(TorchOps):
             return super().paged_attention(q, kv, batch, heads, mask=mask)
         return attend_blocks(q, kv, batch, heads)
 
-    def rows(self, x: Tensor, indices: Ids) -> Tensor:
-        return x.index_select(0, self.ids(indices))
-
 
 @lru_cache(maxsize=1)
 def keep_freed_memory() -> bool:

@@ -10,8 +10,8 @@ import triton
 
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.triton_launch import early_start
-from archerfish.kernels.triton_products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
-from archerfish.kernels.triton_tiles import LinearTile
+from archerfish.kernels.triton_products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
+from archerfish.kernels.triton_tiles import AddTile, LinearTile
 
 Tensor = torch.Tensor
 
@@ -23,7 +23,8 @@ def linear(
 ) -> Tensor:
     """`Ops.linear` for 1 to MAX_ROWS rows of the weights' type, or any with int8 weights; in another type on request.
 
-    is_gated: `Ops.gated` with the activation follows. norm: of x, at first, by these factors; not with is_dot tiles.
+    is_gated: `Ops.gated` with the activation follows. norm: of x, at first, by these factors; not with is_dot tiles, without
+    which x may also be float32.
     residual: not what the kernel right in front writes, which x may be; it is read before that has ended.
     """
     weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
@@ -54,3 +55,14 @@ def linear(
     else:
         multiply_rows_kernel[(num_tiles,)](rows=num_rows, columns=tile.columns, **given)
     return out
+
+
+def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTile) -> Tensor:
+    """total + x @ matrix.T, in total's memory."""
+    (num_rows, width), num_outputs = x.shape, len(packed.matrix)
+    add_rows_kernel[(triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, tile.rows))](
+        x, packed.matrix, packed.scales, total, num_rows, num_outputs, x.stride(0), total.stride(0), width=width,
+        rows=tile.rows, outputs=tile.outputs, columns=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **early_start(x.device),
+    )
+    return total

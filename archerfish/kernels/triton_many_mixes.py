@@ -1,8 +1,8 @@
-"""RWKV-7's mixes for steps of many decodes: cuBLAS has the wide products, and what lies between them is in few kernels.
+"""RWKV-7's mixes for steps of many decodes, in few kernels.
 
 `norm_shift_kernel` and `multiply_parts_kernel` are those of a few rows; up to PARTS_ROWS the latter has all products of a mix
-that come first. `raise_rows_kernel` has the wide ends of all low ranks, which a program of `mix_few_heads_kernel` would read
-anew for every row.
+that come first, on tensor cores that all warps share, and beyond that cuBLAS has the wide ones. `raise_rows_kernel` has the
+wide ends of all low ranks, which a program of `mix_few_heads_kernel` would read anew for every row.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
@@ -25,66 +25,63 @@ from archerfish.kernels.triton_mixes import (
 from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
-PARTS_ROWS = 64  # up to which one kernel for all parts is quicker than cuBLAS for each
+PARTS_ROWS = 256  # up to which one kernel for all parts is quicker than cuBLAS for each
 WIDE_MIXES = (0, 2, 3)  # of receptance, key and value, among r, w, k, v, a, g
 RAISED_ROWS, RAISED_OUTPUTS = 32, 64  # of a program
-
-
-@triton.jit
-def raise_part(low, up, row, lines, rank: tl.constexpr, block: tl.constexpr):
-    """Outputs of some rows from their narrow ones."""
-    place = tl.arange(0, block)
-    narrow = tl.load(low + row[:, None] * rank + place[None, :], mask=(place < rank)[None, :], other=0.0)
-    tile = tl.load(up + lines[None, :] * rank + place[:, None], mask=(place < rank)[:, None], other=0.0)
-    return tl.dot(narrow, tile, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def raise_rows_kernel(
     low, decay_up, rate_up, gate_up, value_up, decay_bias, rate_bias, value_bias, out, num_rows, width: tl.constexpr,
     rows: tl.constexpr, outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
-    value_rank: tl.constexpr, decay_block: tl.constexpr, rate_block: tl.constexpr, gate_block: tl.constexpr,
-    value_block: tl.constexpr, is_early: tl.constexpr,
+    value_rank: tl.constexpr, block: tl.constexpr, is_even: tl.constexpr, is_early: tl.constexpr,
 ):
-    """low: narrow rows, (rows, rank) of one after the other. out: (rows, width) of each."""
+    """low: narrow rows, (rows, rank) of one after the other. out: (rows, width) of each.
+
+    is_even: ranks are multiples of 16.
+    """
     part = tl.program_id(0)
     own = tl.program_id(1) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, width - 1)
     own_rows = tl.program_id(2) * rows + tl.arange(0, rows)
     row = tl.minimum(own_rows, num_rows - 1)
+    up = tl.where(part == 0, decay_up, tl.where(part == 1, rate_up, tl.where(part == 2, gate_up, value_up)))
+    bias = tl.where(part == 0, decay_bias, tl.where(part == 1, rate_bias, value_bias))
+    rank = tl.where(part == 0, decay_rank, tl.where(part == 1, rate_rank, tl.where(part == 2, gate_rank, value_rank)))
+    begin = tl.where(part > 0, decay_rank, 0) + tl.where(part > 1, rate_rank, 0) + tl.where(part > 2, gate_rank, 0)
+    if is_even:
+        rank = tl.multiple_of(rank, 16)
+        begin = tl.multiple_of(begin, 16)
+    place = tl.arange(0, block)
+    tile = tl.load(up + lines[None, :] * rank + place[:, None], mask=(place < rank)[:, None], other=0.0)
+    shifts = tl.load(bias + lines, mask=(part != 2) & (lines >= 0), other=0.0).to(tl.float32)
     follow(is_early)
-    if part == 0:
-        y = raise_part(low, decay_up, row, lines, decay_rank, decay_block) + tl.load(decay_bias + lines).to(tl.float32)[None, :]
-    elif part == 1:
-        low += num_rows * decay_rank
-        y = raise_part(low, rate_up, row, lines, rate_rank, rate_block) + tl.load(rate_bias + lines).to(tl.float32)[None, :]
-    elif part == 2:
-        low += num_rows * (decay_rank + rate_rank)
-        y = raise_part(low, gate_up, row, lines, gate_rank, gate_block)
-    else:
-        low += num_rows * (decay_rank + rate_rank + gate_rank)
-        y = raise_part(low, value_up, row, lines, value_rank, value_block) + tl.load(value_bias + lines).to(tl.float32)[None, :]
-    place = (part.to(tl.int64) * num_rows + own_rows)[:, None] * width + own[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=(own_rows < num_rows)[:, None] & (own < width)[None, :])
+    low += begin * num_rows
+    narrow = tl.load(low + row[:, None] * rank + place[None, :], mask=(place < rank)[None, :], other=0.0)
+    y = tl.dot(narrow, tile, input_precision="ieee") + shifts[None, :]
+    target = (part.to(tl.int64) * num_rows + own_rows)[:, None] * width + own[None, :]
+    tl.store(out + target, y.to(out.dtype.element_ty), mask=(own_rows < num_rows)[:, None] & (own < width)[None, :])
 
 
 def raise_rows(low: Tensor, few: FewWeights, num_rows: int, width: int) -> Tensor:
     """Decay, rate, gate and, unless the layer is the first, value mix: (3 or 4, rows, width)."""
     num_parts = sum(rank > 0 for rank in few.ranks.values())
     out = torch.empty((num_parts, num_rows, width), dtype=low.dtype, device=low.device)
-    blocks = {f"{name[:-4]}block": max(16, next_power_of_2(rank)) for name, rank in few.ranks.items()}
+    ranks = few.ranks.values()
     grid = (num_parts, triton.cdiv(width, RAISED_OUTPUTS), triton.cdiv(num_rows, RAISED_ROWS))
     raise_rows_kernel[grid](
-        low, *few.ups, *few.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **few.ranks, **blocks,
-        num_warps=4, **early_start(low.device),
+        low, *few.ups, *few.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **few.ranks,
+        block=max(16, next_power_of_2(max(ranks))), is_even=all(rank % 16 == 0 for rank in ranks), num_warps=4,
+        **early_start(low.device),
     )
     return out
 
 
-def choose_part_tile(num_rows: int, element_bytes: int, device: torch.device) -> LinearTile:
-    """The best of ten that were tried with 64 rows on an H200, with as many stages as there is room for."""
-    stage_bytes = (min(PART_ROWS, next_power_of_2(num_rows)) + 16) * 256 * element_bytes
-    return LinearTile(16, 256, 4, max(1, min(4, shared_bytes(device) // stage_bytes)), is_dot=True)
+def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
+    """With as many stages as there is room for."""
+    outputs, columns = 32, 256 // element_bytes
+    stage_bytes = (PART_ROWS + outputs) * columns * element_bytes
+    return LinearTile(outputs, columns, 4, max(1, min(8, shared_bytes(device) // stage_bytes)), is_dot=True)
 
 
 class DecodingRecurrentOps(FewRowsRecurrentOps):
@@ -101,7 +98,7 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
             return super().mix_time(x, weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
         mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
-        products = torch.empty(num_rows * sum(sizes), dtype=x.dtype, device=x.device)
+        products = torch.empty(num_rows * sum(sizes), dtype=mixed.dtype, device=x.device)
         wide, low = products.split((3 * num_rows * width, num_rows * sum(sizes[3:])))
         receptance, key, value = wide = wide.view(3, num_rows, width)
         is_narrow = num_rows > self.parts_rows
@@ -109,7 +106,7 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
             firsts = (weights.receptance, weights.key, weights.value)
             for mix, weight, out in zip(WIDE_MIXES, firsts, wide, strict=True):
                 torch.mm(mixed[mix], self.ops.wide_matrix(weight.get()).t(), out=out)
-        tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
+        tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
         multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products, is_narrow=is_narrow)
         raised = raise_rows(low, few, num_rows, width)
         inputs = HeadInputs(
@@ -130,8 +127,8 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
         if num_rows > self.parts_rows:
             hidden = self.square(self.ops.linear(mixed[0], weights.key, activation="relu"))
         else:
-            hidden = torch.empty((num_rows, len(key)), dtype=x.dtype, device=x.device)
-            tile = self.mix_tile or choose_part_tile(num_rows, x.element_size(), x.device)
+            hidden = torch.empty((num_rows, len(key)), dtype=mixed.dtype, device=x.device)
+            tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
             multiply_parts(mixed, [key], scales, [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden)
         return self.ops.linear(hidden, weights.value, residual=x)
 

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from archerfish.kernels.recurrent import ChannelWeights, NormWeights, RecurrentBatch, StateLayer, TimeWeights
 from archerfish.kernels.triton_launch import early_start, follow
-from archerfish.kernels.triton_products import append, load_piece
+from archerfish.kernels.triton_products import append, fetch_rows, load_piece, multiply_rows
 from archerfish.kernels.triton_tiles import DIRECT_ROWS, MAX_ROWS, LinearTile, next_power_of_2, shared_bytes, tile_of
 from archerfish.kernels.triton_wkv import WARPS, TritonRecurrentOps, next_state, norm_heads, prepare_heads, sigmoid
 
@@ -35,7 +35,7 @@ MAX_NORMED_WIDTH = 16384  # of a row that one program normalises
 COLUMNS_PER_WARP = 256  # so that a row and the weights are spread over threads in the same way
 HELD_ELEMENTS = 2048  # of weights, in the registers of a warp
 NUM_PARTS = 7  # of a time mix
-PART_ROWS = 64  # of a program of `multiply_parts_kernel`, at most
+PART_ROWS = 64  # of a program with more than a few: what the tensor cores of a Hopper take at once
 RANK_NAMES = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
 
 
@@ -142,7 +142,7 @@ def mix_rows_kernel(
     for row in tl.static_range(rows):
         wide = values[row].to(tl.float32)
         centred = tl.where(place < width, wide - tl.sum(wide) / width, 0.0)
-        rounded = (centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * scales + shifts).to(x.dtype.element_ty)
+        rounded = (centred * tl.rsqrt(tl.sum(centred * centred) / width + eps) * scales + shifts).to(normed.dtype.element_ty)
         wide = rounded.to(tl.float32)
         y = tl.sum(tile.to(tl.float32) * (wide + (kept[row].to(tl.float32) - wide) * factor), 1)
         if output_scales is not None:
@@ -173,7 +173,7 @@ def norm_shift_kernel(
     follow(is_early)
     wide = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
     centred = tl.where(place < width, wide - tl.sum(wide, 0) / width, 0.0)
-    rounded = (centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scales + shifts).to(x.dtype.element_ty)
+    rounded = (centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scales + shifts).to(inputs.dtype.element_ty)
     tl.store(inputs + target * inputs_stride + place, rounded, mask=(place < width) & (target >= 0))
     wide = rounded.to(tl.float32)
     for number in tl.static_range(num_factors):
@@ -198,15 +198,20 @@ def multiply_parts_kernel(
     first_row = tl.program_id(1) * rows
     row = tl.minimum(first_row + tl.arange(0, rows), num_rows - 1)
     x += mix * num_rows * width
-    piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
-    acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
-    follow(is_early)
-    for start in range(0, width, columns):
-        place = start + piece
-        values = tl.permute(load_piece(x + row[None, :, None] * width, place, width, columns), (0, 2, 1))
-        tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
-        acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
-    y = tl.sum(acc, 0)
+    if parts == 1:
+        fetch_rows(weight + lines[:, None] * width, width, is_early)
+        follow(is_early)
+        y = tl.trans(multiply_rows(x, width, row, weight, lines, width, rows, outputs, columns))
+    else:
+        piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
+        acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
+        follow(is_early)
+        for start in range(0, width, columns):
+            place = start + piece
+            values = tl.permute(load_piece(x + row[None, :, None] * width, place, width, columns), (0, 2, 1))
+            tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
+            acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
+        y = tl.sum(acc, 0)
     if output_scales is not None:
         y *= tl.load(output_scales + begin + lines)[:, None]
     y = activate_part(y, mix, is_time)
@@ -373,9 +378,9 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         if few is None or not self.are_plain(x, few.matrices, few.scales) or not self.are_plain(x, few.ups):
             return super().mix_time(x, weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
-        products = torch.empty(num_rows * sum(sizes), dtype=x.dtype, device=x.device)
-        normed, before, out = torch.empty((3, num_rows, width), dtype=x.dtype, device=x.device)
-        tile = self.mix_tile or choose_mix_tile(num_rows, sum(sizes), width, x.element_size(), x.device)
+        products = torch.empty(num_rows * sum(sizes), dtype=self.ops.torch_dtype, device=x.device)
+        normed, before, out = torch.empty((3, num_rows, width), dtype=self.ops.torch_dtype, device=x.device)
+        tile = self.mix_tile or choose_mix_tile(num_rows, sum(sizes), width, products.element_size(), x.device)
         if tile.is_dot:
             mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
             multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products)
@@ -407,8 +412,8 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         if kept_rows is not None or not self.is_few(x, batch) or not self.are_plain(x, [key], scales):
             return super().mix_channels(x, weights, batch, layer, kept_rows)
         (num_rows, width), sizes, ranks = x.shape, [len(key)], dict.fromkeys(RANK_NAMES, 0)
-        hidden = torch.empty((num_rows, len(key)), dtype=x.dtype, device=x.device)
-        tile = self.mix_tile or choose_mix_tile(num_rows, len(key), width, x.element_size(), x.device)
+        hidden = torch.empty((num_rows, len(key)), dtype=self.ops.torch_dtype, device=x.device)
+        tile = self.mix_tile or choose_mix_tile(num_rows, len(key), width, hidden.element_size(), x.device)
         if tile.is_dot:
             mixed = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch)
             multiply_parts(mixed, [key], scales, sizes, ranks, tile, hidden)
@@ -424,9 +429,9 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         return batch.num_decodes == batch.num_sequences and 0 < batch.num_decodes <= len(x) <= MAX_ROWS
 
     def are_plain(self, x: Tensor, matrices: list[Tensor], scales: Tensor | None = None) -> bool:
-        """Whether weights lie as kernels read them."""
-        is_plain = x.dtype == self.ops.torch_dtype and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
-        dtype = x.dtype if scales is None else torch.int8
+        """Whether rows and weights lie as kernels read them; x may be float32 beside weights of the compute type."""
+        is_plain = x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(1) == 1 and x.shape[1] <= MAX_NORMED_WIDTH
+        dtype = self.ops.torch_dtype if scales is None else torch.int8
         return is_plain and all(matrix.dtype == dtype and matrix.is_contiguous() for matrix in matrices)
 
 
@@ -460,10 +465,10 @@ def mix_rows(
 def norm_and_shift(
     x: Tensor, norm: NormWeights[Tensor], factors: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor]
 ) -> Tensor:
-    """`layer_norm` and `shift` of decodes: (factors, rows, width)."""
+    """`layer_norm` and `shift` of decodes: (factors, rows, width), in the type of the inputs in slots."""
     num_rows, width = x.shape
     num_factors, columns = factors.numel() // width, next_power_of_2(width)
-    out = torch.empty((num_factors, num_rows, width), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_factors, num_rows, width), dtype=inputs.dtype, device=x.device)
     norm_shift_kernel[(num_rows,)](
         x, norm.weight, norm.bias, factors, inputs, batch.previous, batch.targets, out, norm.eps, x.stride(0), inputs.stride(0),
         num_rows, width=width, columns=columns, num_factors=num_factors, num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)),
@@ -478,12 +483,12 @@ def multiply_parts(
 ) -> None:
     """The second half of `mix_rows`. is_narrow: of the narrow parts alone."""
     _, num_rows, width = mixed.shape
-    rows = min(PART_ROWS, max(8, next_power_of_2(num_rows)))
+    rows = max(8, next_power_of_2(num_rows)) if num_rows <= MAX_ROWS else PART_ROWS
     num_tiles = sum(triton.cdiv(size, tile.outputs) for size in sizes[3 if is_narrow else 0 :])
     multiply_parts_kernel[(num_tiles, triton.cdiv(num_rows, rows))](
         mixed, out, *fill_up(matrices), scales, num_rows, width=width, rows=rows, outputs=tile.outputs, columns=tile.columns,
-        parts=tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **ranks, **early_start(mixed.device),
+        parts=1 if rows == PART_ROWS else tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **ranks, **early_start(mixed.device),
     )
 
 

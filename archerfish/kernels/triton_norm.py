@@ -1,4 +1,4 @@
-"""Triton kernels over the rows of activations: RMS normalisation with the residual added on the way, and the gated product.
+"""Triton kernels over the rows of activations: lookup, RMS normalisation with the residual added on the way, gated product.
 
 Each reads its input once and writes its output once, which is all that bounds it. No `from __future__ import annotations` in
 files with kernels: Triton's interpreter knows `tl.constexpr` only as an object.
@@ -16,6 +16,30 @@ MAX_WIDTH = 16384  # of a row that one program normalises
 GATED_BLOCK = 2048  # columns of a program
 
 
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def lookup_kernel(table, ids, out, scale, table_stride, width: tl.constexpr, block: tl.constexpr, is_early: tl.constexpr):
+    follow(is_early)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    is_inside = columns < width
+    line = table + tl.load(ids + row).to(tl.int64) * table_stride
+    values = tl.load(line + columns, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, values * scale, mask=is_inside)
+
+
+def lookup(table: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """`Ops.lookup` in float32, for rows of at most MAX_WIDTH."""
+    num_rows, width = len(ids), table.shape[1]
+    out = torch.empty((num_rows, width), dtype=torch.float32, device=table.device)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        lookup_kernel[(num_rows,)](
+            table, ids, out, scale, table.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)),
+            **early_start(table.device),
+        )
+    return out
+
+
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, normed, total, eps, x_stride, residual_stride,
@@ -28,7 +52,7 @@ def rms_norm_kernel(
     values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0)
     if has_residual:
         added = tl.load(residual + row * residual_stride + columns, mask=is_inside, other=0.0)
-        values = (values.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
+        values = (values.to(tl.float32) + added.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + row * width + columns, values, mask=is_inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -36,14 +60,16 @@ def rms_norm_kernel(
     tl.store(normed + row * width + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=is_inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`Ops.rms_norm` for rows of at most MAX_WIDTH, x and residual of one type."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """`Ops.rms_norm` for rows of at most MAX_WIDTH, with a result of some type."""
     num_rows, width = x.shape
-    normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(normed)
+    normed = torch.empty((num_rows, width), dtype=dtype, device=x.device)
+    added = x if residual is None else residual
+    total = x if residual is None else torch.empty_like(normed, dtype=torch.promote_types(x.dtype, added.dtype))
     if not num_rows:
         return normed, total
-    added = x if residual is None else residual
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
         x, added, weight, normed, total, eps, x.stride(0), added.stride(0), width=width, block=block,

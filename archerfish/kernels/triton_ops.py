@@ -41,11 +41,21 @@ from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_n
 from archerfish.kernels.triton_places import Tile, to_device
 from archerfish.kernels.triton_prefill import attend_prefills
 from archerfish.kernels.triton_sampling import TritonSampling
-from archerfish.kernels.triton_tiles import MAX_INT8_ROWS, MAX_ROWS, NORMED_WIDTH, LinearTile, choose_tile
+from archerfish.kernels.triton_tiles import (
+    MAX_INT8_ROWS,
+    MAX_ROWS,
+    NORMED_WIDTH,
+    AddTile,
+    LinearTile,
+    add_tile,
+    choose_tile,
+    shared_bytes,
+)
 from archerfish.kernels.upload import Uploads
 from archerfish.types import INT8
 
 Tensor = torch.Tensor
+FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 WORD_BYTES = 4
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
@@ -59,6 +69,15 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
     for start in range(0, num_words, block):
         words = start + tl.arange(0, block)
         tl.store(target + words, tl.load(source + words, mask=words < num_words, other=0), mask=words < num_words)
+
+
+def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
+    if total.dtype == x.dtype:
+        return total.addmm_(x, matrix.t())
+    if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
+        return total.addmm_(x.to(total.dtype), matrix.to(total.dtype).t())
+    return torch.addmm(total, x, matrix.t(), out_dtype=total.dtype, out=total)
 
 
 def is_want_of_memory(error: RuntimeError) -> bool:
@@ -80,6 +99,7 @@ class TritonOps(TorchOps):
         self.prefill_tile: Tile | None = None
         self.encoder_tile: Tile | None = None
         self.linear_tile: LinearTile | None = None
+        self.add_tile: AddTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._uploads: Uploads | None = None  # while weights are being prepared
@@ -206,7 +226,6 @@ class TritonOps(TorchOps):
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def ids(self, values: Ids | Tensor) -> Tensor:
-        """What is on the device already (inputs of a recorded pass) is given back."""
         return values if isinstance(values, Tensor) else to_device(values, torch.device(self.device))
 
     def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
@@ -229,11 +248,21 @@ class TritonOps(TorchOps):
             self._memories[addresses], sources, targets, block_bytes // WORD_BYTES, block=COPY_WORDS, num_warps=4
         )
 
+    def lookup(self, table: Tensor, ids: Tensor, *, scale: float = 1.0) -> Tensor:
+        """In float32 up to FLOAT32_WIDTH; all that layers add to it then stays so."""
+        if table.shape[1] > FLOAT32_WIDTH:
+            return super().lookup(table, ids, scale=scale)
+        return triton_norm.lookup(table, ids, scale)
+
+    def can_normalise(self, x: Tensor) -> bool:
+        """Whether kernels take rows like these into a norm: they have the compute type, or float32."""
+        return x.dtype in (self.torch_dtype, torch.float32) and x.stride(-1) == 1
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        is_plain = x.dtype == self.torch_dtype and (residual is None or residual.dtype == x.dtype)
+        is_plain = self.can_normalise(x) and (residual is None or self.can_normalise(residual))
         if not is_plain or x.shape[-1] > triton_norm.MAX_WIDTH:
             return super().rms_norm(x, weight, eps, residual=residual)
-        return triton_norm.rms_norm(x, weight, eps, residual)
+        return triton_norm.rms_norm(x, weight, eps, residual, self.torch_dtype)
 
     def store_kv(
         self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
@@ -278,24 +307,30 @@ class TritonOps(TorchOps):
     # Products with few rows
 
     def takes_few_rows(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
-        """Whether a product is for `triton_linear`."""
-        is_plain = self.are_plain(x, packed) and x.stride(-1) == 1 and packed.matrix.is_contiguous()
+        """Whether a product is for `triton_linear`; of rows that are not in the compute type, once they are normalised."""
+        is_plain = self.can_normalise(x) and self.is_plain(packed) and packed.matrix.is_contiguous()
         return is_plain and 0 < len(x) <= (MAX_ROWS if packed.scales is None else MAX_INT8_ROWS)
 
-    def are_plain(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
-        """Whether rows and weights have the types that they usually have."""
-        return x.dtype == self.torch_dtype and packed.matrix.dtype == (x.dtype if packed.scales is None else torch.int8)
+    def is_plain(self, packed: PackedWeight[Tensor]) -> bool:
+        """Whether weights have the type that they usually have."""
+        return packed.matrix.dtype == (self.torch_dtype if packed.scales is None else torch.int8)
 
     def linear(
         self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
     ) -> Tensor:
         packed = weight.get()
-        is_plain = residual is None or (residual.dtype == x.dtype and self.are_plain(x, packed) and residual.stride(-1) == 1)
+        is_plain = x.dtype == self.torch_dtype and self.is_plain(packed)
+        if residual is not None:
+            is_plain = is_plain and residual.dtype in (x.dtype, torch.float32) and residual.stride(-1) == 1
         if is_plain and self.takes_few_rows(x, packed):
-            tile = self.linear_tile or choose_tile(x, packed.matrix)
-            return triton_linear.linear(x, packed, tile, activation=activation, residual=residual)
+            tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
+            dtype = x.dtype if residual is None else residual.dtype
+            return triton_linear.linear(x, packed, tile, activation=activation, residual=residual, dtype=dtype)
         if residual is not None and is_plain and packed.bias is None and activation == "none":
-            return residual.addmm_(x, self.wide_matrix(packed).t())  # added before it is rounded, on the way out of the product
+            added = self.add_tile or add_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
+            if added and packed.matrix.is_contiguous() and x.stride(-1) == 1:
+                return triton_linear.add_rows(residual, x, packed, added)
+            return add_product(residual, x, self.wide_matrix(packed))
         return super().linear(x, weight, activation=activation, residual=residual)
 
     def normed_linear(
@@ -306,23 +341,25 @@ class TritonOps(TorchOps):
         if not self.takes_few_rows(x, packed):
             return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
         is_gated = gate is not None
-        tile, total = self.linear_tile or choose_tile(x, packed.matrix, is_gated=is_gated), x
+        tile, total = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype, is_gated=is_gated), x
         is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
         if not is_fused:
             x, total = self.rms_norm(x, norm, eps, residual=residual)
         y = triton_linear.linear(
-            x, packed, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps
+            x, packed, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps,
+            dtype=self.torch_dtype,
         )
         return y, total
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         packed = head.get()
-        if softcap or not self.are_plain(x, packed):
+        if softcap or x.dtype != self.torch_dtype or not self.is_plain(packed):
             return super().logits(x, head, softcap=softcap)
         if not self.takes_few_rows(x, packed):
             is_half = packed.bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
             return torch.mm(x, self.wide_matrix(packed).t(), out_dtype=torch.float32) if is_half else super().logits(x, head)
-        return triton_linear.linear(x, packed, self.linear_tile or choose_tile(x, packed.matrix), dtype=torch.float32)
+        tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
+        return triton_linear.linear(x, packed, tile, dtype=torch.float32)
 
     # Encoders
 

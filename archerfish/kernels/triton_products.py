@@ -3,7 +3,8 @@
 `multiply_rows_kernel` is for a handful of rows: a program multiplies the weights of some outputs with every row in float32 and
 adds up at the end. It can normalise the rows on the way: the scale of a row is known when its last column has been read, and
 is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
-`multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns.
+`multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
+is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
 
 Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. Weights may
 be int8, with a scale for each output, which is applied to the finished sum; without, scales are None and nothing is compiled
@@ -15,7 +16,7 @@ for them. No
 import triton
 import triton.language as tl
 
-from archerfish.kernels.triton_launch import follow
+from archerfish.kernels.triton_launch import fetch_early, follow
 
 
 @triton.jit
@@ -78,6 +79,19 @@ def load_piece(pointer, place, width: tl.constexpr, columns: tl.constexpr):
 
 
 @triton.jit
+def load_row(x, weight, place, width: tl.constexpr, columns: tl.constexpr):
+    """A piece of a row, in float32.
+
+    The compiler spreads loads of a shape over threads by their widest vectors: a load of weights that never happens keeps a row
+    in float32 from lying in other threads than those that it is multiplied in.
+    """
+    piece = load_piece(x, place, width, columns).to(tl.float32)
+    if x.dtype.element_ty == tl.float32 and weight.dtype.element_ty.primitive_bitwidth == 16:
+        piece += tl.load(weight + place, mask=place < 0, other=0.0).to(tl.float32)
+    return piece
+
+
+@triton.jit
 def append(items, item):
     return items + (item,)  # noqa: RUF005 (Triton knows no other way)
 
@@ -110,7 +124,7 @@ def load_weights(
 
 @triton.jit
 def add_piece(
-    sums, up_sums, squares, x, weights, start, x_stride,
+    sums, up_sums, squares, x, weight, weights, start, x_stride,
     width: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, is_normed: tl.constexpr, is_gated: tl.constexpr,
 ):
     """The columns from start on, of which `load_weights` has loaded the weights, taken into the sums of every row."""
@@ -121,7 +135,7 @@ def add_piece(
     new_up_sums = ()
     new_squares = ()
     for row in tl.static_range(rows):
-        values = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
+        values = load_row(x + row * x_stride, weight, place, width, columns)
         if is_normed:
             new_squares = append(new_squares, squares[row] + values * values)
             values = values * weights[2]
@@ -161,13 +175,14 @@ def multiply_rows_kernel(
     if num_pieces == 1:
         for piece in tl.static_range(0, (width + columns - 1) // columns):
             sums, up_sums, squares = add_piece(
-                sums, up_sums, squares, x, pieces[piece], piece * columns, x_stride, width, rows, columns, is_normed, is_gated
+                sums, up_sums, squares, x, weight, pieces[piece], piece * columns, x_stride,
+                width, rows, columns, is_normed, is_gated,
             )
     else:
         for start in tl.range(0, width, columns, num_stages=num_pieces):
             weights = load_weights(tile, up_tile, norm, start, width, columns, is_normed, is_gated)
             sums, up_sums, squares = add_piece(
-                sums, up_sums, squares, x, weights, start, x_stride, width, rows, columns, is_normed, is_gated
+                sums, up_sums, squares, x, weight, weights, start, x_stride, width, rows, columns, is_normed, is_gated
             )
     for row in tl.static_range(rows):
         y = tl.sum(sums[row], 1)
@@ -257,3 +272,46 @@ def multiply_tiles_kernel(
     place = tl.arange(0, rows)[None, :]
     is_inside = (place < num_rows) & (own < num_outputs)[:, None]
     tl.store(out + place * num_outputs + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def fetch_rows(lines, width: tl.constexpr, is_early: tl.constexpr):
+    """lines: addresses of rows of weights, (rows, 1), that a program is going to read."""
+    step: tl.constexpr = 1024 // lines.dtype.element_ty.primitive_bitwidth
+    place = tl.arange(0, triton.next_power_of_2((width + step - 1) // step)) * step
+    fetch_early(lines + tl.minimum(place, width - 1)[None, :], is_early)
+
+
+@triton.jit
+def multiply_rows(
+    x, x_stride, row, weight, lines, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr
+):
+    """Rows of x times lines of weights, on tensor cores that all warps share: (rows, outputs)."""
+    piece = tl.arange(0, columns)
+    y = tl.zeros((rows, outputs), tl.float32)
+    for start in range(0, width, columns):
+        values = load_piece(x + row[:, None] * x_stride, start + piece[None, :], width, columns)
+        tile = load_piece(weight + lines[None, :] * width, start + piece[:, None], width, columns)
+        y = tl.dot(values, tile.to(values.dtype), y, input_precision="ieee")
+    return y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_rows_kernel(
+    x, weight, scales, total, num_rows, num_outputs, x_stride, total_stride, width: tl.constexpr, rows: tl.constexpr,
+    outputs: tl.constexpr, columns: tl.constexpr, is_early: tl.constexpr,
+):
+    """total += x @ weight.T, in tiles of some rows and outputs."""
+    own = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
+    fetch_rows(weight + lines[:, None] * width, width, is_early)
+    own_rows = tl.program_id(1) * rows + tl.arange(0, rows)
+    row = tl.minimum(own_rows, num_rows - 1)
+    place = own_rows[:, None] * total_stride + own[None, :]
+    is_inside = (own_rows < num_rows)[:, None] & (own < num_outputs)[None, :]
+    follow(is_early)
+    added = tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
+    y = multiply_rows(x, x_stride, row, weight, lines, width, rows, outputs, columns)
+    if scales is not None:
+        y *= tl.load(scales + lines)[None, :]
+    tl.store(total + place, (y + added).to(total.dtype.element_ty), mask=is_inside)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
+FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
 MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
 DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
@@ -31,6 +32,17 @@ class LinearTile:
     num_stages: int  # pieces of so many columns in flight; 1 without tensor cores: as many as the registers hold
     is_dot: bool = False  # on tensor cores
     num_programs: int = 0  # that stay for all outputs of one row, a tile of whole rows in a turn; 0: one for each tile
+
+
+@dataclass(frozen=True)
+class AddTile:
+    """How a product of a batch of rows that is added to a total is cut."""
+
+    rows: int
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
 
 
 TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
@@ -62,13 +74,23 @@ TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a powe
 }
 
 
+def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> AddTile | None:
+    """The best of ten that were tried on an H200, with as many stages as there is room for; None where cuBLAS is as quick."""
+    (num_outputs, width), is_wide = weight.shape, num_rows > FEW_ADDED_ROWS
+    if not 0 < num_rows <= MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width > (4096 if is_wide else 3072):
+        return None
+    rows, outputs, stage_columns = (64, 16, 256) if is_wide else (32, 16, 512)
+    num_stages = most_bytes // ((rows + outputs) * stage_columns)
+    return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
+
+
 def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def choose_tile(x: torch.Tensor, weight: torch.Tensor, *, is_gated: bool = False) -> LinearTile:
-    """int8 weights are cut as those of the rows' type, beside which they stand in shared memory."""
-    return tile_of(len(x), *weight.shape, is_gated, x.element_size(), shared_bytes(x.device))
+def choose_tile(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, is_gated: bool = False) -> LinearTile:
+    """int8 weights are cut as those of the compute type, beside which they stand in shared memory."""
+    return tile_of(len(x), *weight.shape, is_gated, dtype.itemsize, shared_bytes(x.device))
 
 
 @cache

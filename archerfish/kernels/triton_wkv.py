@@ -2,8 +2,8 @@
 
 A program has one head of one sequence and keeps its state in registers, storing it behind each piece of the sequence. It does
 all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but
-the head's own columns. `mix_tokens_kernel` takes one token after the other, `mix_chunks_kernel` a chunk of them at once, as
-`wkv.py` says.
+the head's own columns. `mix_decodes_kernel` has one token of each sequence, `mix_tokens_kernel` takes one after the other,
+`mix_chunks_kernel` a chunk of them at once, as `wkv.py` says.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
@@ -20,12 +20,14 @@ from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.triton_products import append
 from archerfish.kernels.wkv import Ends, TorchRecurrentOps
 
 Tensor = torch.Tensor
 SHIFT_BLOCK = 1024  # columns of a program
 CHUNK = 16  # tokens: the least that a product of tiles takes
 WARPS = 8  # of a head: with 4, a state and what is made of it fill all registers and more
+DECODE_HEIGHT, DECODE_WARPS = 32, 1  # of a piece of a state, and of a head with one token: a single warp waits for no other
 MIN_CHUNKED = 16  # tokens of the longest sequence from which on chunks are used
 
 
@@ -141,38 +143,83 @@ def mix_token(
 def mix_tokens_kernel(
     receptance, decay, key, value, rate, gate, first_value, value_mix,
     removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, starts, first_pieces, out, state_stride, width,
-    dim: tl.constexpr, has_value_mix: tl.constexpr, is_decode: tl.constexpr, is_early: tl.constexpr,
+    dim: tl.constexpr, has_value_mix: tl.constexpr,
 ):
-    """One token after the other; is_decode: each sequence has just one, in the row of its number.
+    """One token after the other."""
+    sequence = tl.program_id(0)
+    columns = tl.arange(0, dim)
+    weight_place = tl.program_id(1) * dim + columns
+    matrix = states + tl.program_id(1) * dim * dim + columns[:, None] * dim + columns[None, :]
+    first = tl.load(first_pieces + sequence).to(tl.int32)
+    state = tl.load(matrix + tl.load(sources + first).to(tl.int64) * state_stride)
+    for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
+        for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
+            state = mix_token(
+                state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
+                bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
+            )
+        tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
+
+
+@triton.jit
+def mix_decodes_kernel(
+    receptance, decay, key, value, rate, gate, first_value, value_mix,
+    removal, replacement, bonus, norm, norm_bias, eps, states, sources, targets, out, state_stride, width,
+    dim: tl.constexpr, height: tl.constexpr, has_value_mix: tl.constexpr, is_early: tl.constexpr,
+):
+    """One token of each sequence, in the row of its number. height: of a piece of the state, which has values down.
 
     A row without a sequence goes on from the empty state, and leaves nothing but what it gives.
     """
     sequence = tl.program_id(0)
     columns = tl.arange(0, dim)
-    weight_place = tl.program_id(1) * dim + columns
-    matrix = states + tl.program_id(1) * dim * dim + columns[:, None] * dim + columns[None, :]
-    if is_decode:
-        first = sequence
-    else:
-        first = tl.load(first_pieces + sequence).to(tl.int32)
-    source = tl.load(sources + first).to(tl.int64)
-    state = tl.load(matrix + tl.maximum(source, 0) * state_stride)
-    if is_decode:
-        target = tl.maximum(tl.load(targets + first).to(tl.int64), 0)
-        follow(is_early)
-        state = mix_token(
-            state, sequence, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement, bonus,
-            norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
-        )
-        tl.store(matrix + target * state_stride, state, mask=source >= 0)
-    else:
-        for piece in range(first, tl.load(first_pieces + sequence + 1).to(tl.int32)):
-            for row in range(tl.load(starts + piece).to(tl.int32), tl.load(starts + piece + 1).to(tl.int32)):
-                state = mix_token(
-                    state, row, receptance, decay, key, value, rate, gate, first_value, value_mix, removal, replacement,
-                    bonus, norm, norm_bias, eps, out, width, weight_place, dim, has_value_mix,
-                )
-            tl.store(matrix + tl.load(targets + piece).to(tl.int64) * state_stride, state)
+    lines = tl.arange(0, height)
+    first = tl.program_id(1) * dim
+    source = tl.load(sources + sequence).to(tl.int64)
+    target = tl.maximum(tl.load(targets + sequence).to(tl.int64), 0)
+    matrix = states + first * dim + lines[:, None] * dim + columns[None, :]
+    pieces = ()
+    for start in tl.static_range(0, dim, height):
+        pieces = append(pieces, tl.load(matrix + tl.maximum(source, 0) * state_stride + start * dim))
+    own_removal = tl.load(removal + first + columns)
+    own_replacement = tl.load(replacement + first + columns)
+    own_bonus = tl.load(bonus + first + columns)
+    follow(is_early)
+    row = sequence.to(tl.int64) * width + first
+    own = tl.load(receptance + row + columns).to(tl.float32)
+    own_decay = tl.load(decay + row + columns).to(tl.float32)
+    own_rate = tl.load(rate + row + columns).to(tl.float32)
+    own_key = tl.load(key + row + columns).to(tl.float32)
+    values = ()
+    for start in tl.static_range(0, dim, height):
+        place = row + start + lines
+        own_value = tl.load(value + place).to(tl.float32)
+        if has_value_mix:
+            share = sigmoid(tl.load(value_mix + place).to(tl.float32))
+            own_value += (tl.load(first_value + place).to(tl.float32) - own_value) * share
+        values = append(values, own_value)
+    log_decay, own_key, removed, added = prepare_heads(own_decay, own_rate, own_key, own_removal, own_replacement, 0)
+    kept = tl.exp(log_decay)
+    extra = tl.sum(own * own_key * own_bonus, 0)
+    results = ()
+    total = 0.0
+    for piece in tl.static_range(0, dim // height):
+        taken = tl.sum(pieces[piece] * removed[None, :], 1)
+        state = pieces[piece] * kept[None, :] - taken[:, None] * added[None, :] + values[piece][:, None] * own_key[None, :]
+        tl.store(matrix + target * state_stride + piece * height * dim, state, mask=source >= 0)
+        y = tl.sum(state * own[None, :], 1)
+        total += tl.sum(y, 0)
+        results = append(results, y)
+    squares = 0.0
+    for piece in tl.static_range(0, dim // height):
+        centred = results[piece] - total / dim
+        squares += tl.sum(centred * centred, 0)
+    scale = tl.rsqrt(squares / dim + eps)
+    for piece in tl.static_range(0, dim // height):
+        place = first + piece * height + lines
+        y = (results[piece] - total / dim) * scale * tl.load(norm + place) + tl.load(norm_bias + place) + extra * values[piece]
+        place = row + piece * height + lines
+        tl.store(out + place, (y * tl.load(gate + place).to(tl.float32)).to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -264,6 +311,8 @@ def stage_states_kernel(
 class TritonRecurrentOps(TorchRecurrentOps):
     """Shift and heads in one kernel each; longer inputs in chunks where one has at least `min_chunked` tokens."""
 
+    decode_height, decode_warps = DECODE_HEIGHT, DECODE_WARPS
+
     def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
         super().__init__(ops)
         self.min_chunked = min_chunked
@@ -302,17 +351,16 @@ class TritonRecurrentOps(TorchRecurrentOps):
         num_decodes, num_sequences = batch.num_decodes, batch.num_sequences
         last = (out, states.stride(0), out.shape[1])
         if num_decodes:
-            mix_tokens_kernel[(num_decodes, num_heads)](
-                *tensors, *vectors, *pieces, batch.first_pieces, *last, dim=dim, has_value_mix=has_value_mix, is_decode=True,
-                num_warps=WARPS, **early_start(out.device),
+            mix_decodes_kernel[(num_decodes, num_heads)](
+                *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, self.decode_height),
+                has_value_mix=has_value_mix, num_warps=self.decode_warps, **early_start(out.device),
             )
         if num_decodes == num_sequences:
             return out
         grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
         if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
             mix_tokens_kernel[grid](
-                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, is_decode=False, is_early=False,
-                num_warps=WARPS,
+                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=WARPS
             )
         else:
             mix_chunks_kernel[grid](

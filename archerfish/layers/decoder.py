@@ -63,7 +63,7 @@ class Attention(Generic[T]):
         x, total = norm.linear(x, residual, self.qkv)
         x = self._attend(x, batch, kv)
         if kept_rows is not None:
-            x, total = self.ops.lookup(x, kept_rows), self.ops.lookup(total, kept_rows)
+            x, total = self.ops.rows(x, kept_rows), self.ops.rows(total, kept_rows)
         return (self.ops.linear(x, self.out, residual=total), None) if adds else (self.ops.linear(x, self.out), total)
 
     def _attend(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
@@ -137,8 +137,8 @@ class DecoderBlock(Generic[T]):
             x, residual = norms.before_attention(x, residual)
             x = self.attention(x, batch, kv)
             if kept_rows is not None:
-                lookup = norms.before_attention.ops.lookup
-                x, residual = lookup(x, kept_rows), lookup(residual, kept_rows)
+                rows = norms.before_attention.ops.rows
+                x, residual = rows(x, kept_rows), rows(residual, kept_rows)
         if norms.after_attention is not None:
             x, _ = norms.after_attention(x)
         if self._fused_mlp is not None:

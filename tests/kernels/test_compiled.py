@@ -10,11 +10,27 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+COMPILE = """
 import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+SCALARS = {"eps": "fp32", "scale": "fp32", "ids": "*i64", "previous": "*i64", "targets": "*i64"}
+FACTORS = ("norm", "norm_bias", "factors")
+
+def build(kernel, fixed, types, other="bf16", num_warps=1):
+    names = kernel.arg_names
+    fixed = {name: None for name in names if name.endswith("scales") and name not in types} | fixed
+    known = {name: "i32" for name in names if name.startswith("num_") or name.endswith("_stride")}
+    known |= {name: "*fp32" for name in FACTORS} | SCALARS | {name: f"*{kind}" for name, kind in types.items()}
+    signature = {name: "constexpr" if name in fixed else known.get(name, f"*{other}") for name in names}
+    places = {(names.index(name),): value for name, value in fixed.items()}
+    pointers = [(names.index(name),) for name in names if signature[name].startswith("*") or name.endswith("_stride")]
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in pointers})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+"""
+PRODUCTS = """
 from archerfish.kernels.triton_products import multiply_rows_kernel as kernel
 
 fixed = {
@@ -23,16 +39,59 @@ fixed = {
 }
 for type_name in ("fp32", "bf16"):
     for rows, is_normed, is_gated in ((3, True, False), (4, False, False), (4, True, True)):
-        given = {**fixed, "rows": rows, "is_normed": is_normed, "is_gated": is_gated}
-        numbers = {"eps": "fp32", "num_outputs": "i32", "x_stride": "i32", "residual_stride": "i32", "norm": "*fp32"}
-        types = {name: "constexpr" if name in given else numbers.get(name, f"*{type_name}") for name in kernel.arg_names}
-        places = {(kernel.arg_names.index(name),): value for name, value in given.items()}
-        compile(ASTSource(kernel, types, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+        build(kernel, {**fixed, "rows": rows, "is_normed": is_normed, "is_gated": is_gated}, {}, type_name)
 """
+SUMS = """
+from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel
+from archerfish.kernels.triton_norm import lookup_kernel, rms_norm_kernel
+from archerfish.kernels.triton_products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
+
+plain = {"width": 576, "activation": "none", "has_bias": False, "is_early": True}
+after = {**plain, "has_residual": True, "is_gated": False}
+row = {"width": 576, "block": 1024, "is_early": True}
+ranks = {name: 16 for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank")}
+for half in ("bf16", "fp16"):
+    for is_gated in (False, True):
+        before = {**plain, "has_residual": False, "is_normed": True, "is_gated": is_gated}
+        built = []
+        for kind in (half, "fp32"):
+            rows = {"rows": 2, "outputs": 4, "columns": 1024, "num_pieces": 1}
+            built.append(build(multiply_rows_kernel, {**before, **rows}, {"x": kind}, half, 4))
+            build(multiply_rows_kernel, {**before, **rows, "columns": 256, "num_pieces": 3}, {"x": kind}, half)
+            build(stream_kernel, {**before, "outputs": 2, "columns": 1024, "num_pieces": 2}, {"x": kind}, half, 4)
+        moves = [each.asm["ttgir"].count("ttg.convert_layout") for each in built]
+        assert moves[0] == moves[1], moves
+    few = {"rows": 2, "outputs": 4, "columns": 1024, "num_pieces": 1, "is_normed": True, "is_gated": True}
+    build(multiply_rows_kernel, {**after, **few}, {"x": "fp32", "weight": "i8", "scales": "fp32"}, half, 4)
+    sums = {"residual": "fp32", "out": "fp32"}
+    rows = {"rows": 2, "outputs": 4, "columns": 256, "num_pieces": 1, "is_normed": False}
+    build(multiply_rows_kernel, {**after, **rows}, sums, half)
+    stream = {"outputs": 2, "columns": 1024, "num_pieces": 2, "is_normed": False}
+    build(stream_kernel, {**after, **stream}, sums, half, 4)
+    build(multiply_tiles_kernel, {**after, "rows": 8, "outputs": 16, "columns": 256, "parts": 4}, sums, half, 4)
+    build(lookup_kernel, row, {"out": "fp32"}, half)
+    build(rms_norm_kernel, {**row, "has_residual": False}, {"x": "fp32", "weight": "fp32", "total": "fp32"}, half)
+    build(rms_norm_kernel, {**row, "has_residual": True}, {"residual": "fp32", "weight": "fp32", "total": "fp32"}, half)
+    for is_time in (False, True):
+        mix = {"columns": 1024, "rows": 2, "outputs": 4, "num_outputs": 576, "is_time": is_time, **ranks}
+        build(mix_rows_kernel, {"width": 576, "is_early": True, **mix}, {"x": "fp32"}, half, 4)
+    build(norm_shift_kernel, {"width": 576, "columns": 1024, "num_factors": 6, "is_early": True}, {"x": "fp32"}, half)
+"""
+
+
+def run(script: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE + script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_products_of_few_rows() -> None:
     """In float32, weights and sums have one type: tuples of them must not be taken for one another."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(PRODUCTS)
+
+
+@pytest.mark.slow
+def test_sums_in_float32() -> None:
+    """Beside weights of half the size, over which rows in float32 are spread as others are."""
+    run(SUMS)

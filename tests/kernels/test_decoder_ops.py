@@ -248,7 +248,10 @@ def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -
 def test_rows_put_concat_and_lookup(backend: type[TorchOps]) -> None:
     ops = backend(dtype="bfloat16")
     x = torch.arange(12.0).view(6, 2)
-    assert ops.rows(x, np.array([4, 0, 4])).tolist() == [[8, 9], [0, 1], [8, 9]]
+    for indices in (np.array([4, 0, 4]), torch.tensor([4, 0, 4])):
+        found = ops.rows(x, indices)
+        assert found.dtype == torch.float32
+        assert found.tolist() == [[8, 9], [0, 1], [8, 9]]
     ops.put(x, np.array([5, 1]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
     assert x[[1, 5]].tolist() == [[2, 2], [1, 1]]
     assert ops.concat([x[:1], x[5:]]).tolist() == [[0, 1], [1, 1]]

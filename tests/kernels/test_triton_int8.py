@@ -105,6 +105,21 @@ def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
     assert float((y - expected.half()).float().norm()) <= 1e-4 * float(expected.norm())
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_INT8_ROWS + 1])
+def test_sums_in_float32(num_rows: int) -> None:
+    """Rows that run past the layers are normalised for a product, and a product is added to them, unrounded."""
+    ops, reference, norm = TritonOps(DEVICE, "float16"), TorchOps(DEVICE), random(64)
+    weight, wide = weights(24, 64, "float16")
+    x, rows, residual = random(num_rows, 64, dtype="float16"), random(num_rows, 64), random(num_rows, 24)
+    expected = reference.linear(x.float(), wide, residual=residual)
+    y, _ = ops.normed_linear(rows, norm, 1e-3, weight, gate="silu")
+    assert y.dtype == torch.float16
+    check(y, reference.normed_linear(rows, norm, 1e-3, wide, gate="silu")[0], "float16")
+    y = ops.linear(x, weight, residual=residual)
+    assert y.dtype == torch.float32
+    check(y, expected, "float32" if num_rows <= MAX_INT8_ROWS else "float16")  # of many, weights are widened to float16
+
+
 def test_tiles_of_all_rows_fit_the_card() -> None:
     for num_rows in range(1, MAX_INT8_ROWS + 1):
         for num_outputs in (1024, 4096, 65536):

@@ -25,6 +25,7 @@ TILES = [
     LinearTile(4, 64, 4, 1), LinearTile(2, 32, 2, 3), LinearTile(8, 512, 4, 1), LinearTile(16, 64, 4, 2, is_dot=True),
     LinearTile(16, 128, 8, 3, is_dot=True),
 ]
+HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 STREAMS = [
     LinearTile(4, 0, 1, 2, num_programs=3), LinearTile(1, 0, 2, 3, num_programs=5), LinearTile(2, 0, 1, 1, num_programs=100),
 ]
@@ -100,6 +101,51 @@ def test_programs_that_stay(tile: LinearTile, width: int, gate: Activation | Non
         residual = random(1, num_outputs, dtype=dtype)
         y = ops.linear(x, weight, residual=residual)
         check(y, reference.linear(x.float(), wide, residual=residual.float()), dtype)
+
+
+@pytest.mark.parametrize("tile", [*TILES, *STREAMS])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.usefixtures("_no_torch_products")
+def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, request: pytest.FixtureRequest) -> None:
+    """What runs past the layers: it is normalised for a product, and a product is added to it, unrounded."""
+    ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
+    ops.linear_tile = tile
+    gates: list[Activation | None] = [None, "silu"]
+    residual, norm = random(num_rows, 100), random(100)
+    up, wide_up = weights(22, 100, dtype, has_bias=True)
+    down, wide_down = weights(100, 40, dtype)
+    x = random(num_rows, 40, dtype=dtype)
+    normed = [ops.normed_linear(residual, norm, 1e-3, up, gate=gate) for gate in gates]
+    y = ops.linear(x, down, residual=residual)
+    request.getfixturevalue("monkeypatch").undo()
+    for (found, total), gate in zip(normed, gates, strict=True):
+        assert found.dtype == getattr(torch, dtype)
+        assert total is residual
+        check(found, reference.normed_linear(residual, norm, 1e-3, wide_up, gate=gate)[0], dtype)
+    assert y.dtype == torch.float32
+    check(y, reference.linear(x.float(), wide_down, residual=residual), "float32")
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS + 1])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_sums_in_float32_stay_so(num_rows: int, has_bias: bool) -> None:
+    """Many rows are added in place; with a bias, only few are added before they are rounded."""
+    x, residual = random(num_rows, 64, dtype="float16"), random(num_rows, 48)[:, :24]
+    weight, wide = weights(24, 64, "float16", has_bias=has_bias)
+    expected = TorchOps(DEVICE).linear(x.float(), wide, residual=residual)
+    y = TritonOps(DEVICE, "float16").linear(x, weight, residual=residual)
+    assert y.dtype == torch.float32
+    is_many = num_rows > MAX_ROWS
+    check(y, expected, "float16" if is_many and has_bias else "float32")
+    assert (y.data_ptr() == residual.data_ptr()) == (is_many and not has_bias)
+
+
+def test_sums_in_half_are_left_to_torch_where_products_are_float32() -> None:
+    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE, "float16")
+    for num_rows in (2, MAX_ROWS + 1):
+        _, wide = weights(10, 32, "float16")
+        x, residual = random(num_rows, 32), random(num_rows, 10, dtype="float16")
+        assert torch.equal(ops.linear(x, wide, residual=residual), reference.linear(x, wide, residual=residual))
 
 
 def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
@@ -283,6 +329,35 @@ def test_a_block_gives_the_rows_that_are_wanted(ops: TorchOps, attention: type[A
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 40])
+def test_sums_in_float32_can_be_captured(num_rows: int) -> None:
+    """As a decoder calls for products: its layers are added up in one memory if there are many rows."""
+    ops, norm, table = TritonOps(DEVICE, "bfloat16"), 1 + 0.1 * random(512), random(100, 512, dtype="bfloat16")
+    up, down = weights(4096, 512, "bfloat16")[0], weights(512, 2048, "bfloat16")[0]
+    ids = torch.arange(num_rows, device=DEVICE)
+
+    def step(ops: TorchOps) -> Tensor:
+        total = ops.lookup(table, ids)
+        for _ in range(20):
+            y, total = ops.normed_linear(total, norm, 1e-5, up, gate="silu")
+            total = ops.linear(y, down, residual=total)
+        return total
+
+    step(ops)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(ops)
+    for _ in range(3):
+        ids.random_(100)
+        graph.replay()
+        captured, expected = out.clone(), step(TorchOps(DEVICE, "bfloat16")).float()
+        assert captured.dtype == torch.float32
+        assert torch.equal(captured, step(ops))
+        assert float((captured - expected).norm() / expected.norm()) < 0.05
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
 def test_products_can_be_captured(num_rows: int) -> None:
     """A chain of products over static buffers, whose kernels may start before the one in front has ended."""
@@ -322,10 +397,14 @@ def test_shapes_of_models(num_outputs: int, width: int, num_rows: int) -> None:
     x, residual = random(num_rows, width, dtype="bfloat16"), random(num_rows, width, dtype="bfloat16")
     weight, wide = weights(num_outputs, width, "bfloat16")
     norm, plain = 1 + 0.1 * random(width), reference.linear(x.float(), wide)
+    total = random(num_rows, num_outputs)
     found = [(ops.linear(x, weight), plain), (ops.logits(x, weight), plain)]
+    found += [(ops.linear(x, weight, residual=total.clone()), plain + total)]
     gates: tuple[Activation | None, ...] = (None, "silu")
     for gate in gates:
         y, total = ops.normed_linear(x, norm, 1e-5, weight, residual=residual, gate=gate)
         found.append((y, reference.normed_linear(total.float(), norm, 1e-5, wide, gate=gate)[0]))
+        y, _ = ops.normed_linear(residual.float(), norm, 1e-5, weight, gate=gate)
+        found.append((y, reference.normed_linear(residual.float(), norm, 1e-5, wide, gate=gate)[0]))
     for y, expected in found:
         assert float((y - expected).norm() / expected.norm()) < 0.01

@@ -14,7 +14,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton_places import PLACES, Places, Tile, choose_splits, send_pieces, find_places  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_ops import FLOAT32_WIDTH, TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
@@ -210,6 +210,44 @@ def test_rms_norm(dtype: str, width: int, has_residual: bool) -> None:
     torch.testing.assert_close(normed, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in TYPES if dtype != "float32"])
+@pytest.mark.parametrize("x_type", ["float32", "half"])
+@pytest.mark.parametrize("residual_type", ["float32", "half", None])
+def test_rms_norm_of_sums_in_float32(
+    x_type: str, residual_type: str | None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is not rounded, what is normalised has the compute type."""
+    torch.manual_seed(0)
+    x, weight = random(3, 2 * 300, dtype=dtype if x_type == "half" else x_type)[:, :300] * 3, random(300)
+    residual = None if residual_type is None else random(3, 300, dtype=dtype if residual_type == "half" else residual_type)
+    expected, expected_total = TorchOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
+    monkeypatch.setattr(TorchOps, "rms_norm", None)
+    normed, total = TritonOps(DEVICE, dtype).rms_norm(x, weight, 1e-2, residual=residual)
+    assert normed.dtype == getattr(torch, dtype)
+    assert total.dtype == expected_total.dtype
+    assert total is x if residual is None else torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("stored", TYPES)
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_narrow_models_look_up_in_float32(num_rows: int, stored: str, dtype: str) -> None:
+    """Nothing is rounded, not even what is stored in a wider type than the compute type."""
+    table, ids = random(9, 100, dtype=stored), torch.tensor([8, 0, 3, 3, 1], device=DEVICE)[:num_rows]
+    ops = TritonOps(DEVICE, dtype)
+    found = ops.lookup(table, ids)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, table.float()[ids])
+    torch.testing.assert_close(ops.lookup(table, ids, scale=1152**0.5), table.float()[ids] * 1152**0.5)
+
+
+def test_wide_models_look_up_in_the_compute_type() -> None:
+    table, ids = random(4, FLOAT32_WIDTH + 8), torch.tensor([3, 1], device=DEVICE)
+    found = TritonOps(DEVICE, "float16").lookup(table, ids)
+    assert torch.equal(found, table[ids].half())
+
+
 def test_wider_rows_and_other_types_are_left_to_torch() -> None:
     x = random(2, 16400)
     ops = TritonOps(DEVICE, "float32")
@@ -217,8 +255,8 @@ def test_wider_rows_and_other_types_are_left_to_torch() -> None:
         ops.rms_norm(x, torch.ones(16400, device=DEVICE), 1e-5)[0], x / x.square().mean(-1, keepdim=True).sqrt(),
         atol=1e-4, rtol=1e-4,
     )
-    half = ops.rms_norm(x[:, :64].half(), torch.ones(64, device=DEVICE), 1e-5, residual=x[:, :64])[1]
-    assert half.dtype == torch.float32
+    double = ops.rms_norm(x[:, :64].double(), torch.ones(64, device=DEVICE), 1e-5, residual=x[:, :64])[1]
+    assert double.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -1,0 +1,79 @@
+"""Products of a batch of rows that are added to a total, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, random, untraced
+
+from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.ops import PackedWeight  # isort: skip
+from archerfish.kernels.quant import quantize_rows  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_tiles import MAX_ADDED_ROWS, SHARED_BYTES, add_tile  # isort: skip
+
+pytestmark = untraced
+Tensor = torch.Tensor
+ROWS = [17, 70] if not HAS_CUDA else [17, 32, 33, 64, 65, 128]
+WIDTHS = [128, 300] if not HAS_CUDA else [128, 300, 1024, 3072]  # one is no multiple of a tile's columns
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def added(total: Tensor, x: Tensor, packed: PackedWeight[Tensor]) -> Tensor:
+    tile = add_tile(len(x), packed.matrix, x.element_size(), SHARED_BYTES)
+    assert tile is not None
+    return triton_linear.add_rows(total, x, packed, tile)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_the_product_is_added_in_place(num_rows: int, width: int, dtype: str) -> None:
+    num_outputs = 40
+    weight, x = random(num_outputs, width, dtype=dtype) * width**-0.5, random(num_rows, width + 8, dtype=dtype)[:, :width]
+    for type_of_total in {dtype, "float32"}:
+        total = random(num_rows, num_outputs + 3, dtype=type_of_total)
+        expected = total.float()
+        expected[:, :num_outputs] += x.float() @ weight.float().t()
+        found = added(total[:, :num_outputs], x, PackedWeight(weight))
+        assert found.data_ptr() == total.data_ptr()
+        torch.testing.assert_close(total.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_int8_weights_have_scales() -> None:
+    matrix, scales = quantize_rows([random(40, 256, dtype="float32")], DEVICE)
+    x, total = random(20, 256, dtype="float32"), random(20, 40, dtype="float32")
+    expected = total + x @ (matrix.float() * scales[:, None]).t()
+    torch.testing.assert_close(added(total, x, PackedWeight(matrix, None, scales)), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_more_rows_or_outputs_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    add_rows = triton_linear.add_rows
+
+    def noted(total: Tensor, x: Tensor, *rest: object) -> Tensor:
+        calls.append(len(x))
+        return add_rows(total, x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_linear, "add_rows", noted)
+    ops, weight = TritonOps(DEVICE, "float32"), random(24, 64, dtype="float32")
+    for num_rows in (4, 20, MAX_ADDED_ROWS, MAX_ADDED_ROWS + 1):
+        x, total = random(num_rows, 64, dtype="float32"), random(num_rows, 24, dtype="float32")
+        expected = total + x @ weight.t()
+        torch.testing.assert_close(ops.linear(x, ops.linear_weight([weight], [None]), residual=total), expected)
+    assert calls == [20, MAX_ADDED_ROWS]
+
+
+@pytest.mark.parametrize("num_rows", [17, 32, 33, 128])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_stages_fit(num_rows: int, element_bytes: int) -> None:
+    for most_bytes in (SHARED_BYTES, 86_000, 1):
+        tile = add_tile(num_rows, torch.empty(1024, 3072, device="meta"), element_bytes, most_bytes)
+        assert tile is not None
+        assert tile.num_stages == 1 or tile.num_stages * (tile.rows + tile.outputs) * tile.columns * element_bytes <= most_bytes
+    assert add_tile(num_rows, torch.empty(4096, 4096, device="meta"), element_bytes, SHARED_BYTES) is None
