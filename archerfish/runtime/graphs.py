@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,17 @@ SIZE_STEP = 64  # between larger ones
 NUM_BUFFERS = 4  # more than the steps that are open at once
 
 
+class Kind(NamedTuple):
+    """What steps are told apart by when they are recorded."""
+
+    size: int
+    is_shared: bool = False  # sequences have keys in common
+    is_cut: bool = False  # some draw from fewer than all tokens: by top_k, top_p or min_p
+
+
 @dataclass(frozen=True)
 class Recorded(Generic[T]):
-    """The step of one batch size: send its inputs, repeat it, fetch its report."""
+    """The step of one kind: send its inputs, repeat it, fetch its report."""
 
     inputs: T
     repeat: Callable[[], T]
@@ -48,7 +56,7 @@ class DecodeGraphs(Generic[T]):
         self.state = pool.new_decode_state(num_rows, max_len)
         self._spare_row = num_rows
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
-        self._recorded: dict[tuple[int, bool], Recorded[T]] = {}
+        self._recorded: dict[Kind, Recorded[T]] = {}
         self._buffers = cycle([self.ops.host_buffer(NUM_INPUTS * self.sizes[-1]) for _ in range(NUM_BUFFERS)])
         self._members: bytes = b""
         self._num_shared = 0
@@ -59,22 +67,27 @@ class DecodeGraphs(Generic[T]):
         self._members = b""
 
     def warm_up(self) -> None:
-        """Record all batches that share nothing, the largest first, whose memory the others use after it, and one that does."""
-        wanted = self._wanted()
-        for size, is_shared in wanted[: len(self.sizes) + 1]:
-            self._record(size, is_shared)
+        """Record all batches that share nothing and draw from all tokens, the largest first, whose memory the others use after
+        it, and one of each other kind, so that its kernels are compiled."""
+        plain, *others = self._wanted()
+        for kind in plain + [kinds[0] for kinds in others if kinds]:
+            self._record(kind)
 
     def record_next(self) -> bool:
         """Record one more batch, in time that nobody needs; False: all are recorded."""
-        found = next((one for one in self._wanted() if one not in self._recorded), None)
+        found = next((kind for kinds in self._wanted() for kind in kinds if kind not in self._recorded), None)
         if found is not None:
-            self._record(*found)
+            self._record(found)
         return found is not None
 
-    def _wanted(self) -> list[tuple[int, bool]]:
-        """All that can be recorded: a size, and whether its sequences share keys; in the order of their use."""
-        shared = [(size, True) for size in reversed(self.sizes) if size >= MIN_SHARED_SEQUENCES]
-        return [(size, False) for size in reversed(self.sizes)] + (shared if self.pool.has_keys else [])
+    def _wanted(self) -> list[list[Kind]]:
+        """All that can be recorded, in the order of their use, those first that share nothing and draw from all tokens."""
+        sizes = self.sizes[::-1]
+        shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
+        return [
+            [Kind(size, is_shared, is_cut) for size in (shared if is_shared else sizes)]
+            for is_shared in (False, True) for is_cut in (False, True)
+        ]
 
     def takes(self, plan: Plan) -> bool:
         """Whether a plan can be run here."""
@@ -97,7 +110,6 @@ class DecodeGraphs(Generic[T]):
             self._teach_blocks(sequences, rows, positions)
             num_shared = self._find_shared(sequences, rows)
         size = self.sizes[bisect_left(self.sizes, len(rows))]
-        recorded = self._recorded.get((size, num_shared > 0)) or self._record(size, num_shared > 0)
         words = self._words(size)
         num, block_size = len(rows), self.pool.block_size
         words[Input.TOKEN, :num] = [
@@ -115,7 +127,8 @@ class DecodeGraphs(Generic[T]):
                 sequence.blocks[(at - 1) // block_size] if at else NO_BLOCK
                 for sequence, at in zip(sequences, positions.tolist(), strict=True)
             ]
-        self.sampler.write_inputs(words, rows)
+        kind = Kind(size, num_shared > 0, self.sampler.write_inputs(words, rows))
+        recorded = self._recorded.get(kind) or self._record(kind)
         self.ops.send(words, recorded.inputs)
         return recorded.repeat(), np.argsort(order)
 
@@ -127,12 +140,14 @@ class DecodeGraphs(Generic[T]):
         self.sampler.write_inputs(words, np.zeros(0, dtype=np.int64))
         return words
 
-    def _record(self, size: int, is_shared: bool) -> Recorded[T]:
-        ops, words = self.ops, self._words(size)
+    def _record(self, kind: Kind) -> Recorded[T]:
+        ops, words = self.ops, self._words(kind.size)
         inputs = ops.ids(words.copy())
 
         def step() -> T:
-            batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=is_shared)
+            batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
+            if not kind.is_cut:
+                sampling = replace(sampling, min_p=None, long_cuts=None)
             drawn = ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
             ops.keep_tokens(inputs, self.state, drawn.tokens)
             return drawn.report
@@ -141,7 +156,7 @@ class DecodeGraphs(Generic[T]):
             repeat = ops.capture(step) or step
         except Exception:  # as for want of memory: the step can still be run
             repeat = step
-        recorded = self._recorded[size, is_shared] = Recorded(inputs, repeat)
+        recorded = self._recorded[kind] = Recorded(inputs, repeat)
         return recorded
 
     def _teach_blocks(self, sequences: list[Sequence], rows: Ids, positions: Ids) -> None:

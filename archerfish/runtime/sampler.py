@@ -124,10 +124,10 @@ class FastSampler(Generic[T]):
         """Whether `write_inputs` says all that there is to say of these sequences."""
         return not self._special or self._special.isdisjoint([sequence.row for sequence in sequences])
 
-    def write_inputs(self, words: Ids, rows: Ids) -> None:
+    def write_inputs(self, words: Ids, rows: Ids) -> bool:
         """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
 
-        Their positions stand there already.
+        Their positions stand there already. Gives whether some row draws from fewer than all tokens.
         """
         num = len(rows)
         if self._staged:
@@ -144,6 +144,8 @@ class FastSampler(Generic[T]):
         ):
             target[:num], target[num:] = values, filling
         self.metrics.total_samples += num
+        is_cut = (part["top_k"] < self.vocab_size) | (part["top_p"] < 1.0) | (part["min_p"] > 0.0)
+        return bool((is_cut & ~is_greedy).any())
 
     def sample(self, logits: T, sequences: list[Sequence], positions: list[int]) -> Sampled[T]:
         """One token for each sequence, out of its row of float32 logits, which are left as they are.

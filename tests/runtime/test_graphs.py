@@ -16,7 +16,7 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.reference import TorchOps
-from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, list_sizes
+from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.sequence import Plan
 from tests.engine.tiny_llama import TINY
@@ -209,14 +209,34 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
-        for _ in range(5):
-            engine.use_idle_time()
         graphs = engine.runner._graphs
         assert graphs is not None
-        assert sorted(graphs._recorded) == [(size, False) for size in (1, 2, 4, 5)]
+        plain, cut = ([Kind(size, is_cut=is_cut) for size in (1, 2, 4, 5)] for is_cut in (False, True))
+        assert sorted(graphs._recorded) == sorted([*plain, cut[-1]])  # by the start
+        for _ in range(3):
+            assert engine.use_idle_time()
+        assert sorted(graphs._recorded) == sorted(plain + cut)
         assert not engine.runner.use_idle_time()
         again = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
+
+
+def test_steps_are_told_apart_by_whether_a_row_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
+    plain = SamplingParams(max_tokens=6, temperature=0.9, seed=1, ignore_eos=True)
+    cuts = [replace(plain, top_p=0.5), replace(plain, top_k=2), replace(plain, min_p=0.3)]
+    for other, is_cut in [*((cut, True) for cut in cuts), (replace(cuts[0], temperature=0.0), False)]:
+        with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5, enable_prefix_caching=False) as engine:
+            graphs = engine.runner._graphs
+            assert graphs is not None
+            (alone,) = engine.generate([PROMPTS[0]], plain)
+            assert set(graphs._recorded) == {Kind(1)}
+            beside, _ = engine.generate(PROMPTS[:2], [plain, other])
+            assert Kind(2, is_cut=is_cut) in graphs._recorded
+            assert Kind(2, is_cut=not is_cut) not in graphs._recorded
+            assert beside.token_ids == alone.token_ids
 
 
 def test_a_buffer_that_held_another_size_is_filled_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import NO_BLOCK, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.reference import TorchOps
-from archerfish.runtime.graphs import DecodeGraphs
+from archerfish.runtime.graphs import DecodeGraphs, Kind
 from archerfish.runtime.runner import ModelRunner
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
@@ -101,7 +101,7 @@ def test_only_sizes_are_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -
             pass
         graphs = engine.runner._graphs
         assert graphs is not None
-        assert sorted(graphs._recorded) == [(size, False) for size in (1, 2, 4, 8, 9)]
+        assert set(graphs._recorded) == {Kind(size, is_cut=is_cut) for size in (1, 2, 4, 8, 9) for is_cut in (False, True)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
