@@ -42,6 +42,7 @@ from archerfish.kernels.triton_places import (
     shared_tile,
 )
 from archerfish.kernels.triton_rope import load_heads, turn_heads, turning_factors
+from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -334,7 +335,7 @@ def attend_shared(
         return None
     num, head_dim, group = batch.num_decodes, heads.head_dim, heads.num_heads // heads.num_kv_heads
     tile = shared_tile(heads, q.dtype, num * group)
-    num_tiles = triton.cdiv(num * group, tile.rows)
+    num_tiles = cdiv(num * group, tile.rows)
     num_parts = choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
     shape = (num, heads.num_heads, num_parts)
     partials, levels = places.pair("shared parts", (*shape, head_dim), shape, torch.float32)
@@ -342,7 +343,7 @@ def attend_shared(
     shared_kernel[(num_tiles, heads.num_kv_heads, num_parts)](
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, places.shared_len, partials, levels, scale, cap, num,
         num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
-        rows=tile.rows, width=triton.next_power_of_2(head_dim), step=tile.step, has_cap=heads.softcap > 0,
+        rows=tile.rows, width=next_power_of_2(head_dim), step=tile.step, has_cap=heads.softcap > 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
     )
     return SharedParts(partials, levels, num_parts, tile.step)
@@ -351,7 +352,7 @@ def attend_shared(
 def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, turning: Turning) -> bool:
     """Whether `attend_decodes` can store the keys and values of a batch: decodes that share none, whole heads being turned."""
     is_whole = turning.rotary is None or turning.rotary.rotary_dim == heads.head_dim
-    is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == triton.next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
+    is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
     if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
         return False
     return find_places(batch, qkv.device).shared_len is None
@@ -379,7 +380,7 @@ def attend_decodes(
     shared_len = places.context_lens if shared is None or places.shared_len is None else places.shared_len
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     turn = turning or Turning(None, None, None, 0.0)
     table = places.context_lens if turn.rotary is None else turn.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
@@ -397,6 +398,6 @@ def attend_decodes(
     if is_split:
         join_kernel[(num_heads, num)](
             partials, levels, places.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
-            step=tile.step, most_splits=triton.next_power_of_2(num_splits), has_window=heads.window > 0,
+            step=tile.step, most_splits=next_power_of_2(num_splits), has_window=heads.window > 0,
             is_shared=shared is not None, num_warps=4, **early_start(q.device),
         )

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from archerfish.kernels.ops import EncoderInputs, Ids, Pooling, Segments
 from archerfish.kernels.triton_places import Tile, cut, to_device
+from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 LAYOUT = "triton layout"  # key in Segments.derived
@@ -255,7 +256,7 @@ def attention(qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor | No
     attention_kernel[(len(layout.tile_firsts) * num_heads,)](
         qkv, layout.starts, layout.tile_sequences, layout.tile_firsts, qkv if bias is None else bias, out,
         LOG2_E * head_dim**-0.5, qkv.stride(0), *strides, num_heads=num_heads, head_dim=head_dim, rows=layout.rows,
-        width=max(16, triton.next_power_of_2(head_dim)), step=tile.step, has_bias=bias is not None,
+        width=max(16, next_power_of_2(head_dim)), step=tile.step, has_bias=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     return out
@@ -263,9 +264,9 @@ def attention(qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor | No
 
 def row_blocks(num_rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and shape of programs that take whole rows."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     many = max(1, ROW_ELEMENTS // block)
-    return (triton.cdiv(num_rows, many),), {"width": width, "block": block, "many": many, "num_warps": max(4, block // 1024)}
+    return (cdiv(num_rows, many),), {"width": width, "block": block, "many": many, "num_warps": max(4, block // 1024)}
 
 
 def layer_norm(
@@ -297,7 +298,7 @@ def pool(x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
     """`Ops.pool`."""
     layout, width = lay_out(segments, x.device), x.shape[1]
     out = torch.empty((layout.num_sequences, width), dtype=torch.float32, device=x.device)
-    pool_kernel[(layout.num_sequences, triton.cdiv(width, POOL_COLUMNS))](
+    pool_kernel[(layout.num_sequences, cdiv(width, POOL_COLUMNS))](
         x, layout.starts, out, x.stride(0), width=width, block=POOL_COLUMNS, many=POOL_ROWS, mode=mode, num_warps=4
     )
     return out

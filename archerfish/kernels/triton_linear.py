@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.triton_launch import early_start
 from archerfish.kernels.triton_products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
-from archerfish.kernels.triton_tiles import AddTile, LinearTile
+from archerfish.kernels.triton_tiles import AddTile, LinearTile, cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 
@@ -30,7 +29,7 @@ def linear(
     weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=dtype or x.dtype, device=x.device)
-    num_tiles = triton.cdiv(num_outputs, tile.outputs)
+    num_tiles = cdiv(num_outputs, tile.outputs)
     given: dict[str, Any] = {
         "x": x, "weight": weight, "scales": packed.scales, "bias": x if bias is None else bias,
         "residual": x if residual is None else residual, "out": out, "num_outputs": num_outputs, "width": width,
@@ -43,13 +42,13 @@ def linear(
     if tile.num_programs:
         num_programs = min(num_tiles, tile.num_programs)
         stream_kernel[(num_programs,)](
-            num_turns=triton.cdiv(num_tiles, num_programs), columns=triton.next_power_of_2(width), **given
+            num_turns=cdiv(num_tiles, num_programs), columns=next_power_of_2(width), **given
         )
         return out
     given |= {"x_stride": x.stride(0), "residual_stride": x.stride(0) if residual is None else residual.stride(0)}
     if tile.is_dot:
         multiply_tiles_kernel[(num_tiles,)](
-            num_rows=num_rows, rows=max(8, triton.next_power_of_2(num_rows)), columns=tile.columns, parts=tile.num_warps,
+            num_rows=num_rows, rows=max(8, next_power_of_2(num_rows)), columns=tile.columns, parts=tile.num_warps,
             num_stages=tile.num_stages, **given,
         )
     else:
@@ -60,7 +59,7 @@ def linear(
 def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTile) -> Tensor:
     """total + x @ matrix.T, in total's memory."""
     (num_rows, width), num_outputs = x.shape, len(packed.matrix)
-    add_rows_kernel[(triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, tile.rows))](
+    add_rows_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](
         x, packed.matrix, packed.scales, total, num_rows, num_outputs, x.stride(0), total.stride(0), width=width,
         rows=tile.rows, outputs=tile.outputs, columns=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **early_start(x.device),

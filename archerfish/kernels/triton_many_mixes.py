@@ -22,7 +22,7 @@ from archerfish.kernels.triton_mixes import (
     multiply_parts,
     norm_and_shift,
 )
-from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, next_power_of_2, shared_bytes
+from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, cdiv, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
 PARTS_ROWS = 256  # up to which one kernel for all parts is quicker than cuBLAS for each
@@ -68,7 +68,7 @@ def raise_rows(low: Tensor, few: FewWeights, num_rows: int, width: int) -> Tenso
     num_parts = sum(rank > 0 for rank in few.ranks.values())
     out = torch.empty((num_parts, num_rows, width), dtype=low.dtype, device=low.device)
     ranks = few.ranks.values()
-    grid = (num_parts, triton.cdiv(width, RAISED_OUTPUTS), triton.cdiv(num_rows, RAISED_ROWS))
+    grid = (num_parts, cdiv(width, RAISED_OUTPUTS), cdiv(num_rows, RAISED_ROWS))
     raise_rows_kernel[grid](
         low, *few.ups, *few.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **few.ranks,
         block=max(16, next_power_of_2(max(ranks))), is_even=all(rank % 16 == 0 for rank in ranks), num_warps=4,

@@ -26,7 +26,7 @@ import triton.language as tl
 from archerfish.kernels.recurrent import ChannelWeights, NormWeights, RecurrentBatch, StateLayer, TimeWeights
 from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.triton_products import append, fetch_rows, load_piece, multiply_rows
-from archerfish.kernels.triton_tiles import DIRECT_ROWS, MAX_ROWS, LinearTile, next_power_of_2, shared_bytes, tile_of
+from archerfish.kernels.triton_tiles import DIRECT_ROWS, MAX_ROWS, LinearTile, cdiv, next_power_of_2, shared_bytes, tile_of
 from archerfish.kernels.triton_wkv import WARPS, TritonRecurrentOps, next_state, norm_heads, prepare_heads, sigmoid
 
 Tensor = torch.Tensor
@@ -454,7 +454,7 @@ def mix_rows(
     """Norm, shift and products with the matrices of a time mix, or with the one of a channel mix."""
     x, norm, batch = rows.x, rows.norm, rows.batch
     num_rows, width = x.shape
-    mix_rows_kernel[(sum(triton.cdiv(size, tile.outputs) for size in sizes),)](
+    mix_rows_kernel[(sum(cdiv(size, tile.outputs) for size in sizes),)](
         x, norm.weight, norm.bias, rows.factors, rows.before, batch.previous, batch.targets, rows.normed, out,
         *fill_up(matrices), scales, norm.eps, x.stride(0), rows.before.stride(0), rows.normed.stride(0), width=width,
         columns=next_power_of_2(width), rows=num_rows, outputs=tile.outputs, num_outputs=sizes[0], is_time=len(sizes) > 1,
@@ -484,8 +484,8 @@ def multiply_parts(
     """The second half of `mix_rows`. is_narrow: of the narrow parts alone."""
     _, num_rows, width = mixed.shape
     rows = max(8, next_power_of_2(num_rows)) if num_rows <= MAX_ROWS else PART_ROWS
-    num_tiles = sum(triton.cdiv(size, tile.outputs) for size in sizes[3 if is_narrow else 0 :])
-    multiply_parts_kernel[(num_tiles, triton.cdiv(num_rows, rows))](
+    num_tiles = sum(cdiv(size, tile.outputs) for size in sizes[3 if is_narrow else 0 :])
+    multiply_parts_kernel[(num_tiles, cdiv(num_rows, rows))](
         mixed, out, *fill_up(matrices), scales, num_rows, width=width, rows=rows, outputs=tile.outputs, columns=tile.columns,
         parts=1 if rows == PART_ROWS else tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **ranks, **early_start(mixed.device),

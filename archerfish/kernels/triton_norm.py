@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 MAX_WIDTH = 16384  # of a row that one program normalises
@@ -32,7 +33,7 @@ def lookup(table: Tensor, ids: Tensor, scale: float) -> Tensor:
     num_rows, width = len(ids), table.shape[1]
     out = torch.empty((num_rows, width), dtype=torch.float32, device=table.device)
     if num_rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         lookup_kernel[(num_rows,)](
             table, ids, out, scale, table.stride(0), width=width, block=block, num_warps=max(1, min(16, block // 512)),
             **early_start(table.device),
@@ -70,7 +71,7 @@ def rms_norm(
     total = x if residual is None else torch.empty_like(normed, dtype=torch.promote_types(x.dtype, added.dtype))
     if not num_rows:
         return normed, total
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
         x, added, weight, normed, total, eps, x.stride(0), added.stride(0), width=width, block=block,
         has_residual=residual is not None, num_warps=max(1, min(16, block // 512)), **early_start(x.device),
@@ -97,8 +98,8 @@ def gated(x: Tensor, is_silu: bool) -> Tensor:
     num_rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if num_rows:
-        block = min(triton.next_power_of_2(width), GATED_BLOCK)
-        gated_kernel[(num_rows, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), GATED_BLOCK)
+        gated_kernel[(num_rows, cdiv(width, block))](
             x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
         )
     return out

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 
 from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
+from archerfish.kernels.triton_tiles import next_power_of_2
 
 Tensor = torch.Tensor
 PLACES = "triton places"  # key in PagedBatch.derived
@@ -139,7 +139,7 @@ class Tile:
 
 def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool) -> Tile:
     """What was quickest for contexts of 200 to 3500 keys on a Hopper."""
-    rows = max(MIN_ROWS, triton.next_power_of_2(heads.num_heads // heads.num_kv_heads))
+    rows = max(MIN_ROWS, next_power_of_2(heads.num_heads // heads.num_kv_heads))
     num_programs = num_sequences * heads.num_kv_heads
     if dtype == torch.float32 or heads.head_dim > 128:
         return Tile(rows, 32, 4, 2)
@@ -163,7 +163,7 @@ def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:
 
 def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_short: bool) -> Tile:
     """is_short: most sequences have no more rows than the smallest tile, or a tile should span few rows of a mask."""
-    least = triton.next_power_of_2(heads.num_heads // heads.num_kv_heads)
+    least = next_power_of_2(heads.num_heads // heads.num_kv_heads)
     if dtype == torch.float32:
         return Tile(max(32, least), 32, 4, 2)
     if is_gathered:
@@ -194,7 +194,7 @@ def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothi
     num_rows, num_columns = visible.shape
     if visible.dtype == torch.bool:
         visible = visible.view(torch.uint8)
-    span = triton.next_power_of_2(1 + (mask.size + num_queries - 2) // mask.size)
+    span = next_power_of_2(1 + (mask.size + num_queries - 2) // mask.size)
     step = math.gcd(tile.step, mask.size)
     return replace(tile, step=step), LaidMask(visible, num_rows, num_columns, mask.size, span)
 

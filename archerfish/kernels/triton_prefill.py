@@ -25,6 +25,7 @@ from archerfish.kernels.triton_places import (
     plan_gathering,
     prefill_tile,
 )
+from archerfish.kernels.triton_tiles import next_power_of_2
 
 Tensor = torch.Tensor
 GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
@@ -127,7 +128,7 @@ def gather(
     gather_kernel[(len(gathering.sequences), GATHER_STEP // GATHER_ROWS)](
         kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, places.context_lens, gathering.starts,
         keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
-        width=triton.next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
+        width=next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
     )
     block = [step, heads.head_dim]
     return gathering, TensorDescriptor.from_tensor(keys, block), TensorDescriptor.from_tensor(values, block)
@@ -157,7 +158,7 @@ def attend_prefills(
         q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
         key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
         laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
-        group=group, head_dim=heads.head_dim, rows=tile.rows, width=triton.next_power_of_2(heads.head_dim), step=tile.step,
+        group=group, head_dim=heads.head_dim, rows=tile.rows, width=next_power_of_2(heads.head_dim), step=tile.step,
         sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
         has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

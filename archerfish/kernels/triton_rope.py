@@ -11,6 +11,7 @@ import triton.language as tl
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
 from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.triton_tiles import next_power_of_2
 
 Tensor = torch.Tensor
 ELEMENTS_PER_WARP = 1024
@@ -143,16 +144,16 @@ def store_kv(
     half = head_dim // 2 if rotary is None else rotary.rotary_dim // 2
     rest = head_dim - 2 * half
     block_stride, token_stride, head_stride, _ = kv.keys.stride()
-    q_rows = triton.next_power_of_2(heads.num_heads)
+    q_rows = next_power_of_2(heads.num_heads)
     table = qkv if rotary is None else rotary.cos_sin
     store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
         qkv, q, kv.keys, kv.values, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm, eps, batch.num_tokens, qkv.stride(0), table.stride(0),
         block_stride, token_stride, head_stride,
         block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
-        q_rows=q_rows, kv_rows=triton.next_power_of_2(heads.num_kv_heads), half_block=triton.next_power_of_2(half),
-        rest_block=triton.next_power_of_2(rest) if rest else 0, is_turned=rotary is not None,
+        q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
+        rest_block=next_power_of_2(rest) if rest else 0, is_turned=rotary is not None,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None,
-        num_warps=max(1, min(8, triton.next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
+        num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
     )
     return q

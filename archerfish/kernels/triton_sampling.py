@@ -20,6 +20,7 @@ import triton.language as tl
 from archerfish.kernels import sampling
 from archerfish.kernels.sampling import TOP_K_OFF, Drawn, SamplingBatch
 from archerfish.kernels.torch_sampling import TorchSampling, count_tokens, signed
+from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 CHUNK = 1024  # tokens that a program surveys
@@ -445,8 +446,8 @@ def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tenso
     report = torch.empty((2, num_rows), dtype=torch.int64, device=device)
     if not num_rows:
         return report
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    width = triton.next_power_of_2(num_chunks)
+    num_chunks = cdiv(vocab_size, CHUNK)
+    width = next_power_of_2(num_chunks)
     unit = 2.0 ** min(UNIT_BITS, 63 - vocab_size.bit_length())
     tops, sums = (torch.empty((num_rows, num_chunks), device=device) for _ in range(2))
     top_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
@@ -478,8 +479,8 @@ def draw_cut_rows(
 ) -> None:
     """Write the tokens of rows whose cut_tops is not NaN."""
     num_rows, device, stride = len(logits), logits.device, logits.stride(0)
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    width, capacity = triton.next_power_of_2(num_chunks), min(CAPACITY, vocab_size)
+    num_chunks = cdiv(vocab_size, CHUNK)
+    width, capacity = next_power_of_2(num_chunks), min(CAPACITY, vocab_size)
     counts = torch.empty((num_rows, num_chunks, NUM_LEVELS), dtype=torch.int32, device=device)
     masses = torch.empty((num_rows, num_chunks, NUM_LEVELS), device=device)
     bounds = torch.empty((num_rows, 2), device=device)

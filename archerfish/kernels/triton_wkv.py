@@ -21,6 +21,7 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_launch import early_start, follow
 from archerfish.kernels.triton_products import append
+from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 from archerfish.kernels.wkv import Ends, TorchRecurrentOps
 
 Tensor = torch.Tensor
@@ -324,8 +325,8 @@ class TritonRecurrentOps(TorchRecurrentOps):
         x = x.contiguous()
         out = torch.empty((num_factors, num_rows, width), dtype=x.dtype, device=x.device)
         stores = batch.num_decodes == batch.num_sequences
-        block = min(triton.next_power_of_2(width), SHIFT_BLOCK)
-        shift_kernel[(num_rows, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), SHIFT_BLOCK)
+        shift_kernel[(num_rows, cdiv(width, block))](
             x, inputs, batch.previous, batch.targets, factors, out, num_rows, inputs.stride(0),
             width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
         )
