@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MODELS := all-minilm-l6-v2 smollm2-135m-instruct
+WORKERS ?= 2
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -13,8 +14,8 @@ help:  ## show this list
 serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: make serve ARGS="--port 9000")
 	$(BIN)/archerfish serve $(ARGS)
 
-test: $(VENV)/.test models lint types  ## everything that CI runs: style, types, layers, tests, coverage
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+test: $(VENV)/.test models lint types  ## everything that CI runs: style, types, layers, tests, coverage (make test WORKERS=4)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.test models  ## the long tests too
 	$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it once
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker for each core; torch reads it once, too
 
 from archerfish import ArrowEngine, HubConfig
 from archerfish.store.names import resolve_model
@@ -27,6 +31,15 @@ VOCABULARY = [
 def pytest_configure(config: pytest.Config) -> None:
     """A mark of pytest-cov's, which need not be there. For long tests of what others cover: most of their time is tracing."""
     config.addinivalue_line("markers", "no_cover: not traced for coverage")
+    coverage = sys.modules.get("coverage")
+    if hasattr(config, "workerinput") and coverage is not None and (first := coverage.Coverage.current()) is not None:
+        first.stop()  # a worker of pytest-xdist starts a second one, and where `no_cover` stops that, this one would go on
+
+
+def pytest_collection_finish() -> None:
+    """What collection made (modules, tests, strategies) stays to the end: passes of the garbage collector leave it out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,10 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
             await main()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
+    before = threading.enumerate()
     asyncio.run(guarded())
     for thread in threading.enumerate():
-        if thread.name.startswith("archerfish-"):
+        if thread not in before and thread.name.startswith("archerfish-"):
             thread.join(LIMIT_S)
             assert not thread.is_alive()
 
