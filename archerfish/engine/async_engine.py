@@ -17,15 +17,16 @@ from archerfish.params import SamplingParams
 
 
 class AsyncLLMEngine:
-    """Awaitable face of an LLMEngine, or of one made from a model's name and options, which `close` closes with it.
+    """Awaitable face of an LLMEngine, or of one made from a model's name and options: that one alone `close` closes too.
 
     All that one step brings reaches an event loop in one wake-up.
     """
 
     def __init__(self, engine: LLMEngine | EngineConfig | str, **options: Any) -> None:
+        self._is_owner = not isinstance(engine, LLMEngine)
         self.engine = engine if isinstance(engine, LLMEngine) else LLMEngine(engine, **options)
         self._outbox: deque[tuple[asyncio.Queue[TextDelta | None], TextDelta | None]] = deque()
-        self._open: set[asyncio.Queue[TextDelta | None]] = set()
+        self._open: dict[asyncio.Queue[TextDelta | None], str] = {}  # with the id of its request
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="archerfish-engine", daemon=True)
@@ -46,8 +47,6 @@ class AsyncLLMEngine:
         check_request_options(options)
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(sampling_params).__name__}.")
-        if self._is_closing.is_set():
-            raise StoppedError("This engine has been closed.")
         loop = self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TextDelta | None] = asyncio.Queue()
         params = sampling_params or SamplingParams()
@@ -57,10 +56,13 @@ class AsyncLLMEngine:
             if len(self._outbox) == 1:
                 loop.call_soon_threadsafe(self._drain)
 
-        self._open.add(queue)
-        num_open, request_id = params.n, ""
+        live = await asyncio.to_thread(self.engine.prepare_request, prompt, params, listener=post, **options)
+        if self._is_closing.is_set():
+            raise StoppedError("This engine has been closed.")
+        self.engine.submit(live)
+        num_open, request_id = params.n, live.request.request_id
+        self._open[queue] = request_id
         try:
-            request_id = await asyncio.to_thread(self.engine.add_request, prompt, params, listener=post, **options)
             while num_open:
                 delta = await queue.get()
                 if delta is None:
@@ -68,10 +70,9 @@ class AsyncLLMEngine:
                 num_open -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._open.discard(queue)
-            if num_open and request_id:
+            del self._open[queue]
+            if num_open:
                 self.engine.abort(request_id)
-            self.engine.forget(request_id)
 
     def _drain(self) -> None:
         while self._outbox:
@@ -102,10 +103,22 @@ class AsyncLLMEngine:
             yield delta
 
     async def close(self) -> None:
-        """Abort what runs, wake who waits, stop the thread."""
+        """Abort what runs here, wake who waits, stop the thread; and close the engine, unless it was given."""
         self._is_closing.set()
-        await asyncio.to_thread(self.engine.close)
+        if self._is_owner:
+            await asyncio.to_thread(self.engine.close)
+        else:
+            await asyncio.to_thread(self._leave, [*self._open.values()])
         await asyncio.to_thread(self._thread.join)
         self._drain()
         for queue in self._open:
             queue.put_nowait(None)
+
+    def _leave(self, request_ids: Sequence[str]) -> None:
+        """Abort requests, and take in the steps that still compute them, since nobody else may step the engine."""
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+        self._thread.join()
+        for _ in range(self.engine.config.pipeline_depth + 1):
+            if self.engine.has_work:
+                self.engine.step()

@@ -57,11 +57,12 @@ class InferenceRequest:
 
 
 class StreamingInference:
-    """Runs batches of requests on an engine, or on one made from a model's name and options; `async with` closes it."""
+    """Runs batches of requests on an engine, or on one made from a model's name and options; what it made, `close` closes."""
 
     def __init__(
         self, engine: AsyncLLMEngine | LLMEngine | EngineConfig | str, prefetch: PrefetchConfig | None = None, **options: Any
     ) -> None:
+        self._is_owner = not isinstance(engine, AsyncLLMEngine)
         self.engine = engine if isinstance(engine, AsyncLLMEngine) else AsyncLLMEngine(engine, **options)
         if prefetch is not None:
             self.engine.engine.configure(pipeline_depth=prefetch.max_prefetch)
@@ -121,7 +122,8 @@ class StreamingInference:
             await end_all(tasks)
 
     async def close(self) -> None:
-        await self.engine.close()
+        if self._is_owner:
+            await self.engine.close()
 
     async def __aenter__(self) -> Self:
         return self

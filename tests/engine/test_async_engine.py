@@ -97,3 +97,39 @@ def test_bad_input_raises_and_closing_wakes_who_waits(engine: LLMEngine) -> None
             await served.generate(prompts(1)[0], PARAMS)
 
     asyncio.run(run())
+
+
+def test_closing_leaves_a_given_engine_open_and_closes_one_that_was_made(engine: LLMEngine) -> None:
+    async def run(served: AsyncLLMEngine) -> None:
+        await served.generate(prompts(1)[0], PARAMS)
+        await served.close()
+        await served.close()
+        with pytest.raises(StoppedError):
+            await served.generate(prompts(1)[0], PARAMS)
+
+    for _ in range(2):
+        asyncio.run(run(AsyncLLMEngine(engine)))
+        assert [len(output.token_ids) for output in engine.generate(prompts(2), PARAMS)] == [8, 8]
+    own = AsyncLLMEngine(engine.config)
+    asyncio.run(run(own))
+    with pytest.raises(StoppedError):
+        own.engine.generate(prompts(1), PARAMS)
+
+
+def test_closing_aborts_only_what_came_through_it(engine: LLMEngine) -> None:
+    async def run() -> None:
+        own = engine.add_request(prompts(1, 2)[0], PARAMS.replace(max_tokens=100))
+        served = AsyncLLMEngine(engine)
+        long = [served.generate(prompt, PARAMS.replace(max_tokens=180)) for prompt in prompts(3)]
+        tasks = [asyncio.create_task(one) for one in long]
+        while engine.queue_status()["running"] < 4:
+            await asyncio.sleep(0)
+        await served.close()
+        assert [output.finish_reason for output in await asyncio.gather(*tasks)] == ["abort"] * 3
+        while engine.has_work:
+            engine.step()
+        output = engine.get_output(own)
+        assert output is not None and len(output.token_ids) == 100
+
+    asyncio.run(run())
+    engine.scheduler.cache.check([])

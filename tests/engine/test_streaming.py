@@ -59,10 +59,8 @@ def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> 
     async def run(depth: int) -> int:
         nonlocal most
         most = 0
-        inference = StreamingInference(AsyncLLMEngine(engine), PrefetchConfig(depth))
-        await inference.batch_infer(requests(2))
-        inference.engine._is_closing.set()  # its thread ends, and the engine lives on
-        await asyncio.to_thread(inference.engine._thread.join)
+        async with StreamingInference(engine, PrefetchConfig(depth)) as inference:
+            await inference.batch_infer(requests(2))
         return most
 
     assert [asyncio.run(run(depth)) for depth in (1, 0, 1)] == [1, 0, 1]
@@ -163,3 +161,16 @@ def test_what_no_pipeline_can_do_is_refused_by_name() -> None:
 def test_a_depth_that_is_not_there_is_refused(depth: int) -> None:
     with pytest.raises(InvalidOptionError, match="max_prefetch must be 0 or 1"):
         PrefetchConfig(max_prefetch=depth)
+
+
+def test_it_closes_the_face_that_it_made_and_not_one_that_it_was_given(engine: LLMEngine) -> None:
+    async def run() -> None:
+        served = AsyncLLMEngine(engine)
+        for given in (served, engine, served):
+            async with StreamingInference(given) as inference:
+                await inference.batch_infer(requests(2))
+            assert (inference.engine is served) == (given is served)
+            assert inference.engine._thread.is_alive() == (given is served)
+        await served.close()
+
+    asyncio.run(run())
