@@ -3,7 +3,8 @@
 Its vocabulary: 0-8191 semantic tokens, 8192 the end of them, 8193-8195 TAG_0 to TAG_2, 8196-12291 global tokens, then those of
 the World tokenizer, and from 77823 on the properties of a voice. A prompt is `properties TAG_2 text TAG_0`; after it come 32
 global tokens, TAG_1, and semantic tokens until their end. Where the global tokens of a reference are given, the prompt has
-them and TAG_1 as well (zero-shot).
+them and TAG_1 as well (zero-shot). Its semantic tokens, which a reference always comes with, are checked and have no part in
+the prompt: a voice is all in its global tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class TTSRequest:
     pitch: str = "medium"
     speed: str = "medium"
     ref_global_tokens: Sequence[int] | None = None  # of a voice to speak with: 32 numbers below 4096
-    ref_semantic_tokens: Sequence[int] | None = None  # and what it says; both are given, or none of them
+    ref_semantic_tokens: Sequence[int] | None = None  # what it says: given with the others, not read
     temperature: float | None = None  # None, as below: what each stage usually has (STAGE_DEFAULTS)
     top_p: float | None = None
     top_k: int | None = None

@@ -17,7 +17,7 @@ from archerfish.serve.schemas import BodyRoute
 from archerfish.serve.sharing import FrontShare
 from archerfish.serve.wire import Configure, Report
 
-OPTIONS = {"type": "object", "description": "Options by our names or the seed's, with their new values."}
+OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
 CHANGES = {"requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}}}
 
 
@@ -52,7 +52,7 @@ class AdminRoutes:
         return json_response(OptimizationConfig.of(engine, self.results).as_dict())
 
     async def change(self, request: Request, model: str | None = None) -> Response:
-        """Change some, by our names or the seed's; the answer has all of them, and what they were before."""
+        """Change some, by either of their names; the answer has all of them, and what they were before."""
         body = await request.json()  # of a StrictRequest
         card = await self.catalog.find(model, "generation")
         engine = await self._configure(card, {})

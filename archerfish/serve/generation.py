@@ -362,7 +362,10 @@ def checked_order(order: Order) -> Order:
     """An order whose other options are right too."""
     if order.params.stop:
         order.text.need_tokenizer("stop")
-    check_option_values(None, order.priority, order.deadline_s, "")
+    try:
+        check_option_values(None, 0, order.deadline_s, "")
+    except InvalidInputError as error:
+        raise blamed(error, "deadline_s") from None
     if not -(2**31) <= order.priority < 2**31:
         raise InvalidParameterError("priority is out of range.", "priority")
     return order

@@ -1,6 +1,6 @@
 """OptimizationConfig: the switches and sizes that can be changed while an engine serves, with nothing lost.
 
-The seed's names are taken as well: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
+Some have a second name: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
 and reused buffers are how the engine works here, so that enable_simd_sampling and enable_object_pool can only be true.
 """
 
@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig, Options, option, parse_text, refuse_unknown
 from archerfish.errors import InvalidOptionError, UnknownOptionError
-from archerfish.serve.result_cache import ResultCache
+
+if TYPE_CHECKING:
+    from archerfish.serve.result_cache import ResultCache  # which needs what only a server has installed
 
 ALWAYS_ON = {
     "enable_simd_sampling": "Sampling is always vectorised.",
     "enable_object_pool": "Buffers are always reused.",
 }
 NOT_HERE = {"pool_max_objects": "Buffers are made once, for max_num_seqs sequences, when an engine is made."}
-SEED_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *NOT_HERE)
+SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *NOT_HERE)
 # Options that an engine has under the same name.
 ENGINE_OPTIONS = ("logits_cache_ttl_s", "enable_prefix_caching", "eviction_policy", "max_queue_size", "pipeline_depth")
 
@@ -34,37 +36,65 @@ class RunningEngine(Protocol):
     def configure(self, **changes: Any) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class OptimizationConfig(Options):
-    """Caches, queue and pipeline of a running engine."""
+    """Caches, queue and pipeline of a running engine; made, changed and read by either name of an option."""
 
     section: ClassVar[str] = "optimization"
 
     enable_logits_cache: bool = option(True, "Keep logits of whole prompts, which spare an exact repeat its pass.")
-    logits_cache_mib: int = option(64, "Memory for such logits; the seed's cache_size_mb.", minimum=0, maximum=1 << 20)
+    logits_cache_mib: int = option(64, "Memory for such logits; also cache_size_mb.", minimum=0, maximum=1 << 20)
     logits_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks go first; a registered name.")
     max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
     pipeline_depth: int = option(
-        1, "Steps planned before the step before them is done; the seed's enable_prefetch is 1.", minimum=0, maximum=1
+        1, "Steps planned before the step before them is done; enable_prefetch is 1.", minimum=0, maximum=1
     )
     result_cache_mib: int = option(0, "Memory for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20)
     result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
+
+    def __new__(cls, **_: Any) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, **values: Any) -> None:
+        given = self._read(values)
+        for spec in dataclasses.fields(self):
+            object.__setattr__(self, spec.name, given.get(spec.name, spec.default))
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         eviction_policy(self.eviction_policy)
 
+    @property
+    def cache_size_mb(self) -> int:
+        return self.logits_cache_mib
+
+    @property
+    def enable_prefetch(self) -> bool:
+        return self.pipeline_depth > 0
+
+    @property
+    def enable_simd_sampling(self) -> bool:
+        return True
+
+    @property
+    def enable_object_pool(self) -> bool:
+        return True
+
+    def replace(self, **changes: Any) -> Self:
+        return self.updated(changes)
+
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """These options with some changed, by our names or the seed's."""
-        return self.replace(**self._read(values))
+        """As `replace`, of a table that may come from anywhere."""
+        return super().replace(**self._read(values))
 
     @classmethod
     def _read(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping):
             raise InvalidOptionError(f"Options must be a table of names and values, not {type(values).__name__}.")
-        refuse_unknown({str(name): value for name, value in values.items()}, [*cls.names(), *SEED_NAMES], "option")
+        refuse_unknown({str(name): value for name, value in values.items()}, [*cls.names(), *SECOND_NAMES], "option")
         found: dict[str, Any] = {}
         for name, value in values.items():
             ours, meant = _in_our_terms(name, value)

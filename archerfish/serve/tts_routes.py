@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -73,7 +73,7 @@ class TTSBody(Body):
     ] = Field(None, description="Of a voice to speak with, beside ref_semantic_tokens.")
     ref_semantic_tokens: Annotated[
         list[int] | None, PlainValidator(lambda value: reference(value, "ref_semantic_tokens")), ids_schema(NUM_SEMANTIC)
-    ] = Field(None, description="What that voice says in its reference.")
+    ] = Field(None, description="What that voice says in its reference; checked, but not read: a voice is its global tokens.")
     temperature: float | None = stated(minimum=0, maximum=100)
     top_p: float | None = stated(exclusiveMinimum=0, maximum=1)
     top_k: int | None = stated(minimum=-1)
@@ -82,6 +82,14 @@ class TTSBody(Body):
     priority: int = Field(0, description="Higher runs first.")
     deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
     stream: bool | None = False
+
+    @field_validator(*PROPERTIES, mode="before")
+    @classmethod
+    def _named(cls, value: Any, field: ValidationInfo) -> Any:
+        if not isinstance(value, str):
+            names = ", ".join(PROPERTIES[field.field_name or ""])
+            raise wrong(f"{field.field_name} must be one of {names}, not {kind_of(value)}.")
+        return value
 
     def request(self) -> TTSRequest:
         """All that is wrong with it names its parameter."""

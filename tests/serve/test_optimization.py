@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +82,38 @@ def test_changes_between_two() -> None:
     assert other.changes(one) == {"logits_cache_mib": (1, 64), "eviction_policy": ("lfu", "lru")}
     assert one.changes(OptimizationConfig()) == {}
     with pytest.raises(UnknownOptionError, match="logits_cache_mib"):
-        OptimizationConfig(logits_cach_mib=1)  # type: ignore[call-arg]
+        OptimizationConfig(logits_cach_mib=1)
+
+
+def test_it_can_be_made_with_the_seeds_names() -> None:
+    seeds = {"enable_logits_cache": True, "enable_object_pool": True, "enable_simd_sampling": True, "enable_prefetch": False,
+             "cache_size_mb": 256}  # fmt: skip
+    config = OptimizationConfig(**seeds)
+    assert config == OptimizationConfig(logits_cache_mib=256, pipeline_depth=0) == OptimizationConfig().updated(seeds)
+    assert {name: getattr(config, name) for name in seeds} == seeds
+    assert config.replace(cache_size_mb=9, enable_prefetch=True) == OptimizationConfig(logits_cache_mib=9)
+    assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config)) and hash(config) == hash(config.replace())
+
+
+@pytest.mark.parametrize(("values", "told"), [
+    ({"cache_size": 8}, "cache_size_mb"), ({"pool_max_objects": 8}, "max_num_seqs"), ({"enable_object_pool": False}, "reused"),
+    ({"logits_cache_mib": 8, "cache_size_mb": 9}, "two values for logits_cache_mib: 8 and 9"), ({"cache_size_mb": -1}, "-1"),
+    ({"enable_prefetch": 2}, "true or false"), ({"cache_size_mb": None}, "must be int"),
+], ids=str)  # fmt: skip
+def test_it_cannot_be_made_with_what_is_wrong(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidOptionError) as caught:
+        OptimizationConfig(**values)
+    assert told in str(caught.value)
+
+
+def test_it_needs_nothing_that_only_a_server_needs() -> None:
+    script = (
+        "import sys, archerfish; archerfish.OptimizationConfig(cache_size_mb=1);"
+        "print({'msgspec', 'zmq', 'fastapi', 'pydantic', 'starlette', 'uvicorn', 'torch'} & sys.modules.keys())"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=root)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 # Putting in force

@@ -24,7 +24,7 @@ from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM, most_tokens
 from archerfish.serve.models import Hosted, Slot
 from archerfish.serve.page import EXAMPLES
-from archerfish.serve.tts_routes import TTSRoutes
+from archerfish.serve.tts_routes import TTSBody, TTSRoutes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
@@ -132,6 +132,34 @@ def test_bad_requests_name_their_parameter(host: EngineHost) -> None:
         assert len((await good).json()["semantic_tokens"]) == 30
 
     with_client(test, host)
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"foo": 1}, "foo", "Unknown parameter"), ({"emotoin": "SAD"}, "emotoin", "Did you mean 'emotion'?"),
+    ({"speed": 3}, "speed", "speed must be one of very_slow, slow, medium, fast, very_fast, not a number."),
+    ({"age": None}, "age", "age must be one of child, "), ({"gender": ["male"]}, "gender", "female, male, not an array."),
+    ({"top_k": "5"}, "top_k", "integer"), ({"seed": 1.0}, "seed", "integer"), ({"max_tokens": True}, "max_tokens", "integer"),
+    ({"stream": 1}, "stream", "boolean"), ({"priority": None}, "priority", "integer"), ({"model": 5}, "model", "string"),
+    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "seconds from 0"),
+    ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "a list of token ids, not an object"),
+    ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
+]  # fmt: skip
+
+
+def test_what_is_unknown_or_of_a_wrong_type_is_told_with_what_was_expected() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        for values, param, said in WRONG:
+            answer = await client.post(ROUTE, json={"text": "a", **values})
+            error = error_of(answer)
+            assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
+
+    with_app(test, create_app(FakeBackend("Hi", max_length=400)))
+
+
+def test_the_semantic_tokens_of_a_reference_change_nothing() -> None:
+    asked = [TTSRequest(text="a", **{**REFERENCE, "ref_semantic_tokens": [number]}) for number in (1, 2)]
+    assert asked[0].prompt() == asked[1].prompt() and asked[0].params() == asked[1].params()
+    assert "not read" in TTSBody.model_json_schema()["properties"]["ref_semantic_tokens"]["description"]
 
 
 def test_a_service_that_speaks_offers_that_and_no_chat(model: Path, tmp_path: Path) -> None:
