@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from archerfish.bench.stats import percentile
-from archerfish.bench.targets import PerformanceTarget
+from archerfish.bench.targets import Bar
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
@@ -15,7 +15,7 @@ from archerfish.sched.scheduler import Scheduler
 from archerfish.sequence import Plan, Request, StepResult
 
 TOKEN = 7
-STEP_TARGET = PerformanceTarget("plan and commit p99, us", 1000)  # of 256 sequences
+STEP_TARGET = Bar("plan and commit p99, us", 1000)  # of 256 sequences
 
 
 @dataclass(frozen=True)

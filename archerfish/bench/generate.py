@@ -12,7 +12,7 @@ import numpy as np
 
 from archerfish.bench.memory import status_bytes
 from archerfish.bench.stats import Summary, percentile, summarize
-from archerfish.bench.targets import BenchmarkConfig, Judged, PerformanceTarget, TestCase
+from archerfish.bench.targets import Bar, BenchmarkConfig, Judged, TestCase
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import ServiceError
@@ -131,16 +131,16 @@ def measure_throughput(
 def throughput_bars(report: Report, batches: Sequence[int], peers: Iterable[str]) -> list[Judged]:
     """Continuous over static batching, over the peers, and how full the blocks were."""
     found = [
-        PerformanceTarget(f"continuous over static at {batch}", STATIC_TARGETS[batch], at_least=True).judged(
+        Bar(f"continuous over static at {batch}", STATIC_TARGETS[batch], at_least=True).judged(
             report.ratio(f"continuous {batch}", f"static {batch}")
         )
         for batch in batches if batch in STATIC_TARGETS
     ]  # fmt: skip
     for name in peers:
-        over_peer = PerformanceTarget(f"over {name} at {PEER_BATCH}", PEER_TARGET, at_least=True)
+        over_peer = Bar(f"over {name} at {PEER_BATCH}", PEER_TARGET, at_least=True)
         found.append(over_peer.judged(report.ratio(f"continuous {PEER_BATCH}", name)))
     return found + [
-        PerformanceTarget(name, 0.9, at_least=True).judged(value)
+        Bar(name, 0.9, at_least=True).judged(value)
         for name, value in report.figures.items() if name.startswith("kv utilisation")
     ]  # fmt: skip
 
@@ -180,14 +180,14 @@ def prefix_bars(report: Report) -> list[Judged]:
     """What the cache must give."""
     hit_rate, passes = report.summary("hit rate, requests"), report.summary("forward passes of an exact repeat")
     return [
-        PerformanceTarget("rate with the cache over without", 2.5, at_least=True).judged(
+        Bar("rate with the cache over without", 2.5, at_least=True).judged(
             report.ratio("requests/s, cache on", "requests/s, cache off")
         ),
-        PerformanceTarget("hit rate", 0.8, at_least=True).judged(hit_rate.median if hit_rate else None),
-        PerformanceTarget("first token of a full hit, share of a miss", 0.15).judged(
+        Bar("hit rate", 0.8, at_least=True).judged(hit_rate.median if hit_rate else None),
+        Bar("first token of a full hit, share of a miss", 0.15).judged(
             report.ratio("first token, full hit, ms", "first token, miss, ms")
         ),
-        PerformanceTarget("forward passes of an exact repeat", 0).judged(passes.high if passes else None),
+        Bar("forward passes of an exact repeat", 0).judged(passes.high if passes else None),
     ]
 
 
@@ -225,7 +225,7 @@ def our_moments(engine: LLMEngine, case: TestCase, prompt: list[int], timeout_s:
     engine.clear_cache()
     started = time.perf_counter()
     moments: list[float] = []
-    for delta in engine.stream(prompt, case.sampling, deadline_s=timeout_s):
+    for delta in engine.stream(prompt, case.sampling_args, deadline_s=timeout_s):
         if delta.finish_reason == "deadline":
             raise ServiceError(f"The case {case.name!r} took longer than {timeout_s:g} s.", hint="Give it more time.")
         if delta.token_ids:
@@ -251,7 +251,7 @@ def measure_latency(
             cpu_percents.append(100 * (time.process_time() - used) / (time.perf_counter() - began))
             yield OURS, moments
             for name, peer in peers.items():
-                yield name, peer(prompt, case.sampling.max_tokens or LATENCY_OUTPUT)
+                yield name, peer(prompt, case.sampling_args.max_tokens or LATENCY_OUTPUT)
 
         for number in range(benchmark.warmup_iterations):
             for _ in run_all(benchmark.test_cases[0], -1 - number):
@@ -280,12 +280,12 @@ def run_benchmark(config: EngineConfig, benchmark: BenchmarkConfig) -> tuple[Rep
 
 
 def latency_bars(report: Report, benchmark: BenchmarkConfig) -> list[Judged]:
-    """What the cases expect; a target names one of our figures: "first token, ms", "answer, ms", "tokens/s" and so on."""
+    """What the cases expect of our figures."""
     found = []
     for case in benchmark.test_cases:
-        for target in case.expected:
+        for target in case.expected_performance.bars():
             what, comma, unit = target.name.partition(", ")
             summary = report.summary(f"{OURS}: {what} {case.name}{comma}{unit}") or report.summary(f"{OURS}: {target.name}")
-            named = PerformanceTarget(f"{case.name}: {target.name}", target.wanted, target.at_least)
+            named = Bar(f"{case.name}: {target.name}", target.wanted, target.at_least)
             found.append(named.judged(summary.median if summary else None))
     return found

@@ -21,7 +21,7 @@ from archerfish.bench.driver import PeerFailedError, WorkerProcess
 from archerfish.bench.gpu_worker import Work
 from archerfish.bench.report import Metric, cell, times
 from archerfish.bench.stats import Summary, gain, summarize
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.errors import InvalidOptionError
 from archerfish.types import Progress, no_progress
 
@@ -198,7 +198,7 @@ def judge(shape: str, runs: dict[str, EngineRun]) -> list[Judged]:
     targets = TARGETS.get(shape, {})
     pairs = [(metric, ratio(runs, metric)) for metric in METRICS if metric.key in targets]
     return [
-        PerformanceTarget(f"{shape}: {metric.key}", targets[metric.key], at_least=True).judged(value)
+        Bar(f"{shape}: {metric.key}", targets[metric.key], at_least=True).judged(value)
         for metric, value in pairs
         if value is not None
     ]

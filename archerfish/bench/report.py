@@ -10,7 +10,7 @@ from typing import Any
 
 from archerfish.bench.embed import WORKLOAD_NAMES, WORKLOADS, EngineResult
 from archerfish.bench.stats import Summary, gain
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.kernels.machine import cpu
 
 Results = dict[str, EngineResult]
@@ -93,7 +93,7 @@ def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Ju
     ):
         value = ratio(results, ours, SENTENCE_TRANSFORMERS, by_key[key])
         if value is not None:
-            found.append(PerformanceTarget(name, target, at_least=True).judged(value))
+            found.append(Bar(name, target, at_least=True).judged(value))
     own = results[ours]
     for key, name, scale, target in (
         ("load_s", "load after imports, ms", 1000.0, 100.0),
@@ -102,13 +102,13 @@ def bars(results: Results, ours: str, float32_bytes: int, dtype: str) -> list[Ju
     ):
         summary = own.summary(key)
         if summary is not None:
-            found.append(PerformanceTarget(name, target).judged(summary.median * scale))
+            found.append(Bar(name, target).judged(summary.median * scale))
     if own.memory.get("weights") and float32_bytes:
-        share = PerformanceTarget("weights' memory, share of float32", 0.5)
+        share = Bar("weights' memory, share of float32", 0.5)
         found.append(share.judged(own.memory["weights"] / float32_bytes))
     if own.min_cosine is not None:
         least = 0.999999 if dtype == "float32" else 0.9999
-        target_cosine = PerformanceTarget("smallest cosine with sentence-transformers fp32", least, at_least=True)
+        target_cosine = Bar("smallest cosine with sentence-transformers fp32", least, at_least=True)
         found.append(target_cosine.judged(own.min_cosine))
     return found
 

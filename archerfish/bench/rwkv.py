@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from archerfish.bench.generate import Report, engines, params_for
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import UnsupportedModelError
@@ -123,11 +123,11 @@ def bars(report: Report) -> list[Judged]:
     """What a CPU is held to."""
     same = report.summary("requests with the same tokens, share")
     return [
-        PerformanceTarget(f"{NUM_STREAMS} streams over one", STREAMS_TARGET, at_least=True).judged(
+        Bar(f"{NUM_STREAMS} streams over one", STREAMS_TARGET, at_least=True).judged(
             report.ratio(MANY, ONE)
         ),
-        PerformanceTarget("requests with kept states over without", PREFIX_TARGET, at_least=True).judged(
+        Bar("requests with kept states over without", PREFIX_TARGET, at_least=True).judged(
             report.ratio(f"requests/s, {WITH}", f"requests/s, {WITHOUT}")
         ),
-        PerformanceTarget("share with the same tokens (in float32)", 1.0, at_least=True).judged(same.low if same else None),
+        Bar("share with the same tokens (in float32)", 1.0, at_least=True).judged(same.low if same else None),
     ]

@@ -11,7 +11,7 @@ from archerfish.bench.serve_processes import allow_connections
 from archerfish.bench.serve_report import Limits, Point, is_steady
 from archerfish.bench.serve_requests import Shape
 from archerfish.bench.serve_server import Server
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.errors import ArcherfishError
 from archerfish.types import Progress, no_progress
 
@@ -142,7 +142,7 @@ class ServeBench:
     def judge(
         self, scenario: str, server: str, name: str, value: float | None, wanted: float, *, at_least: bool = False
     ) -> None:
-        self.found.targets.append((scenario, server, PerformanceTarget(name, wanted, at_least).judged(value)))
+        self.found.targets.append((scenario, server, Bar(name, wanted, at_least).judged(value)))
 
     async def _prepare(self, shapes: Sequence[Shape]) -> None:
         """Servers that cannot be measured are left out, and the others go on without them."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from archerfish.bench import gpu
 from archerfish.bench.driver import PeerFailedError, WorkerProcess
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.store.metadata import is_converted
 from archerfish.types import Progress, no_progress
 
@@ -77,7 +77,7 @@ def measure_startup(
 def judge_starts(starts: Sequence[Start]) -> list[Judged]:
     """Our second start of each shape against what it may take."""
     return [
-        PerformanceTarget(f"{start.shape}: second start, s", TARGETS_S[start.shape]).judged(start.total_s)
+        Bar(f"{start.shape}: second start, s", TARGETS_S[start.shape]).judged(start.total_s)
         for start in starts
         if start.engine == gpu.OURS and start.start == STARTS[1] and start.shape in TARGETS_S
     ]

@@ -13,28 +13,12 @@ from archerfish.params import SamplingParams
 
 
 @dataclass(frozen=True)
-class PerformanceTarget:
+class Bar:
     """A figure that a bench is held to: at most `wanted`, or at least."""
 
     name: str
     wanted: float
     at_least: bool = False
-
-    @classmethod
-    def limits(
-        cls, *, max_latency_ms: float | None = None, min_throughput_tps: float | None = None,
-        max_memory_mb: float | None = None, max_cpu_percent: float | None = None,
-    ) -> tuple[PerformanceTarget, ...]:
-        """What a TestCase may expect, in usual terms: of whole answers, of tokens a second, and of this process.
-
-        100 per cent are one core at work all the time.
-        """
-        limits = (
-            cls("answer, ms", max_latency_ms or 0.0), cls("tokens/s", min_throughput_tps or 0.0, at_least=True),
-            cls("memory, MB", max_memory_mb or 0.0), cls("CPU, %", max_cpu_percent or 0.0),
-        )  # fmt: skip
-        given = (max_latency_ms, min_throughput_tps, max_memory_mb, max_cpu_percent)
-        return tuple(limit for limit, value in zip(limits, given, strict=True) if value is not None)
 
     def judged(self, value: float | None) -> Judged:
         return Judged(self, None if value is None or math.isnan(value) else value)
@@ -47,7 +31,7 @@ class PerformanceTarget:
 class Judged:
     """A target and what was measured: met, missed, or not measured."""
 
-    target: PerformanceTarget
+    target: Bar
     value: float | None
 
     @property
@@ -78,34 +62,58 @@ def row_of(judged: Judged, digits: int = 4) -> tuple[str, str, str, str]:
     return judged.name, shown, str(judged.target), judged.verdict
 
 
+@dataclass(frozen=True, kw_only=True)
+class PerformanceTarget:
+    """What is expected of a TestCase; None: nothing."""
+
+    max_latency_ms: float | None = None  # of a whole answer
+    min_throughput_tps: float | None = None  # tokens a second, from the first one on
+    max_memory_mb: float | None = None  # of this process
+    max_cpu_percent: float | None = None  # 100: one core at work all the time
+    max_first_token_ms: float | None = None
+    max_gap_ms: float | None = None  # between tokens, at the 99th percentile of all cases
+
+    def bars(self) -> list[Bar]:
+        return [
+            Bar(figure, getattr(self, name), at_least=name.startswith("min_"))
+            for name, figure in FIGURES.items() if getattr(self, name) is not None
+        ]  # fmt: skip
+
+
+FIGURES = {
+    "max_latency_ms": "answer, ms", "min_throughput_tps": "tokens/s", "max_memory_mb": "memory, MB",
+    "max_cpu_percent": "CPU, %", "max_first_token_ms": "first token, ms", "max_gap_ms": "gap p99, ms",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TestCase:
     """One request that a bench sends again and again, and what is expected of it.
 
-    prompt: its token ids, or how many random ones it has, which are others in every round, so that no cache knows them.
+    input_tokens: its token ids, or how many random ones it has, which are others in every round, so that no cache knows them.
     """
 
     __test__ = False  # for pytest: no test, in spite of its name
 
     name: str
-    prompt: int | Sequence[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    expected: tuple[PerformanceTarget, ...] = ()
+    input_tokens: int | Sequence[int]
+    sampling_args: SamplingParams = field(default_factory=SamplingParams)
+    expected_performance: PerformanceTarget = field(default_factory=PerformanceTarget)
 
     def __post_init__(self) -> None:
-        if (self.prompt if isinstance(self.prompt, int) else len(self.prompt)) < 1:
+        if self.num_tokens < 1:
             raise InvalidInputError(f"The test case {self.name!r} has an empty prompt.", hint="Give at least one token.")
 
     @property
     def num_tokens(self) -> int:
-        return self.prompt if isinstance(self.prompt, int) else len(self.prompt)
+        return self.input_tokens if isinstance(self.input_tokens, int) else len(self.input_tokens)
 
     def tokens(self, vocab_size: int, round_index: int) -> list[int]:
         """The prompt of one round."""
-        if not isinstance(self.prompt, int):
-            return list(self.prompt)
+        if not isinstance(self.input_tokens, int):
+            return list(self.input_tokens)
         draw = random.Random(f"{self.name}:{round_index}")
-        return [draw.randrange(vocab_size) for _ in range(self.prompt)]
+        return [draw.randrange(vocab_size) for _ in range(self.input_tokens)]
 
 
 @dataclass(frozen=True)

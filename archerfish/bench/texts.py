@@ -83,5 +83,5 @@ def single_token_words(tokenizer: Tokenizer) -> list[str]:
 
 
 def documents(count: int) -> list[str]:
-    """The seed's documents: "Document 1", "Document 2" and so on."""
+    """Short ones: "Document 1", "Document 2" and so on."""
     return [f"Document {number}" for number in range(1, count + 1)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.generate import Report, engines, params_for
-from archerfish.bench.targets import Judged, PerformanceTarget
+from archerfish.bench.targets import Bar, Judged
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.rwkv_sampler import RwkvSampler
@@ -156,16 +156,16 @@ def bars(report: Report) -> list[Judged]:
     one = report.summary("real-time factor, one stream")
     streams = [report.summary(name) for name in report.samples if name.startswith("streams in real time")]
     judged = [
-        PerformanceTarget("real-time factor of one stream", REAL_TIME_TARGET).judged(one.median if one else None),
-        PerformanceTarget("streams in real time", STREAMS_TARGET, at_least=True).judged(
+        Bar("real-time factor of one stream", REAL_TIME_TARGET).judged(one.median if one else None),
+        Bar("streams in real time", STREAMS_TARGET, at_least=True).judged(
             max((found.median for found in streams if found), default=None)
         ),
-        PerformanceTarget("one stream over the package rwkv", PACKAGE_TARGET, at_least=True).judged(
+        Bar("one stream over the package rwkv", PACKAGE_TARGET, at_least=True).judged(
             report.ratio(decode_name(1), PACKAGE)
         ),
     ]
     for num, target in SHARE_TARGETS.items():
         found = report.summary(share_name(num))
         value = found.median if found else None
-        judged.append(PerformanceTarget(f"share of the copy rate, {num} streams", target, at_least=True).judged(value))
+        judged.append(Bar(f"share of the copy rate, {num} streams", target, at_least=True).judged(value))
     return judged

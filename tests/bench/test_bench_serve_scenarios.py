@@ -29,7 +29,7 @@ from archerfish.bench.serve_processes import ProcessUse, ServerProcess, tree_byt
 from archerfish.bench.serve_report import Limits
 from archerfish.bench.serve_requests import Shape
 from archerfish.bench.serve_server import Server, ServerOptions, choose_models, in_use
-from archerfish.bench.targets import PerformanceTarget
+from archerfish.bench.targets import Bar
 from archerfish.cli import bench_serve
 from archerfish.cli.main import main
 from archerfish.errors import InvalidOptionError, ServiceError
@@ -380,7 +380,7 @@ def test_the_page_shows_what_was_found_and_needs_nothing_else() -> None:
     script = lambda asked: answering(asked, embedding_s=0.05)  # noqa: E731
     found = run_bench(script, ["chat8", "table"], BenchOptions(rounds=1, num_warmup=0, duration_s=1.0))
     found.notes.append("<b>a remark</b>")
-    found.targets.append(("s", "x", PerformanceTarget("not looked at", 1.0, at_least=True).judged(None)))
+    found.targets.append(("s", "x", Bar("not looked at", 1.0, at_least=True).judged(None)))
     text = page(found, "heading")
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     titles = [ElementTree.fromstring(drawing).findtext("title") for drawing in drawings]

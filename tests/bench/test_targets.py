@@ -11,13 +11,13 @@ from archerfish.bench import gpu, startup
 from archerfish.bench.generate import Report, latency_bars, measure_latency, params_for, run_benchmark
 from archerfish.bench.gpu import EngineRun
 from archerfish.bench.startup import Start, judge_starts
-from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase, row_of
+from archerfish.bench.targets import Bar, BenchmarkConfig, PerformanceTarget, TestCase, row_of
 from archerfish.errors import InvalidInputError, ServiceError
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 
 
 def test_a_target_is_met_missed_or_not_measured() -> None:
-    most, least = PerformanceTarget("p99, ms", 200), PerformanceTarget("rate", 2.5, at_least=True)
+    most, least = Bar("p99, ms", 200), Bar("rate", 2.5, at_least=True)
     assert [most.judged(value).is_met for value in (200, 201, None, math.nan)] == [True, False, None, None]
     assert [least.judged(value).verdict for value in (2.5, 2.4, None)] == ["met", "not met", "not measured"]
     assert row_of(least.judged(3.14159)) == ("rate", "3.142", "at least 2.5", "met")
@@ -34,6 +34,13 @@ def test_prompts_of_a_case_are_given_or_drawn_anew_in_every_round() -> None:
     assert given.tokens(50, 0) == given.tokens(50, 7) == [4, 5] and given.num_tokens == 2
 
 
+def test_cases_and_what_they_expect_have_the_seeds_fields() -> None:
+    expected = PerformanceTarget(max_latency_ms=9, min_throughput_tps=2, max_memory_mb=3, max_cpu_percent=0)
+    case = TestCase(name="a", input_tokens=[1, 2], sampling_args=params_for(3), expected_performance=expected)
+    assert [bar.wanted for bar in case.expected_performance.bars()] == [9, 2, 3, 0] and case.num_tokens == 2
+    assert BenchmarkConfig(test_cases=(case,), warmup_iterations=1, measurement_iterations=2).test_cases == (case,)
+
+
 def test_a_bench_that_cannot_be_run_is_refused() -> None:
     case = TestCase("a", 3)
     for wrong in (
@@ -48,12 +55,9 @@ def test_a_bench_that_cannot_be_run_is_refused() -> None:
 
 
 def test_cases_are_run_as_often_as_asked_and_held_to_what_they_expect(tmp_path: Path) -> None:
-    expected = (
-        PerformanceTarget("first token, ms", 1e9), PerformanceTarget("tokens/s", 1e12, at_least=True),
-        PerformanceTarget("gap p99, ms", 1e9), PerformanceTarget("warmth", 1),
-    )  # fmt: skip
+    expected = PerformanceTarget(max_first_token_ms=1e9, min_throughput_tps=1e12, max_gap_ms=1e9)
     benchmark = BenchmarkConfig(
-        (TestCase("given", [5, 6, 7], params_for(4), expected), TestCase("drawn", 9, params_for(1))),
+        (TestCase("given", [5, 6, 7], params_for(4), expected), TestCase("drawn", 9, params_for(1), expected)),
         warmup_iterations=2, measurement_iterations=3,
     )  # fmt: skip
     asked: list[list[int]] = []
@@ -68,15 +72,16 @@ def test_cases_are_run_as_often_as_asked_and_held_to_what_they_expect(tmp_path: 
     assert len(report.samples["archerfish: first token drawn, ms"]) == 3
     assert "archerfish: tokens/s drawn" not in report.samples  # one token has no rate
     assert [(bar.name, bar.is_met) for bar in latency_bars(report, benchmark)] == [
-        ("given: first token, ms", True), ("given: tokens/s", False), ("given: gap p99, ms", True), ("given: warmth", None),
+        ("given: tokens/s", False), ("given: first token, ms", True), ("given: gap p99, ms", True),
+        ("drawn: tokens/s", None), ("drawn: first token, ms", True), ("drawn: gap p99, ms", True),
     ]  # fmt: skip
 
 
 def test_limits_of_latency_rate_memory_and_processor(tmp_path: Path) -> None:
-    loose = PerformanceTarget.limits(max_latency_ms=1e9, min_throughput_tps=1e-9, max_memory_mb=1e9, max_cpu_percent=1e9)
-    tight = PerformanceTarget.limits(max_latency_ms=1e-9, min_throughput_tps=1e12, max_memory_mb=0.001, max_cpu_percent=1e-9)
-    assert [str(target) for target in tight] == ["at most 1e-09", "at least 1e+12", "at most 0.001", "at most 1e-09"]
-    assert PerformanceTarget.limits(max_memory_mb=5) == (PerformanceTarget("memory, MB", 5),)
+    loose = PerformanceTarget(max_latency_ms=1e9, min_throughput_tps=1e-9, max_memory_mb=1e9, max_cpu_percent=1e9)
+    tight = PerformanceTarget(max_latency_ms=1e-9, min_throughput_tps=1e12, max_memory_mb=0.001, max_cpu_percent=1e-9)
+    assert [str(bar) for bar in tight.bars()] == ["at most 1e-09", "at least 1e+12", "at most 0.001", "at most 1e-09"]
+    assert PerformanceTarget(max_memory_mb=5).bars() == [Bar("memory, MB", 5)] and PerformanceTarget().bars() == []
     cases = (TestCase("loose", [5, 6, 7], params_for(8), loose), TestCase("tight", 3, params_for(8), tight))
     config = tiny_config(save_tiny_llama(tmp_path))
     report, judged = run_benchmark(config, BenchmarkConfig(cases, measurement_iterations=2))
