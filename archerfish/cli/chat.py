@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from archerfish.cli.interrupts import ending_at_second, leave
+from archerfish.cli.interrupts import leave
 from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
@@ -50,7 +50,7 @@ def run(arguments: Namespace, out: Output) -> int:
     params = sampling(arguments, **DEFAULTS)
     if params.n != 1:
         raise InvalidOptionError("A chat has one answer at a time.", hint="Leave --n at 1.")
-    with ending_at_second(), open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
+    with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
         Chat(engine, params, out, read_line, system=arguments.system).run(arguments.message)
     return 0
 

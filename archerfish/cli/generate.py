@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.interrupts import ending_at_second
 from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, printable, seconds, styled
@@ -40,7 +39,7 @@ def run(arguments: Namespace, out: Output) -> int:
     prompts = gather_prompts(arguments.prompts, arguments.input)
     if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
         out.note("Log-probabilities are part of the JSON: add --json.")
-    with ending_at_second(), open_engine(config, hub, out) as engine:
+    with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not out.as_json:
             outputs = stream_one(engine, prompts[0], params, out)

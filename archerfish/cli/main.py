@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from archerfish import __version__
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, ending_at_second
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
 
-EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:
-        code = dispatch(arguments)
+        with ending_at_second():
+            code = dispatch(arguments)
         sys.stdout.flush()
         return code
     except ArcherfishError as error:

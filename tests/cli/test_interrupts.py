@@ -57,6 +57,31 @@ def test_a_second_one_during_an_answer_of_a_chat() -> None:
     assert (code, out, "Traceback" in error) == (130, "echo ", False)
 
 
+OTHERS = """
+import signal, sys
+from archerfish.cli import {module}
+from archerfish.cli.main import main
+
+def run(arguments, out):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        {tidying}
+
+{module}.run = run
+sys.exit(main({words}))
+"""
+
+
+@pytest.mark.parametrize("words", ["embed a", "tts a", "bench scheduler", "bench embed", "pull", "doctor"])
+def test_a_second_one_of_any_other_command(words: str) -> None:
+    command = words.removesuffix(" a")
+    for tidying, told in ((f"{PRESS}; print('still here')", ""), ("None", "Interrupted.\n")):
+        script = OTHERS.format(module=command.replace(" ", "_"), tidying=tidying, words=words.split())
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
+
+
 def test_the_handler_goes_when_nothing_was_pressed() -> None:
     before = signal.getsignal(signal.SIGINT)
     with interrupts.ending_at_second():

@@ -15,6 +15,7 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.bench.gpu import SHAPES
+from archerfish.bench.rwkv import write_shape
 from tests.gpu.given_tokens import DEVICE, DTYPE, needs_card
 
 pytestmark = needs_card
@@ -32,18 +33,23 @@ LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 WATCHED = "steady state"
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
-    directory = tmp_path_factory.mktemp("qwen3")
-    (directory / "config.json").write_text(json.dumps({**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4}))
-    with new_engine(directory) as made:
+@pytest.fixture(scope="module", params=["qwen3", "rwkv7"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
+    """With keys, or with a state for each sequence."""
+    directory, options = tmp_path_factory.mktemp(request.param), {}
+    if request.param == "qwen3":
+        (directory / "config.json").write_text(json.dumps({**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4}))
+        options = {"max_cache_tokens": 64 * 512}
+    else:
+        write_shape("0.1b", directory)
+    with new_engine(directory, **options) as made:
         yield made
 
 
-def new_engine(directory: Path) -> LLMEngine:
+def new_engine(directory: Path, **options: Any) -> LLMEngine:
     return LLMEngine(
         str(directory), device=DEVICE, dtype=DTYPE, load_format="dummy", max_model_len=1024, max_num_seqs=64,
-        max_cache_tokens=64 * 512, enable_prefix_caching=False,
+        enable_prefix_caching=False, **options,
     )
 
 
