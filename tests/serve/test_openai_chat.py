@@ -211,7 +211,7 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not a number"),
         ({"messages": HI, "top_k": 10**30}, None, "cannot be passed on"),
         ({"messages": HI, "priority": 10**30}, "priority", "out of range"),
-        ({"messages": HI, "deadline_s": -1}, None, "deadline_s must be"),
+        ({"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be"),
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
         ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
         ({"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
