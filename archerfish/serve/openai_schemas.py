@@ -15,7 +15,7 @@ from archerfish.params import MAX_LOGPROBS, MAX_N
 from archerfish.serve.answer_formats import response_grammar
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.json_schemas import schema_complaint
-from archerfish.serve.schemas import INPUTS, STRING, UNUSED, Body, inputs_at, kind_of, text_at, wrong
+from archerfish.serve.schemas import INPUTS, NULL, STRING, UNUSED, Body, inputs_at, kind_of, text_at, wrong
 
 TEXT_KINDS = ("text", "input_text", "output_text")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -301,9 +301,10 @@ Messages = Annotated[
     }),
 ]
 Tools = Annotated[
-    list[dict[str, Any]], PlainValidator(function_tools), WithJsonSchema({"type": "array", "items": {"type": "object"}})
+    list[dict[str, Any]], PlainValidator(function_tools),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}}, NULL]}),
 ]
-ToolChoice = Annotated[str, PlainValidator(chosen_tool), WithJsonSchema({"anyOf": [STRING, {"type": "object"}]})]
+ToolChoice = Annotated[str, PlainValidator(chosen_tool), WithJsonSchema({"anyOf": [STRING, {"type": "object"}, NULL]})]
 
 
 Prompts = Annotated[

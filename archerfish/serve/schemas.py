@@ -85,6 +85,7 @@ def documents_of(value: Any) -> list[str]:
 
 UNUSED = "Accepted and not used."
 STRING = {"type": "string"}
+NULL = {"type": "null"}
 STRINGS = {"type": "array", "items": STRING, "minItems": 1}
 IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 INPUTS = {"anyOf": [STRING, STRINGS, IDS, {"type": "array", "items": IDS, "minItems": 1}]}

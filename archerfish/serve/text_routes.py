@@ -14,7 +14,7 @@ from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.openai_schemas import Messages, Tools
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.schemas import IDS, STRING, Body, BodyRoute, kind_of, text_at, token_ids_at, wrong
+from archerfish.serve.schemas import IDS, NULL, STRING, Body, BodyRoute, kind_of, text_at, token_ids_at, wrong
 from archerfish.serve.served_texts import ServedText, aside, chat_size
 from archerfish.serve.wire import Explain, Report
 
@@ -31,7 +31,7 @@ def ids_or_none(value: Any) -> list[int]:
     return [] if value == [] else token_ids_at(value, "tokens")
 
 
-Prompt = Annotated[str | list[int] | None, PlainValidator(text_or_ids), WithJsonSchema({"anyOf": [STRING, IDS]})]
+Prompt = Annotated[str | list[int] | None, PlainValidator(text_or_ids), WithJsonSchema({"anyOf": [STRING, IDS, NULL]})]
 Ids = Annotated[list[int], PlainValidator(ids_or_none), WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
 

@@ -55,3 +55,17 @@ def test_every_route_states_its_answers() -> None:
     for operations in document["paths"].values():
         for operation in operations.values():
             assert "422" not in operation["responses"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "tools"), ("/v1/chat/completions", "tool_choice"), ("/tokenize", "tools"),
+        ("/v1/cache/explain", "prompt"),
+    ],
+)
+def test_what_may_be_null_says_so(path: str, name: str) -> None:
+    document = create_app(FakeBackend()).openapi()
+    reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    member = document["components"]["schemas"][reference.rpartition("/")[2]]["properties"][name]
+    assert {"type": "null"} in member["anyOf"]
