@@ -45,7 +45,6 @@ from archerfish.kernels.triton_tiles import (
     MAX_INT8_ROWS,
     MAX_ROWS,
     NORMED_WIDTH,
-    AddTile,
     LinearTile,
     add_tile,
     choose_tile,
@@ -99,7 +98,6 @@ class TritonOps(TorchOps):
         self.prefill_tile: Tile | None = None
         self.encoder_tile: Tile | None = None
         self.linear_tile: LinearTile | None = None
-        self.add_tile: AddTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._uploads: Uploads | None = None  # while weights are being prepared
@@ -327,7 +325,7 @@ class TritonOps(TorchOps):
             dtype = x.dtype if residual is None else residual.dtype
             return triton_linear.linear(x, packed, tile, activation=activation, residual=residual, dtype=dtype)
         if residual is not None and is_plain and packed.bias is None and activation == "none":
-            added = self.add_tile or add_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
+            added = add_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
             if added and packed.matrix.is_contiguous() and x.stride(-1) == 1:
                 return triton_linear.add_rows(residual, x, packed, added)
             return add_product(residual, x, self.wide_matrix(packed))

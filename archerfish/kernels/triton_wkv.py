@@ -312,8 +312,6 @@ def stage_states_kernel(
 class TritonRecurrentOps(TorchRecurrentOps):
     """Shift and heads in one kernel each; longer inputs in chunks where one has at least `min_chunked` tokens."""
 
-    decode_height, decode_warps = DECODE_HEIGHT, DECODE_WARPS
-
     def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
         super().__init__(ops)
         self.min_chunked = min_chunked
@@ -353,8 +351,8 @@ class TritonRecurrentOps(TorchRecurrentOps):
         last = (out, states.stride(0), out.shape[1])
         if num_decodes:
             mix_decodes_kernel[(num_decodes, num_heads)](
-                *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, self.decode_height),
-                has_value_mix=has_value_mix, num_warps=self.decode_warps, **early_start(out.device),
+                *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, DECODE_HEIGHT),
+                has_value_mix=has_value_mix, num_warps=DECODE_WARPS, **early_start(out.device),
             )
         if num_decodes == num_sequences:
             return out

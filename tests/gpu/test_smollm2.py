@@ -98,20 +98,20 @@ def margins(expected: Tensor, chosen: Tensor) -> npt.NDArray[np.float32]:
     return found
 
 
-def test_next_tokens_agree() -> None:
-    """Of passes and decodes together: each has 1,280 places, of which chance moves a few from one side to the other."""
+@pytest.mark.parametrize("way", ["passes", "decodes"])
+def test_next_tokens_agree(way: str) -> None:
     from archerfish.kernels.triton_ops import TritonOps
 
     expected = reference().logits
     error = rms(logits_of_passes(TorchOps(DEVICE, DTYPE), DTYPE) - expected)
-    ways = {"passes": logits_of_passes(TritonOps(DEVICE, DTYPE), DTYPE), "decodes": logits_of_decodes(TritonOps(DEVICE, DTYPE))}
-    missed = {way: margins(expected, logits.argmax(-1)) for way, logits in ways.items()}
-    for way, own in missed.items():
-        others = sorted(own[own > 0].tolist())
-        print(f"{way}: {float((own == 0).mean()):.2%} of {own.size} agree, the others at margins of {others};")
-        print(f"error of our logits {rms(ways[way] - expected):.4f}, of PyTorch's {error:.4f}")
-        assert own.max() <= NEAR_TIE * error
-    assert float((np.stack(list(missed.values())) == 0).mean()) >= LEAST_AGREEMENT
+    ops = TritonOps(DEVICE, DTYPE)
+    logits = logits_of_passes(ops, DTYPE) if way == "passes" else logits_of_decodes(ops)
+    missed = margins(expected, logits.argmax(-1))
+    agreement = float((missed == 0).mean())
+    print(f"{way}: {agreement:.2%} of {missed.size} agree, the others at margins of {sorted(missed[missed > 0].tolist())};")
+    print(f"error of our logits {rms(logits - expected):.4f}, of PyTorch's {error:.4f}")
+    assert agreement >= LEAST_AGREEMENT
+    assert missed.max() <= NEAR_TIE * error
 
 
 def test_the_engine_follows_the_reference() -> None:

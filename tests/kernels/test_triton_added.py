@@ -11,7 +11,7 @@ from archerfish.kernels import triton_linear  # isort: skip (triton must be told
 from archerfish.kernels.ops import PackedWeight  # isort: skip
 from archerfish.kernels.quant import quantize_rows  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import MAX_ADDED_ROWS, SHARED_BYTES, add_tile  # isort: skip
+from archerfish.kernels.triton_tiles import MAX_ADDED_ROWS, SHARED_BYTES, AddTile, add_tile  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor
@@ -56,9 +56,9 @@ def test_more_rows_or_outputs_are_left_to_torch(monkeypatch: pytest.MonkeyPatch)
     calls: list[int] = []
     add_rows = triton_linear.add_rows
 
-    def noted(total: Tensor, x: Tensor, *rest: object) -> Tensor:
+    def noted(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTile) -> Tensor:
         calls.append(len(x))
-        return add_rows(total, x, *rest)  # type: ignore[arg-type]
+        return add_rows(total, x, packed, tile)
 
     monkeypatch.setattr(triton_linear, "add_rows", noted)
     ops, weight = TritonOps(DEVICE, "float32"), random(24, 64, dtype="float32")

@@ -45,6 +45,15 @@ def check(y: Tensor, expected: Tensor, dtype: str) -> None:
     torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def record(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A step as a graph, behind one that compiles its kernels; and what its replays write."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -343,11 +352,7 @@ def test_sums_in_float32_can_be_captured(num_rows: int) -> None:
             total = ops.linear(y, down, residual=total)
         return total
 
-    step(ops)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(ops)
+    graph, out = record(lambda: step(ops))
     for _ in range(3):
         ids.random_(100)
         graph.replay()
@@ -373,11 +378,7 @@ def test_products_can_be_captured(num_rows: int) -> None:
             y = ops.linear(y, down)
         return ops.logits(ops.rms_norm(y, norm, 1e-5, residual=residual)[0], head)
 
-    step(ops)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(ops)
+    graph, out = record(lambda: step(ops))
     for _ in range(3):
         x.normal_()
         graph.replay()
