@@ -27,7 +27,7 @@ from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, cdiv, next_pow
 Tensor = torch.Tensor
 PARTS_ROWS = 256  # up to which one kernel for all parts is quicker than cuBLAS for each
 WIDE_MIXES = (0, 2, 3)  # of receptance, key and value, among r, w, k, v, a, g
-RAISED_ROWS, RAISED_OUTPUTS = 32, 64  # of a program
+RAISED_ROWS, RAISED_OUTPUTS = 64, 64  # of a program
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -47,6 +47,7 @@ from archerfish.kernels.triton_tiles import (
     NORMED_WIDTH,
     LinearTile,
     add_tile,
+    cdiv,
     choose_tile,
     shared_bytes,
 )
@@ -55,6 +56,7 @@ from archerfish.types import INT8
 
 Tensor = torch.Tensor
 FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
+ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 WORD_BYTES = 4
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
@@ -77,6 +79,24 @@ def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
         return total.addmm_(x.to(total.dtype), matrix.to(total.dtype).t())
     return torch.addmm(total, x, matrix.t(), out_dtype=total.dtype, out=total)
+
+
+def with_room(matrix: Tensor) -> Tensor:
+    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
+    num_rows, width = matrix.shape
+    if num_rows % ROW_STEP == 0:
+        return matrix
+    room = torch.empty((cdiv(num_rows, ROW_STEP) * ROW_STEP, width), dtype=matrix.dtype, device=matrix.device)
+    return room[:num_rows].copy_(matrix)
+
+
+def filled_up(matrix: Tensor) -> Tensor:
+    """A matrix that `with_room` gave with whatever lies behind it as further rows; any other as it is."""
+    num_rows, width = matrix.shape
+    num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
+    num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
+    has_room = matrix.is_contiguous() and num_held >= num_filled * width
+    return matrix.as_strided((num_filled, width), (width, 1)) if has_room else matrix
 
 
 def is_want_of_memory(error: RuntimeError) -> bool:
@@ -137,13 +157,15 @@ class TritonOps(TorchOps):
         uploads = self._uploads
         if uploads is None or weights[0].device.type != "cpu":
             packed = super().pack_linear(weights, biases, weight_format)
-            return packed if packed.scales is not None else PackedWeight(packed.matrix.to(self.torch_dtype), packed.bias)
+            if packed.scales is not None:
+                return packed
+            return PackedWeight(with_room(packed.matrix.to(self.torch_dtype)), packed.bias)
         bias = stack_biases(weights, biases)
         bias = None if bias is None else bias.to(self.device, self.torch_dtype)
         if weight_format == INT8:
             matrix, scales = quantize_rows([uploads.stack(weights, weights[0].dtype)], self.device)
             return PackedWeight(matrix, bias, scales)
-        return PackedWeight(uploads.stack(weights, self.torch_dtype), bias)
+        return PackedWeight(with_room(uploads.stack(weights, self.torch_dtype)), bias)
 
     @cached_property
     def _graph_memory(self) -> Any:
@@ -355,7 +377,10 @@ class TritonOps(TorchOps):
             return super().logits(x, head, softcap=softcap)
         if not self.takes_few_rows(x, packed):
             is_half = packed.bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
-            return torch.mm(x, self.wide_matrix(packed).t(), out_dtype=torch.float32) if is_half else super().logits(x, head)
+            if not is_half:
+                return super().logits(x, head)
+            matrix = self.wide_matrix(packed)
+            return torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
         tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
         return triton_linear.linear(x, packed, tile, dtype=torch.float32)
 

@@ -14,7 +14,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
 from archerfish.kernels.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES, LinearTile, tile_of  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton_ops import TritonOps, filled_up  # isort: skip
 from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 
@@ -218,6 +218,17 @@ def test_logits_are_float32(num_rows: int, softcap: float, dtype: str) -> None:
     scores = TritonOps(DEVICE, dtype).logits(x, head, softcap=softcap)
     assert scores.dtype == torch.float32
     check(scores, TorchOps(DEVICE).logits(x.float(), wide, softcap=softcap), dtype)
+
+
+def test_weights_of_an_odd_number_of_outputs_have_room_behind_them() -> None:
+    matrix = random(50, 64, dtype="float16")
+    kept = TritonOps(DEVICE, "float16").linear_weight([matrix], [None]).get().matrix
+    assert torch.equal(kept, matrix)
+    assert filled_up(kept).shape == (64, 64)
+    assert torch.equal(filled_up(kept)[:50], matrix)
+    assert filled_up(matrix) is matrix
+    even = random(128, 64, dtype="float16")
+    assert TritonOps(DEVICE, "float16").linear_weight([even], [None]).get().matrix is even
 
 
 def test_logits_of_few_rows_are_not_rounded() -> None:
