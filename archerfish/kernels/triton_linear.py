@@ -6,13 +6,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.triton_launch import early_start
-from archerfish.kernels.triton_products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
-from archerfish.kernels.triton_tiles import AddTile, LinearTile, cdiv, next_power_of_2
+from archerfish.kernels.triton_products import (
+    add_rows_kernel,
+    gate_tiles_kernel,
+    multiply_rows_kernel,
+    multiply_tiles_kernel,
+    stream_kernel,
+)
+from archerfish.kernels.triton_tiles import AddTile, GateTile, LinearTile, cdiv, next_power_of_2
 
 Tensor = torch.Tensor
+ROW_TILES = 8  # that programs of `gate_tiles_kernel` have in common
 
 
 def linear(
@@ -65,3 +73,17 @@ def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTi
         **early_start(x.device),
     )
     return total
+
+
+def gate_tiles(x: Tensor, matrix: Tensor, tile: GateTile, activation: Activation) -> Tensor:
+    """`Ops.gated` of x @ matrix.T."""
+    (num_rows, width), num_outputs = x.shape, len(matrix) // 2
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    gate_tiles_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_outputs, tile.outputs),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]),
+        TensorDescriptor.from_tensor(matrix, [tile.outputs, tile.columns]),
+        TensorDescriptor.from_tensor(out, [tile.rows, tile.outputs]), num_rows, num_outputs, width=width, rows=tile.rows,
+        outputs=tile.outputs, columns=tile.columns, row_tiles=ROW_TILES, activation=activation, num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out

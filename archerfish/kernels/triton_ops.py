@@ -49,6 +49,7 @@ from archerfish.kernels.triton_tiles import (
     add_tile,
     cdiv,
     choose_tile,
+    gate_tile,
     shared_bytes,
 )
 from archerfish.kernels.upload import Uploads
@@ -359,7 +360,12 @@ class TritonOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         packed = weight.get()
         if not self.takes_few_rows(x, packed):
-            return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
+            is_bare = packed.matrix.dtype == self.torch_dtype and packed.bias is None and packed.matrix.is_contiguous()
+            cut = gate_tile(len(x), packed.matrix) if is_bare else None
+            if gate is None or cut is None:
+                return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
+            x, total = self.rms_norm(x, norm, eps, residual=residual)
+            return triton_linear.gate_tiles(x, packed.matrix, cut, gate), total
         is_gated = gate is not None
         tile, total = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype, is_gated=is_gated), x
         is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)

@@ -22,7 +22,8 @@ MAX_SHARED_PARTS = 32
 SHARED_PROGRAMS_PER_PROCESSOR = 1  # that their parts should come to: a tile's registers fill a processor
 GATHER_STEP = 128  # rows of a piece of gathered keys; steps divide it
 GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
-LONE_DECODE, FEW_DECODES, HALF_BUSY, MANY_DECODES = 16, 48, 99, 1024  # sequences times KV heads, from which on a tile is best
+LONE_DECODE, FEW_DECODES, HALF_BUSY = 16, 48, 99  # sequences times KV heads, up to which a tile of a split decode is best
+SOME_DECODES, MANY_DECODES, MOST_DECODES = 768, 1024, 1664  # and of one that is not split
 ALIGNED_WORDS = 4  # 16 bytes
 MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
 
@@ -147,9 +148,11 @@ def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_spl
         if num_programs < LONE_DECODE:
             return Tile(rows, 16, 1, 3)
         return Tile(rows, 32, 2, 3) if num_programs < FEW_DECODES else Tile(rows, 32, 1, 3)
-    if num_programs < MANY_DECODES * 3 // 4:
+    if num_programs < SOME_DECODES:
         return Tile(rows, 128, 4, 2)
-    return Tile(rows, 64, 2, 3) if num_programs < MANY_DECODES or rows > MIN_ROWS else Tile(rows, 32, 1, 3)
+    if num_programs < MANY_DECODES or rows > MIN_ROWS:
+        return Tile(rows, 64, 4 if rows == MIN_ROWS else 2, 3)
+    return Tile(rows, 32, 2 if num_programs < MOST_DECODES else 1, 3)
 
 
 def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:

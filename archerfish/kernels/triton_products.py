@@ -5,6 +5,7 @@ adds up at the end. It can normalise the rows on the way: the scale of a row is 
 is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
 `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
 is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
+`gate_tiles_kernel` is for any number of rows with a gate, which it applies to sums that are not rounded before.
 
 Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. Weights may
 be int8, with a scale for each output, which is applied to the finished sum; without, scales are None and nothing is compiled
@@ -315,3 +316,24 @@ def add_rows_kernel(
     if scales is not None:
         y *= tl.load(scales + lines)[None, :]
     tl.store(total + place, (y + added).to(total.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gate_tiles_kernel(
+    x, weight, out, num_rows, num_outputs, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
+    columns: tl.constexpr, row_tiles: tl.constexpr, activation: tl.constexpr,
+):
+    """x, weight and out are descriptors of tiles. Programs that run side by side have row_tiles tiles of rows in common."""
+    num_tiles = tl.cdiv(num_outputs, outputs)
+    place = tl.program_id(0) % (row_tiles * num_tiles)
+    first = tl.program_id(0) // (row_tiles * num_tiles) * row_tiles
+    height = tl.minimum(tl.cdiv(num_rows, rows) - first, row_tiles)
+    row = (first + place % height) * rows
+    own = place // height * outputs
+    gate = tl.zeros((rows, outputs), tl.float32)
+    up = tl.zeros((rows, outputs), tl.float32)
+    for start in range(0, width, columns):
+        values = x.load([row, start])
+        gate = tl.dot(values, tl.trans(weight.load([own, start])), gate, input_precision="ieee")
+        up = tl.dot(values, tl.trans(weight.load([num_outputs + own, start])), up, input_precision="ieee")
+    out.store([row, own], (activate(gate, activation) * up).to(out.dtype))

@@ -23,7 +23,7 @@ from archerfish.kernels.torch_sampling import TorchSampling, count_tokens, signe
 from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
-CHUNK = 1024  # tokens that a program surveys
+CHUNK = 2048  # tokens that a program surveys
 CAPACITY = 8192  # of a row's list; where more tokens are left, all of the row are searched
 TILE = 1024  # tokens of a list at a time
 NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
