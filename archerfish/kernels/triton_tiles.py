@@ -18,7 +18,7 @@ HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
 FEW_OUTPUTS = 2048  # of a product, up to which programs have too few turns to stay for
-MIN_GATED_ROWS, FEW_GATED_ROWS, MAX_GATED_WIDTH = 192, 512, 2048  # of a product with its gate; cuBLAS is quicker with others
+FEW_GATED_ROWS, SOME_GATED_ROWS, MAX_GATED_WIDTH = 128, 512, 2048  # of a product with its gate, to choose by
 TURN_BYTES = 16 << 10  # of weights, that a program which stays reads in a turn
 MAX_TURNS = 6  # on their way at once
 NUM_STREAMS = 264  # programs that stay: two for each processor of a Hopper
@@ -103,9 +103,11 @@ def gate_tile(num_rows: int, weight: torch.Tensor) -> GateTile | None:
     not begin at multiples of 16 bytes."""
     num_weights, width = weight.shape
     is_aligned = weight.element_size() == 2 and width % 8 == 0 and num_weights % 16 == 0
-    if not is_aligned or num_rows < MIN_GATED_ROWS or width > MAX_GATED_WIDTH:
+    if not is_aligned or width > MAX_GATED_WIDTH:
         return None
-    return GateTile(64, 128, 64, 4, 4) if num_rows <= FEW_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
+    if num_rows <= FEW_GATED_ROWS:
+        return GateTile(64, 64, 64, 4, 6)
+    return GateTile(64, 128, 64, 4, 4) if num_rows <= SOME_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
 
 
 def cdiv(number: int, divisor: int) -> int:

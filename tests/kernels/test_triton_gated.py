@@ -11,12 +11,13 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, random, un
 from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import Activation  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MIN_GATED_ROWS, GateTile, gate_tile  # isort: skip
+from archerfish.kernels.triton_tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MAX_ROWS, SOME_GATED_ROWS, GateTile, gate_tile  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor
 TYPES = ["float16", "bfloat16"] if HAS_CUDA else ["float16"]
-SHAPES = [(MIN_GATED_ROWS, 56, 72), (FEW_GATED_ROWS + 1, 136, 64)]  # rows, outputs, columns: few of them fill a tile
+NUM_ROWS = MAX_ROWS + 4
+SHAPES = [(20, 56, 72), (FEW_GATED_ROWS + 1, 136, 64), (SOME_GATED_ROWS + 1, 40, 64)]  # rows, outputs, columns
 if HAS_CUDA:
     SHAPES += [(256, 3072, 1024), (5000, 3072, 1024), (1400, 1536, 576)]
 
@@ -47,7 +48,7 @@ def test_nothing_is_rounded_before_the_gate() -> None:
     """2049 is none of float16's numbers: rounded before, it would be 2048."""
     weight = torch.zeros(32, 64, device=DEVICE, dtype=torch.float16)
     weight[:16, :2], weight[16:, 0] = torch.tensor([2048.0, 1.0], device=DEVICE), 8 / 2049
-    x = torch.zeros(MIN_GATED_ROWS, 64, device=DEVICE, dtype=torch.float16)
+    x = torch.zeros(NUM_ROWS, 64, device=DEVICE, dtype=torch.float16)
     x[:, :2] = 1.0
     y = triton_linear.gate_tiles(x, weight, GateTile(64, 16, 64, 4, 1), "silu")
     assert torch.equal(y, torch.full_like(y, float(2049 * weight[16, 0].double())))
@@ -66,8 +67,8 @@ def test_a_norm_with_many_rows_is_followed_by_it(monkeypatch: pytest.MonkeyPatch
     ops, norm = TritonOps(DEVICE, "float16"), random(64)
     weight = random(48, 64, dtype="float16") * 0.1
     plain, biased = (ops.linear_weight([weight], [bias]) for bias in (None, random(48)))
-    rows = random(MIN_GATED_ROWS, 64, dtype="float16")
-    for x, used in ((rows, plain), (rows[:-1], plain), (rows, biased)):
+    rows = random(NUM_ROWS, 64, dtype="float16")
+    for x, used in ((rows, plain), (rows[:MAX_ROWS], plain), (rows, biased)):
         y, total = ops.normed_linear(x, norm, 1e-5, used, gate="silu")
         assert torch.equal(total, x)
         normed = ops.rms_norm(x, norm, 1e-5)[0]
@@ -75,11 +76,10 @@ def test_a_norm_with_many_rows_is_followed_by_it(monkeypatch: pytest.MonkeyPatch
         left, right = (normed.float() @ weight.float().t() + (0 if bias is None else bias.float())).chunk(2, dim=1)
         torch.testing.assert_close(y.float(), functional.silu(left) * right, atol=2e-3, rtol=2e-3)
     ops.normed_linear(rows, norm, 1e-5, plain)
-    assert calls == [MIN_GATED_ROWS]
+    assert calls == [NUM_ROWS]
 
 
 def test_what_descriptors_do_not_take_is_left_to_torch() -> None:
     for shape in ((30, 64), (32, 68), (32, MAX_GATED_WIDTH + 8)):
-        assert gate_tile(MIN_GATED_ROWS, torch.empty(shape, dtype=torch.float16)) is None
-    assert gate_tile(MIN_GATED_ROWS, torch.empty(32, 64)) is None
-    assert gate_tile(MIN_GATED_ROWS - 1, torch.empty(32, 64, dtype=torch.float16)) is None
+        assert gate_tile(NUM_ROWS, torch.empty(shape, dtype=torch.float16)) is None
+    assert gate_tile(NUM_ROWS, torch.empty(32, 64)) is None
