@@ -15,6 +15,7 @@ float32 and float16 are slower than widening.
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,7 +45,8 @@ from archerfish.kernels.reference import TorchOps, activate, join_heads, split_h
 
 Tensor = torch.Tensor
 MANY_ROWS, ROWS_STEP = 1024, 256
-ROW_STEP = 32
+ROW_STEP = 32  # of tokens side by side; of rows of a product whose results must not depend on how many there are
+ARM = ("aarch64", "arm64")
 ROW_COST = {32: 1.3, 64: 1.7, 96: 1.9, 128: 2.2}  # milliseconds for 1,024 tokens in rows of a width, measured on one AMX core
 INT8_ROWS = 8  # up to which torch's kernel for bfloat16 and int8 is quicker than widening
 INT8_COLUMNS = 64  # of which widths are a multiple, or it may read past the end of rows (it does with 100)
@@ -60,8 +62,10 @@ def onednn() -> Any:
 
 
 def is_available(dtype: str) -> bool:
-    """Whether this torch has oneDNN's fused products for a type on this machine."""
+    """Whether this torch has oneDNN's fused products for a type on this machine; on ARM those in float16 add up in float16."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == "float16" and platform.machine() in ARM:
         return False
     check = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}.get(dtype)
     return check is None or bool(getattr(onednn(), check)())
@@ -131,12 +135,13 @@ class TorchCpuOps(TorchOps):
         if self.takes_int8(matrix, num_rows):
             return torch._weight_int8pack_mm(x.contiguous(), matrix, ones(num_outputs))
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        x = F.pad(x.to(dtype), (0, 0, 0, padded_rows(num_rows) - num_rows))
-        parts: list[Tensor] = [
-            onednn()._linear_pointwise(x, matrix[first:last].to(dtype), None, "none", [], "")
-            for first, last in row_pieces(*matrix.shape)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:num_rows]
+        num_filled = -(-num_rows // ROW_STEP) * ROW_STEP if self.is_deterministic else padded_rows(num_rows)
+        tiles = F.pad(x.to(dtype), (0, 0, 0, num_filled - num_rows)).split(ROW_STEP if self.is_deterministic else num_filled)
+        parts: list[Tensor] = []
+        for first, last in row_pieces(*matrix.shape):
+            wide = matrix[first:last].to(dtype)
+            parts.append(joined([onednn()._linear_pointwise(tile, wide, None, "none", [], "") for tile in tiles], 0))
+        return joined(parts, 1)[:num_rows]
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
@@ -275,6 +280,10 @@ def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
     restore = np.zeros(num_rows, dtype=np.int64)
     restore[places[places >= 0]] = np.flatnonzero(places >= 0)
     return Rows(tuple(groups), torch.from_numpy(np.maximum(places, 0)), torch.from_numpy(restore))
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def padded_rows(num_rows: int) -> int:

@@ -179,4 +179,6 @@ def test_a_thread_that_computes_keeps_the_memory_of_activations() -> None:
         int(subprocess.run([sys.executable, "-c", ROUNDS, kind], capture_output=True, check=True, env=steady).stdout)
         for kind in ("usual", "kept")
     )
+    if not usual:
+        pytest.skip("this torch keeps what it has freed in any case")
     assert kept + 10 < usual  # a fault may bring 4 KiB or 2 MiB
