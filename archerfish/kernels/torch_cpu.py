@@ -136,7 +136,8 @@ class TorchCpuOps(TorchOps):
             return torch._weight_int8pack_mm(x.contiguous(), matrix, ones(num_outputs))
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         num_filled = -(-num_rows // ROW_STEP) * ROW_STEP if self.is_deterministic else padded_rows(num_rows)
-        tiles = F.pad(x.to(dtype), (0, 0, 0, num_filled - num_rows)).split(ROW_STEP if self.is_deterministic else num_filled)
+        x, height = F.pad(x.to(dtype), (0, 0, 0, num_filled - num_rows)), ROW_STEP if self.is_deterministic else num_filled
+        tiles = [x[first : first + height] for first in range(0, num_filled, height)]
         parts: list[Tensor] = []
         for first, last in row_pieces(*matrix.shape):
             wide = matrix[first:last].to(dtype)
