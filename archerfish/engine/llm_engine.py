@@ -554,7 +554,7 @@ class LLMEngine:
             return self.scheduler.queue_status()
 
     def close(self) -> None:
-        """Abort what runs and refuse further work."""
+        """Abort what runs, refuse further work and give the memory of blocks back."""
         with self._turn:
             if self._is_closed:
                 return

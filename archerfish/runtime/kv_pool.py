@@ -40,7 +40,7 @@ class KVCachePool(MemoryPool[T]):
         self.ops = ops
         self.num_blocks, self.block_size = num_blocks, block_size
         self.records_decodes = shape.head_dim <= ops.max_recorded_head_dim
-        self.layers: list[KVLayer[T]] = [
+        self.layers: Sequence[KVLayer[T]] = [
             ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
         ]
 

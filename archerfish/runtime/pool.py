@@ -21,6 +21,10 @@ class MemoryPool(ABC, Generic[T]):
     records_decodes: bool  # whether `decode_batch` can be used
     has_keys: bool  # else it has states
 
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers = ()
+
     @abstractmethod
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block to block, (from, to), in every layer."""

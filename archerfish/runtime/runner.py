@@ -150,8 +150,12 @@ class ModelRunner(Generic[T]):
             return self._graphs.record_next()
 
     def close(self) -> None:
+        """End the thread and give the memory of blocks and recorded steps back; weights go with the runner."""
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=True)
+        self._graphs = None
+        self.pool.close()
+        self.ops.free_unused()
 
     def _start_graph(self, plan: Plan, graphs: DecodeGraphs[T]) -> Callable[[], StepResult]:
         self.num_forward_passes += 1

@@ -22,8 +22,7 @@ class StatePool(MemoryPool[T]):
     def __init__(self, ops: Ops[T], shape: StateShape, num_blocks: int, block_size: int) -> None:
         self.ops, self.recurrent = ops, ops.recurrent()
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.memory = self.recurrent.new_states(FIRST_SLOT + num_blocks, shape)
-        self.layers = self.memory.layers
+        self.layers = self.recurrent.new_states(FIRST_SLOT + num_blocks, shape).layers
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:

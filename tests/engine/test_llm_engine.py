@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -352,6 +353,16 @@ def test_statistics_add_up(tiny: Path) -> None:
         assert cache.total_cached > 0 and cache.protected_size == 0
         engine.clear_cache()
         assert engine.cache_stats().total_cached == 0
+
+
+def test_a_closed_engine_gives_the_memory_of_blocks_back(tiny: Path) -> None:
+    engine = make(tiny)
+    engine.generate(prompts(2))
+    kept = [weakref.ref(layer.keys) for layer in engine.runner.pool.layers]
+    assert all(keys() is not None for keys in kept)
+    engine.close()
+    assert all(keys() is None for keys in kept)
+    assert engine.engine_stats().completed_requests == 2
 
 
 def test_a_closed_engine_refuses(tiny: Path) -> None:

@@ -68,7 +68,8 @@ def test_a_pool_of_states() -> None:
     assert pool.layers[0].wkv.shape == (6, 4, 64, 64) and pool.layers[0].wkv.dtype == torch.float32
     assert pool.layers[1].time_input.shape == pool.layers[1].channel_input.shape == (6, 256)
     assert pool.layers[1].time_input.dtype == torch.bfloat16
-    assert not pool.memory.wkv[EMPTY_SLOT].any() and not pool.memory.inputs[EMPTY_SLOT].any()
+    for layer in pool.layers:
+        assert not any(memory[EMPTY_SLOT].any() for memory in (layer.wkv, layer.time_input, layer.channel_input))
     pool.copy([])
     with pytest.raises(InvariantError, match="not to be copied"):
         pool.copy([(1, 2)])
