@@ -340,10 +340,10 @@ def eager_gated(x: Tensor) -> Tensor:
 
 def gate_product_row() -> KernelRow:
     from archerfish.kernels.triton_linear import gate_tiles
-    from archerfish.kernels.triton_tiles import gate_tile
+    from archerfish.kernels.triton_tiles import gate_tile, shared_bytes
 
     x, weight = random(TOKENS, NARROW_WIDTH), random(2 * NARROW_FEED_FORWARD, NARROW_WIDTH)
-    tile = gate_tile(TOKENS, weight)
+    tile = gate_tile(TOKENS, weight, shared_bytes(weight.device))
     assert tile is not None
     return row(
         "product and its gate", f"{TOKENS} x {NARROW_WIDTH} x 2 x {NARROW_FEED_FORWARD}",

@@ -361,7 +361,7 @@ class TritonOps(TorchOps):
         packed = weight.get()
         if not self.takes_few_rows(x, packed):
             is_bare = packed.matrix.dtype == self.torch_dtype and packed.bias is None and packed.matrix.is_contiguous()
-            cut = gate_tile(len(x), packed.matrix) if is_bare else None
+            cut = gate_tile(len(x), packed.matrix, shared_bytes(x.device)) if is_bare else None
             if gate is None or cut is None:
                 return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
             x, total = self.rms_norm(x, norm, eps, residual=residual)

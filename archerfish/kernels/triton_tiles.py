@@ -98,16 +98,19 @@ def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes
     return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
 
 
-def gate_tile(num_rows: int, weight: torch.Tensor) -> GateTile | None:
-    """The best of eight that were tried on an H200; None where cuBLAS and a kernel for the gate are as quick, or where rows do
-    not begin at multiples of 16 bytes."""
+def gate_tile(num_rows: int, weight: torch.Tensor, most_bytes: int) -> GateTile | None:
+    """The best of eight that were tried on an H200; None where cuBLAS and a kernel for the gate are as quick, where rows do not
+    begin at multiples of 16 bytes, or where there is no room for what is on its way."""
     num_weights, width = weight.shape
     is_aligned = weight.element_size() == 2 and width % 8 == 0 and num_weights % 16 == 0
     if not is_aligned or width > MAX_GATED_WIDTH:
         return None
     if num_rows <= FEW_GATED_ROWS:
-        return GateTile(64, 64, 64, 4, 6)
-    return GateTile(64, 128, 64, 4, 4) if num_rows <= SOME_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
+        tile = GateTile(64, 64, 64, 4, 6)
+    else:
+        tile = GateTile(64, 128, 64, 4, 4) if num_rows <= SOME_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
+    stage_bytes = (tile.rows + 2 * tile.outputs) * tile.columns * weight.element_size()
+    return tile if tile.num_stages * stage_bytes <= most_bytes else None
 
 
 def cdiv(number: int, divisor: int) -> int:

@@ -11,7 +11,8 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, random, un
 from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import Activation  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MAX_ROWS, SOME_GATED_ROWS, GateTile, gate_tile  # isort: skip
+from archerfish.kernels.triton_tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MAX_ROWS, SHARED_BYTES, SOME_GATED_ROWS  # isort: skip
+from archerfish.kernels.triton_tiles import GateTile, gate_tile  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor
@@ -37,7 +38,7 @@ def expected_of(x: Tensor, weight: Tensor, gate: Activation) -> Tensor:
 @pytest.mark.parametrize(("num_rows", "num_outputs", "width"), SHAPES)
 def test_the_gate_is_that_of_the_formula(num_rows: int, num_outputs: int, width: int, gate: Activation, dtype: str) -> None:
     x, weight = random(num_rows, width, dtype=dtype), random(2 * num_outputs, width, dtype=dtype) * width**-0.5
-    tile = gate_tile(num_rows, weight)
+    tile = gate_tile(num_rows, weight, SHARED_BYTES)
     assert tile is not None
     y = triton_linear.gate_tiles(x, weight, tile, gate)
     assert y.dtype == x.dtype
@@ -81,5 +82,6 @@ def test_a_norm_with_many_rows_is_followed_by_it(monkeypatch: pytest.MonkeyPatch
 
 def test_what_descriptors_do_not_take_is_left_to_torch() -> None:
     for shape in ((30, 64), (32, 68), (32, MAX_GATED_WIDTH + 8)):
-        assert gate_tile(NUM_ROWS, torch.empty(shape, dtype=torch.float16)) is None
-    assert gate_tile(NUM_ROWS, torch.empty(32, 64)) is None
+        assert gate_tile(NUM_ROWS, torch.empty(shape, dtype=torch.float16), SHARED_BYTES) is None
+    assert gate_tile(NUM_ROWS, torch.empty(32, 64), SHARED_BYTES) is None
+    assert gate_tile(NUM_ROWS, torch.empty(32, 64, dtype=torch.float16), SHARED_BYTES // 2) is None  # as on a smaller card
