@@ -41,6 +41,20 @@ for type_name in ("fp32", "bf16"):
     for rows, is_normed, is_gated in ((3, True, False), (4, False, False), (4, True, True)):
         build(kernel, {**fixed, "rows": rows, "is_normed": is_normed, "is_gated": is_gated}, {}, type_name)
 """
+GATES = """
+from archerfish.kernels.triton_products import gate_tiles_kernel as kernel
+from archerfish.kernels.triton_tiles import GateTile
+
+for tile in (GateTile(64, 64, 64, 4, 6), GateTile(128, 128, 64, 8, 3)):
+    fixed = {"width": 576, "rows": tile.rows, "outputs": tile.outputs, "columns": 64, "row_tiles": 8, "activation": "silu"}
+    shapes = {"x": (tile.rows, 64), "weight": (tile.outputs, 64), "out": (tile.rows, tile.outputs)}
+    signature = {name: f"tensordesc<bf16[{height}, {width}]>" for name, (height, width) in shapes.items()}
+    signature |= {"num_rows": "i32", "num_outputs": "i32"} | dict.fromkeys(fixed, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    built = compile(ASTSource(kernel, signature, places, {}), target=GPUTarget("cuda", 90, 32), options=options)
+    assert "wgmma.mma_async" in built.asm["ptx"] and built.metadata.shared <= 198_000
+"""
 SUMS = """
 from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel
 from archerfish.kernels.triton_norm import lookup_kernel, rms_norm_kernel
@@ -89,6 +103,11 @@ def run(script: str) -> None:
 def test_products_of_few_rows() -> None:
     """In float32, weights and sums have one type: tuples of them must not be taken for one another."""
     run(PRODUCTS)
+
+
+def test_products_with_a_gate() -> None:
+    """They run on the tensor cores that all warps share, and what is on its way fits."""
+    run(GATES)
 
 
 @pytest.mark.slow
