@@ -18,9 +18,9 @@ import numpy as np
 from archerfish.background import Lazy, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
-from archerfish.engine.packing import TokenizedText, pack, plan_batches
+from archerfish.engine.packing import pack, plan_batches
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.tokenizer import FastTokenizer, Text, read_settings, stated_max_length
+from archerfish.engine.tokenizer import FastTokenizer, Text, TokenizedText, read_settings, stated_max_length
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
@@ -324,18 +324,12 @@ class ArrowEngine:
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         texts: list[Text] = [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts)
-        if len(texts) == len(inputs) and (not self._uses_types or all(type(text) is str for text in texts)):
-            return [TokenizedText(encoding.ids) for encoding in tokenized]
-        encodings = iter(tokenized)
-        found: list[TokenizedText] = []
-        for item in inputs:
-            if is_text(item):
-                encoding = next(encodings)
-                is_marked = self._uses_types and not isinstance(item, str)
-                found.append(TokenizedText(encoding.ids, encoding.type_ids if is_marked else None))
-            else:
-                found.append(TokenizedText([int(i) for i in item[: self._max_length]]))
-        return found
+        if not self._uses_types:
+            tokenized = [TokenizedText(text.token_ids) for text in tokenized]
+        if len(texts) == len(inputs):
+            return tokenized
+        read = iter(tokenized)
+        return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
 
     def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
         """Rows for all inputs: each distinct one is computed once, while the next window is being tokenised."""

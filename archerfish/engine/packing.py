@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.kernels.ops import Segments
 from archerfish.models.encoder import TokenBatch
-
-
-class TokenizedText(NamedTuple):
-    """Token ids of one text, or of a pair with the segment that each token belongs to."""
-
-    token_ids: Sequence[int]
-    type_ids: Sequence[int] | None = None
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -42,9 +34,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     """One packed batch of texts, in the order given."""
     segments = Segments(tuple([len(text.token_ids) for text in texts]))
-    token_ids = np.fromiter(chain.from_iterable([text.token_ids for text in texts]), np.int64, sum(segments.lengths))
+    token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
-    if any(text.type_ids is not None and any(text.type_ids) for text in texts):
-        parts = [text.type_ids if text.type_ids is not None else [0] * len(text.token_ids) for text in texts]
-        type_ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
     return TokenBatch(token_ids, segments, type_ids)
