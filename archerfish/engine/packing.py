@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,15 +18,18 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Each batch takes the longest text that is left, then ever again the longest that still fits, so that batches are full:
     full ones cost least per token, and few distinct sizes means few compiled products.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # ascending: the longest is cheap to take
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
     sizes = [lengths[i] for i in order]
     batches: list[list[int]] = []
     while order:
         room = max_tokens - sizes.pop()
         batch = [order.pop()]
-        while (place := bisect_right(sizes, room)) > 0:
-            room -= sizes.pop(place - 1)
-            batch.append(order.pop(place - 1))
+        while (end := bisect_right(sizes, room)) > 0:
+            size = sizes[end - 1]
+            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
+            batch += order[start:end][::-1]
+            room -= size * (end - start)
+            del sizes[start:end], order[start:end]
         batches.append(batch)
     return batches
 

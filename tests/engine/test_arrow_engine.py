@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 
 from archerfish import ArrowEngine, BatchInferenceServer, EmbedConfig, HubConfig, ModelConverter
@@ -256,6 +258,20 @@ def test_batches_are_cut_by_tokens_longest_first() -> None:
     assert batches[0] == [1]
     assert all(sum(lengths[i] for i in batch) <= 100 for batch in batches[1:])
     assert plan_batches([], 100) == []
+
+
+@given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 40))
+def test_each_batch_takes_the_longest_that_fits(lengths: list[int], max_tokens: int) -> None:
+    left = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for batch in plan_batches(lengths, max_tokens):
+        assert batch[0] == left.pop()
+        room = max_tokens - lengths[batch[0]]
+        for place in batch[1:]:
+            assert place == next(i for i in reversed(left) if lengths[i] <= room)
+            left.remove(place)
+            room -= lengths[place]
+        assert not any(lengths[i] <= room for i in left)
+    assert not left
 
 
 def test_packing_keeps_types_only_where_there_are_any() -> None:
