@@ -30,10 +30,10 @@ KEY_BYTES = 15  # of a chunk; the sixteenth is its length
 MAX_CHUNK_BYTES = 64  # longer ones are not kept
 MAX_CHUNKS, MAX_IDS, MAX_LONG_CHUNKS = 1 << 17, 1 << 18, 1 << 14  # about 12 MB; then all are forgotten
 SLOT_BITS, MAX_PROBES = 18, 8
-MIN_CHARACTERS, BLOCK_CHARACTERS = 256, 1 << 19  # of texts that are looked up together
+MIN_CHARACTERS, BLOCK_CHARACTERS = 256, 1 << 19  # of a block, the texts that are looked up together
 USUAL_SHARE = 1 / 8  # of unknown chunks: to learn so many costs about half of what tokenising the texts does
-LEARNED_SHARE, MIN_LEARNED = 1 / 4, 64  # of the chunks of a block
-MAX_PAUSE = 31  # blocks
+LEARNED_SHARE, MIN_LEARNED = 1 / 4, 64  # of the chunks of a block, if more are unknown
+MAX_PAUSE = 31  # blocks that are left to the Rust tokenizer at once
 MASKS = np.array([(1 << 8 * num_bytes) - 1 for num_bytes in range(9)], np.uint64)
 LENGTHS = np.arange(256)
 HEAD_MASKS, TAIL_MASKS = MASKS[np.minimum(LENGTHS, 8)], MASKS[np.clip(LENGTHS - 8, 0, 7)]
@@ -149,7 +149,8 @@ class ChunkTokenizer:
         self._cut_ids = list({**cut_ids, chr(TEXT_END): [*suffix, *prefix]}.values())
         self._known = KnownChunks(self._cut_ids)
         self._learning = threading.Lock()
-        self._share, self._pause, self._num_left_out = 1.0, 0, 0  # of new chunks in the last block; blocks
+        self._share = 1.0  # of new chunks in the last block
+        self._pause = self._num_left_out = 0  # blocks
 
     @classmethod
     def of(cls, rust: RustTokenizer, max_length: int) -> ChunkTokenizer | None:
@@ -159,7 +160,7 @@ class ChunkTokenizer:
         from tokenizers.pre_tokenizers import BertPreTokenizer
 
         is_bert = isinstance(rust.normalizer, BertNormalizer) and isinstance(rust.pre_tokenizer, BertPreTokenizer)
-        if not is_bert or not isinstance(rust.model, WordPiece) or rust.token_to_id(rust.model.unk_token) is None:
+        if not is_bert or not isinstance(rust.model, WordPiece) or rust.model.token_to_id(rust.model.unk_token) is None:
             return None
         has_normalized = any(token.normalized for token in rust.get_added_tokens_decoder().values())
         if has_normalized or max_length <= rust.num_special_tokens_to_add(False):
@@ -179,7 +180,8 @@ class ChunkTokenizer:
 
     def _tokenize(self, texts: Sequence[str], max_length: int) -> list[Ids | None]:
         joined = "\n".join(["", *texts, ""])
-        if len(joined) < MIN_CHARACTERS or max_length <= len(self._prefix) + len(self._suffix) or self._is_pausing():
+        is_fitting = MIN_CHARACTERS <= len(joined) <= BLOCK_CHARACTERS + 1
+        if not is_fitting or max_length <= len(self._prefix) + len(self._suffix) or self._is_pausing():
             return [None] * len(texts)
         strange: set[int] = set()  # texts for the Rust tokenizer
         if any(mark in joined for mark in self._marks):
@@ -251,8 +253,8 @@ def blocks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
     """Cut a list into parts of a bounded number of characters, or of one text."""
     start = num_characters = 0
     for place, text in enumerate(texts):
-        num_characters += len(text)
+        num_characters += len(text) + 1
         if num_characters > BLOCK_CHARACTERS and place > start:
             yield texts[start:place]
-            start, num_characters = place, len(text)
+            start, num_characters = place, len(text) + 1
     yield texts[start:]

@@ -134,11 +134,11 @@ def test_plain_text_never_reaches_the_rust_tokenizer_again(minilm_source: Path, 
     assert [ids.tolist() for ids in again if ids is not None] == [ids.tolist() for ids in first if ids is not None]
 
 
-def test_texts_with_added_tokens_and_unknown_ones_are_left_to_the_rust_tokenizer(minilm_source: Path) -> None:
+def test_texts_with_added_tokens_and_very_long_ones_are_left_to_the_rust_tokenizer(minilm_source: Path) -> None:
     tokenizer = ChunkTokenizer.of(open_tokenizer(find_tokenizer(minilm_source)), 256)
     assert tokenizer is not None
-    found = tokenizer.tokenize(["some words " * 50, "a [SEP] b", "x" * 65], 256)
-    assert [ids is None for ids in found] == [False, True, True]
+    found = tokenizer.tokenize(["some words " * 50, "a [SEP] b", "x" * 65, "a" + "." * chunks.BLOCK_CHARACTERS], 256)
+    assert [ids is None for ids in found] == [False, True, True, True]
 
 
 def test_only_tokenizers_that_read_chunks_alike_are_recognised(minilm_source: Path) -> None:
@@ -215,6 +215,13 @@ def test_new_chunks_are_looked_up_ever_more_seldom(monkeypatch: pytest.MonkeyPat
     plain = ["the cats " * 40] * 8
     assert any(tokenizer.tokenize(plain, 256)[0] is not None for _ in range(40))
     assert all(tokenizer.tokenize(plain, 256)[0] is not None for _ in range(40))
+
+
+def test_chunks_that_differ_in_one_byte_are_told_apart(both: tuple[FastTokenizer, Tokenizer]) -> None:
+    ours, rust = both
+    words = [("a" * place + "b" + "a" * length)[:length] for length in range(1, 19) for place in range(length + 1)]
+    texts = [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
+    assert ids_of(ours, texts) == theirs(rust, texts)
 
 
 def test_chunks_that_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
