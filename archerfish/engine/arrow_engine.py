@@ -18,9 +18,9 @@ import numpy as np
 from archerfish.background import Lazy, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
-from archerfish.engine.packing import TokenizedText, pack, plan_batches
+from archerfish.engine.packing import pack, plan_batches
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.tokenizer import FastTokenizer, Text, read_settings, stated_max_length
+from archerfish.engine.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
@@ -40,7 +40,7 @@ TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
 GPU_BATCH_FACTOR = 64  # a GPU wants this many times the tokens of a core in one pass
 FIRST_WINDOW, WINDOW = 256, 2048  # texts tokenised before the first pass starts, and while passes run
 EmbedInput = str | Sequence[int]
-Batch = tuple[list[Any], Callable[[], Vectors]]  # inputs of a pass, and what waits for their rows
+Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and what waits for their vectors
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,7 @@ class ArrowEngine:
         self.check_texts(texts)
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
-        prompt = self._prompt(prompt_name)
-        inputs = [self._prepare(text, prompt) for text in texts]
+        inputs = self._prepare(texts, prompt_name)
         scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
         with progress_bar("Encoding", show=show_progress, unit="texts") as progress:
             return self._compute(inputs, batch_size, scaled, progress)
@@ -224,8 +223,7 @@ class ArrowEngine:
                 self.check_texts([pair[side] for pair in texts], "pair")
             return self._tokenize(texts)
         self.check_texts(texts)
-        prompt = self._prompt(None)
-        return self._tokenize([self._prepare(text, prompt) for text in texts])  # type: ignore[arg-type]
+        return self._tokenize(self._prepare(texts, None))
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
@@ -253,10 +251,10 @@ class ArrowEngine:
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.")
         limit = self.config.max_text_bytes
+        if are_strings(texts) and all(map(str.isascii, texts)) and max(map(len, texts), default=0) <= limit:
+            return
         for index, text in enumerate(texts):
             if isinstance(text, str):
-                if text.isascii() and len(text) <= limit:
-                    continue
                 self._check_text(text, f"{what.capitalize()} {index}")
             elif not self._is_token_ids(text):
                 raise InvalidInputError(f"{what.capitalize()} {index} must be a string, not {type(text).__name__}.")
@@ -301,11 +299,13 @@ class ArrowEngine:
             raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
         return str(prompts[name])
 
-    def _prepare(self, text: EmbedInput, prompt: str) -> EmbedInput:
-        if not isinstance(text, str):
-            return tuple(text)
-        text = prompt + text
-        return text.lower() if self.embedding.get("do_lower_case") else text
+    def _prepare(self, texts: Sequence[Any], prompt_name: str | None) -> list[Any]:
+        """Texts as the model wants them, and token ids as tuples."""
+        prompt, is_lowered = self._prompt(prompt_name), bool(self.embedding.get("do_lower_case"))
+        if not prompt and not is_lowered and are_strings(texts):
+            return list(texts)
+        given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
+        return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
 
     def _activate(self, raw: Vectors) -> Vectors:
         if self._score_activation() != "sigmoid":
@@ -322,20 +322,14 @@ class ArrowEngine:
         return "sigmoid" if self.core.config.num_labels == 1 else "identity"
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
-        texts: list[Text] = [item for item in inputs if is_text(item)]
+        texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
         tokenized = self.tokenizer.tokenize(texts)
-        if len(texts) == len(inputs) and (not self._uses_types or all(type(text) is str for text in texts)):
-            return [TokenizedText(encoding.ids) for encoding in tokenized]
-        encodings = iter(tokenized)
-        found: list[TokenizedText] = []
-        for item in inputs:
-            if is_text(item):
-                encoding = next(encodings)
-                is_marked = self._uses_types and not isinstance(item, str)
-                found.append(TokenizedText(encoding.ids, encoding.type_ids if is_marked else None))
-            else:
-                found.append(TokenizedText([int(i) for i in item[: self._max_length]]))
-        return found
+        if not self._uses_types:
+            tokenized = [TokenizedText(text.token_ids) for text in tokenized]
+        if len(texts) == len(inputs):
+            return tokenized
+        read = iter(tokenized)
+        return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
 
     def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
         """Rows for all inputs: each distinct one is computed once, while the next window is being tokenised."""
@@ -344,20 +338,18 @@ class ArrowEngine:
         if batch_size < 1:
             raise InvalidInputError(f"batch_size must be at least 1, not {batch_size}.")
         started = time.perf_counter()
-        rows: dict[Any, list[int]] = {}
-        for index, item in enumerate(inputs):
-            rows.setdefault(item, []).append(index)
-        distinct = sorted(rows, key=rough_length, reverse=True)
+        distinct = list(dict.fromkeys(inputs))
         width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
-        out = np.empty((len(inputs), width), dtype=np.float32)
+        out = np.empty((len(distinct), width), dtype=np.float32)
         num_done = 0
         progress(0, len(inputs), "")
-        for items, vectors in self._stream(distinct, self._batch_tokens(batch_size), normalize):
-            places = [rows[item] for item in items]
-            indices = [index for place in places for index in place]
-            out[indices] = vectors if len(indices) == len(items) else np.repeat(vectors, [len(p) for p in places], axis=0)
-            num_done += len(indices)
-            progress(num_done, len(inputs), "")
+        for rows, vectors in self._stream(distinct, self._batch_tokens(batch_size), normalize):
+            out[rows] = vectors
+            num_done += len(rows)
+            progress(len(inputs) * num_done // len(distinct), len(inputs), "")
+        if len(distinct) < len(inputs):
+            row_of = {item: row for row, item in enumerate(distinct)}
+            out = out[[row_of[item] for item in inputs]]
         self._tell(len(inputs), started)
         return out
 
@@ -369,24 +361,25 @@ class ArrowEngine:
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
-    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[Any], Vectors]]:
-        """Finished batches as (inputs, rows); at most two windows are in flight, and the next is being tokenised."""
+    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[int], Vectors]]:
+        """Finished batches as (places of inputs, vectors): two windows at most are in flight while the next is tokenised."""
         running: deque[Future[Batch]] = deque()
-        pending = windows(inputs)
+        pending = windows(by_length(inputs))
         window = next(pending, [])
-        tokenized = self._tokenize(window)
+        tokenized = self._tokenize([inputs[i] for i in window])
         try:
             while window:
                 following = next(pending, [])
-                coming = in_background(partial(self._tokenize, following), "tokenizer", daemon=True) if following else None
+                texts = [inputs[i] for i in following]
+                coming = in_background(partial(self._tokenize, texts), "tokenizer", daemon=True) if following else None
                 batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
                     yield finish(self._pool.run(self._run, window, tokenized, normalize))
                     return
                 for batch in batches:
-                    items, texts = [window[i] for i in batch], [tokenized[i] for i in batch]
-                    running.append(self._pool.submit(self._run, items, texts, normalize))
+                    places, batch_texts = [window[i] for i in batch], [tokenized[i] for i in batch]
+                    running.append(self._pool.submit(self._run, places, batch_texts, normalize))
                 for _ in range(num_earlier):
                     yield finish(running.popleft().result())
                 window, tokenized = following, coming.result() if coming else []
@@ -396,14 +389,14 @@ class ArrowEngine:
             for future in running:
                 future.cancel()
 
-    def _run(self, items: list[Any], texts: list[TokenizedText], normalize: bool) -> Batch:
-        return items, self.core.start(pack(texts), normalize=normalize)
+    def _run(self, places: list[int], texts: list[TokenizedText], normalize: bool) -> Batch:
+        return places, self.core.start(pack(texts), normalize=normalize)
 
 
-def finish(batch: Batch) -> tuple[list[Any], Vectors]:
-    """The inputs of a pass and their rows."""
-    items, wait = batch
-    return items, wait()
+def finish(batch: Batch) -> tuple[list[int], Vectors]:
+    """The places of a pass's texts and their vectors."""
+    places, wait = batch
+    return places, wait()
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
@@ -419,16 +412,22 @@ def list_of(texts: Any) -> list[Any]:
     raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.", hint=hint)
 
 
-def windows(inputs: list[Any]) -> Iterator[list[Any]]:
+def windows(places: list[int]) -> Iterator[list[int]]:
     """A short first window, so that computing starts at once, then longer ones."""
-    if inputs:
-        yield inputs[:FIRST_WINDOW]
-    for start in range(FIRST_WINDOW, len(inputs), WINDOW):
-        yield inputs[start : start + WINDOW]
+    if places:
+        yield places[:FIRST_WINDOW]
+    for start in range(FIRST_WINDOW, len(places), WINDOW):
+        yield places[start : start + WINDOW]
+
+
+def by_length(inputs: list[Any]) -> list[int]:
+    """Places of inputs, longest first, before they are tokenised."""
+    lengths = list(map(len if are_strings(inputs) else rough_length, inputs))
+    return sorted(range(len(inputs)), key=lengths.__getitem__, reverse=True)
 
 
 def rough_length(item: Any) -> int:
-    """Length to sort by before tokenising: characters, or token ids at about four characters each."""
+    """Characters, or token ids at about four characters each."""
     if isinstance(item, str):
         return len(item)
     return sum(len(part) if isinstance(part, str) else 4 for part in item)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.kernels.ops import Segments
 from archerfish.models.encoder import TokenBatch
-
-
-class TokenizedText(NamedTuple):
-    """Token ids of one text, or of a pair with the segment that each token belongs to."""
-
-    token_ids: Sequence[int]
-    type_ids: Sequence[int] | None = None
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -26,15 +18,18 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Each batch takes the longest text that is left, then ever again the longest that still fits, so that batches are full:
     full ones cost least per token, and few distinct sizes means few compiled products.
     """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # ascending: the longest is cheap to take
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
     sizes = [lengths[i] for i in order]
     batches: list[list[int]] = []
     while order:
         room = max_tokens - sizes.pop()
         batch = [order.pop()]
-        while (place := bisect_right(sizes, room)) > 0:
-            room -= sizes.pop(place - 1)
-            batch.append(order.pop(place - 1))
+        while (end := bisect_right(sizes, room)) > 0:
+            size = sizes[end - 1]
+            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
+            batch += order[start:end][::-1]
+            room -= size * (end - start)
+            del sizes[start:end], order[start:end]
         batches.append(batch)
     return batches
 
@@ -42,9 +37,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
     """One packed batch of texts, in the order given."""
     segments = Segments(tuple([len(text.token_ids) for text in texts]))
-    token_ids = np.fromiter(chain.from_iterable([text.token_ids for text in texts]), np.int64, sum(segments.lengths))
+    token_ids = np.concatenate([text.token_ids for text in texts])
     type_ids = None
-    if any(text.type_ids is not None and any(text.type_ids) for text in texts):
-        parts = [text.type_ids if text.type_ids is not None else [0] * len(text.token_ids) for text in texts]
-        type_ids = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
     return TokenBatch(token_ids, segments, type_ids)

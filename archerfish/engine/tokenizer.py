@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
+import numpy as np
+
+from archerfish.engine.chunks import ChunkTokenizer
 from archerfish.errors import CorruptFileError, InvalidInputError
+from archerfish.kernels.handle import Ids
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
 Text = str | tuple[str, str]
@@ -59,6 +63,13 @@ class Tokenizer(Protocol):
         """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
 
 
+class TokenizedText(NamedTuple):
+    """Token ids of one text, or of a pair with the segment that each token belongs to."""
+
+    token_ids: Ids
+    type_ids: Ids | None = None
+
+
 class FastTokenizer:
     """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
 
@@ -67,24 +78,29 @@ class FastTokenizer:
         self.max_length = max_length
         self._base.enable_truncation(max_length)
         self._by_length: dict[int, RustTokenizer] = {self.max_length: self._base}
+        self._chunks = ChunkTokenizer.of(self._base, max_length)
 
-    def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[Encoding]:
-        """Encodings of texts or of pairs of texts, cut to max_length tokens, with the model's special tokens."""
-        tokenizer = self._cutting_at(self.max_length if max_length is None else max_length)
-        encodings: list[Encoding] = tokenizer.encode_batch_fast(list(texts))
-        return encodings
+    def tokenize(self, texts: Sequence[Text], max_length: int | None = None) -> list[TokenizedText]:
+        """Texts or pairs of texts, cut to max_length tokens, with the model's special tokens."""
+        length = self.max_length if max_length is None else max_length
+        tokenizer = self._cutting_at(length)
+        if self._chunks is None or not are_strings(texts):
+            return read(tokenizer, texts)
+        found = self._chunks.tokenize(texts, length)
+        rest = iter(read(tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
+        return [next(rest) if ids is None else TokenizedText(ids) for ids in found]
 
     def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
         """Padded `input_ids` and `attention_mask`, for callers that want rectangles; the engine itself never pads."""
         import torch
 
-        encodings = self.tokenize([texts] if isinstance(texts, str) else texts, max_length)
-        longest = max((len(e.ids) for e in encodings), default=0)
-        ids = torch.full((len(encodings), longest), self.pad_id, dtype=torch.int64)
-        mask = torch.zeros((len(encodings), longest), dtype=torch.int64)
-        for row, encoding in enumerate(encodings):
-            ids[row, : len(encoding.ids)] = torch.tensor(encoding.ids)
-            mask[row, : len(encoding.ids)] = 1
+        rows = [row.token_ids for row in self.tokenize([texts] if isinstance(texts, str) else texts, max_length)]
+        longest = max(map(len, rows), default=0)
+        ids = torch.full((len(rows), longest), self.pad_id, dtype=torch.int64)
+        mask = torch.zeros((len(rows), longest), dtype=torch.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.from_numpy(row)
+            mask[place, : len(row)] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -111,6 +127,28 @@ class FastTokenizer:
             found.enable_truncation(max_length)
             self._by_length[max_length] = found
         return found
+
+
+def are_strings(items: Sequence[Any]) -> TypeGuard[Sequence[str]]:
+    """Whether all are strings, and of no subclass: quick for many."""
+    return {str}.issuperset(map(type, items))
+
+
+def read(tokenizer: RustTokenizer, texts: Sequence[Text]) -> list[TokenizedText]:
+    """What the Rust tokenizer makes of texts or of pairs."""
+    encodings = tokenizer.encode_batch_fast(list(texts)) if texts else []
+    ids = arrays([encoding.ids for encoding in encodings])
+    if are_strings(texts):
+        return list(map(TokenizedText, ids))
+    types = arrays([encoding.type_ids for encoding in encodings])
+    pairs = zip(texts, ids, types, strict=True)
+    return [TokenizedText(token_ids, None if isinstance(text, str) else type_ids) for text, token_ids, type_ids in pairs]
+
+
+def arrays(lists: Sequence[Sequence[int]]) -> list[Ids]:
+    """Lists as arrays, which lie one after the other: for many lists quicker than to make each by itself."""
+    values = np.fromiter(chain.from_iterable(lists), np.int64)
+    return [values[start:end] for start, end in pairwise(accumulate(map(len, lists), initial=0))]
 
 
 def open_tokenizer(file: Path) -> RustTokenizer:

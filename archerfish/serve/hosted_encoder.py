@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.engine.packing import TokenizedText
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 
 from archerfish import ArrowEngine, BatchInferenceServer, EmbedConfig, HubConfig, ModelConverter
-from archerfish.engine.packing import TokenizedText, pack, plan_batches
+from archerfish.engine.packing import pack, plan_batches
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import (
     ArcherfishError,
     CorruptFileError,
@@ -60,7 +63,7 @@ def test_every_storage_type_serves_the_default_compute_type(their_vectors: Any, 
 def test_truncation_is_identical(minilm: ArrowEngine, peer: SentenceTransformer) -> None:
     assert minilm.get_max_seq_length() == peer.max_seq_length == 256
     theirs = peer.tokenizer(TEXTS, truncation=True, max_length=256)["input_ids"]
-    assert [list(t.token_ids) for t in minilm._tokenize(TEXTS)] == theirs
+    assert [t.token_ids.tolist() for t in minilm._tokenize(TEXTS)] == theirs
 
 
 def test_shapes_and_types(minilm: ArrowEngine) -> None:
@@ -127,7 +130,7 @@ def test_the_callers_torch_threads_are_left_alone(minilm: ArrowEngine) -> None:
 
 
 def test_token_ids_are_taken_as_they_are(minilm: ArrowEngine) -> None:
-    ids = list(minilm._tokenize(["The cat sat."])[0].token_ids)
+    ids = minilm._tokenize(["The cat sat."])[0].token_ids.tolist()
     np.testing.assert_allclose(minilm.encode([ids])[0], minilm.encode("The cat sat."), atol=1e-6)
     with pytest.raises(InvalidInputError, match="Token id 99999"):
         minilm.encode([[101, 99999, 102]])
@@ -257,10 +260,24 @@ def test_batches_are_cut_by_tokens_longest_first() -> None:
     assert plan_batches([], 100) == []
 
 
+@given(st.lists(st.integers(1, 12), max_size=40), st.integers(1, 40))
+def test_each_batch_takes_the_longest_that_fits(lengths: list[int], max_tokens: int) -> None:
+    left = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for batch in plan_batches(lengths, max_tokens):
+        assert batch[0] == left.pop()
+        room = max_tokens - lengths[batch[0]]
+        for place in batch[1:]:
+            assert place == next(i for i in reversed(left) if lengths[i] <= room)
+            left.remove(place)
+            room -= lengths[place]
+        assert not any(lengths[i] <= room for i in left)
+    assert not left
+
+
 def test_packing_keeps_types_only_where_there_are_any() -> None:
-    batch = pack([TokenizedText([1, 2]), TokenizedText([3], [0])])
+    batch = pack([TokenizedText(np.array([1, 2])), TokenizedText(np.array([3]), np.array([0]))])
     assert (batch.token_ids.tolist(), batch.segments.lengths, batch.type_ids) == ([1, 2, 3], (2, 1), None)
-    pair = pack([TokenizedText([1, 2]), TokenizedText([3, 4], [0, 1])])
+    pair = pack([TokenizedText(np.array([1, 2])), TokenizedText(np.array([3, 4]), np.array([0, 1]))])
     assert pair.type_ids is not None
     assert pair.type_ids.tolist() == [0, 0, 0, 1]
 

@@ -31,7 +31,7 @@ def smollm2() -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[int]]]
     """Weights, configuration and the prompts' tokens."""
     directory = ensure_converted(resolve_model("smollm2-135m-instruct", HubConfig()), dtype="float32")
     loader = WeightLoader(directory)
-    tokens = [list(encoding.ids) for encoding in FastTokenizer(directory / "tokenizer", 512).tokenize(PROMPTS)]
+    tokens = [text.token_ids.tolist() for text in FastTokenizer(directory / "tokenizer", 512).tokenize(PROMPTS)]
     return loader.load_weights(), loader.config, tokens
 
 

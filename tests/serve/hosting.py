@@ -15,7 +15,7 @@ import zmq
 
 from archerfish.engine.fakes import word_vector
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.packing import TokenizedText
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError, open_socket
@@ -53,7 +53,7 @@ class WordEncoder:
             if isinstance(text, str) and "unreadable" in text:
                 raise InvalidInputError("A text is unreadable.")
             joined = text if isinstance(text, str) else " ".join(map(str, text))
-            found.append(TokenizedText([self._id(word) for word in joined.split()]))
+            found.append(TokenizedText(np.array([self._id(word) for word in joined.split()], np.int64)))
         return found
 
     def _id(self, word: str) -> int:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.packing import TokenizedText
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost

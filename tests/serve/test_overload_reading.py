@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish.engine.packing import TokenizedText
+from archerfish.engine.tokenizer import TokenizedText
 from archerfish.serve import service_rate
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate
@@ -59,7 +59,7 @@ class Machine:
     # The engine
 
     def tokenize(self, texts: Sequence[Any]) -> list[TokenizedText]:
-        return [TokenizedText([1] * NUM_TOKENS) for _ in texts]
+        return [TokenizedText(np.ones(NUM_TOKENS, np.int64)) for _ in texts]
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
         self.now += self.job_s + TOKEN_S * sum(len(text.token_ids) for text in texts)
