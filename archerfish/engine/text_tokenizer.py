@@ -54,7 +54,8 @@ class TextTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         """Token ids of a whole text. The names of special tokens in it stand for those tokens, unless `plain`."""
         tokenizer = self._plain.get() if plain else self._base
-        ids: list[int] = tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=add_special_tokens).ids
+        texts = [text.encode(errors="replace").decode()]  # a batch: for a single text the Rust side would hold up all threads
+        ids: list[int] = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
         return [*self._missing_bos, *ids] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,19 @@ def test_same_ids_and_texts_as_transformers(smollm2: TextTokenizer) -> None:
         for skip in (True, False):
             assert smollm2.decode(ids, skip) == peer.decode(ids, skip_special_tokens=skip)
     assert smollm2.vocab_size == len(peer)
+
+
+def test_other_threads_run_while_a_long_text_is_read(smollm2: TextTokenizer) -> None:
+    smollm2.encode("a")
+    longest, last = 0.0, time.perf_counter()
+    start = last
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(smollm2.encode, "word " * 100_000)
+        while not reading.done():
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+    longest, took = max(longest, time.perf_counter() - last), time.perf_counter() - start
+    assert len(reading.result()) == 100_001 and longest < took / 2
 
 
 def test_facts_of_smollm2(smollm2: TextTokenizer) -> None:
