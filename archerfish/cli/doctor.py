@@ -135,14 +135,14 @@ def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[facts.Gpu]) -> dic
     }
     if not found.num_parameters:
         return row | {"cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None}
-    default = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
+    narrow = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
     int8 = [INT8] if row["weight_bytes"][INT8] else []
     verdicts = {
         dtype: fit.judge(found.weight_bytes(dtype), ram.available_bytes, ram.total_bytes, fit.CPU_OVERHEAD_BYTES)
-        for dtype in (default, "float32", *int8)
+        for dtype in (narrow, "float32", *int8)
     }
-    row["kv_tokens"] = fit.kv_tokens(found, "cuda" if gpus else "cpu", default)
-    row |= {"cpu": phrase(verdicts, default), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
+    row["kv_tokens"] = fit.kv_tokens(found, "cuda", "bfloat16") if gpus else fit.kv_tokens(found, "cpu", fast_cpu_dtype())
+    row |= {"cpu": phrase(verdicts, narrow), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
     if not gpus:
         return row | {"gpu": "no GPU", "fits_gpu": None}
     roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
@@ -155,12 +155,12 @@ def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[facts.Gpu]) -> dic
     return row | {"gpu": text, "fits_gpu": {dtype: verdict.fits for dtype, verdict in on_gpu.items()}}
 
 
-def phrase(verdicts: dict[str, fit.Verdict], default: str) -> str:
+def phrase(verdicts: dict[str, fit.Verdict], narrow: str) -> str:
     if verdicts["float32"].fits:
         return "fits in any type"
-    if verdicts[default].fits:
-        return f"fits in {default}, not in float32"
-    return ONLY_INT8 if INT8 in verdicts and verdicts[INT8].fits else verdicts[default].text
+    if verdicts[narrow].fits:
+        return f"fits in {narrow}, not in float32"
+    return ONLY_INT8 if INT8 in verdicts and verdicts[INT8].fits else verdicts[narrow].text
 
 
 def show(report: dict[str, Any], out: Output) -> None:

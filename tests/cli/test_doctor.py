@@ -71,6 +71,17 @@ def test_room_for_kv_is_told_for_models_that_keep_it(model: Path) -> None:
     assert fit.kv_tokens(fit.measure(str(model), HubConfig()), "cpu", "float32") is None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_room_for_kv_is_that_of_the_type_an_engine_takes_by_itself(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: dtype)
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(fit, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
+    found = fit.ModelSize("tiny", 1000, 4000)
+    doctor.judge_model(found, Memory(GB, GB), [])
+    doctor.judge_model(found, Memory(GB, GB), [facts.Gpu("card", GB, GB)])
+    assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
+
+
 def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
     builtin = fit.measure("all-minilm-l6-v2", hub)
