@@ -18,6 +18,7 @@ from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
 from archerfish.types import INT8
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
+ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
 MIN_PYTHON = (3, 11)
 ONLY_INT8 = "fits with --weights int8 alone"
 
@@ -89,11 +90,12 @@ def find_damage(model: str, out: Output | None) -> list[str]:
 
 
 def describe_cpu(processor: Cpu) -> dict[str, Any]:
+    features = ARM_FEATURES if "asimd" in processor.flags else FEATURES
     return {
         "model": processor.model,
         "usable_cores": processor.num_cores,
         "total_cores": facts.total_cores(),
-        "features": {name: flag in processor.flags for name, flag in FEATURES},
+        "features": {name: flag in processor.flags for name, flag in features},
     }
 
 

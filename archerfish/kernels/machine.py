@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"
 
 
@@ -35,16 +36,23 @@ class Cpu:
 
 @lru_cache(maxsize=1)
 def cpu() -> Cpu:
-    model, flags = "unknown", frozenset[str]()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name" and model == "unknown":
-                model = value.strip()
-            elif key.strip() in ("flags", "Features") and not flags:
-                flags = frozenset(value.split())
-    return Cpu(model, flags, num_usable_cores())
+    return Cpu(*read_cpu(Path("/proc/cpuinfo")), num_usable_cores())
+
+
+def read_cpu(info: Path) -> tuple[str, frozenset[str]]:
+    """Name and flags of the first processor; those of ARM have numbers for names."""
+    if not info.is_file():
+        return "unknown", frozenset()
+    found: dict[str, str] = {}
+    for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    flags = frozenset((found.get("flags") or found.get("Features", "")).split())
+    maker, part = found.get("CPU implementer"), found.get("CPU part", "unknown")
+    if "model name" in found or maker is None:
+        return found.get("model name", "unknown"), flags
+    name = ARM_PARTS.get(part) if maker == "0x41" else None
+    return f"ARM {name}" if name else f"ARM, implementer {maker}, part {part}", flags
 
 
 def num_usable_cores() -> int:

@@ -73,15 +73,17 @@ def fast_paths() -> list[FastPath]:
 
     found = cpu()
     amx = "oneDNN runs bfloat16 products on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"
-    bf16 = "avx512_bf16" if "avx512_bf16" in found.flags else "AMX" if found.has_amx else "neither avx512_bf16 nor AMX"
+    slow = "this CPU has no {} products that are used: float32 is far quicker"
+    bf16 = f"CPU has {'avx512_bf16' if 'avx512_bf16' in found.flags else 'AMX'}"
+    has_float16 = found.has_fast_float16 and is_available("float16")
     cuda = torch.cuda.is_available()
     cuda_reason = "products by torch" if cuda else "this torch sees no CUDA device"
     triton_reason = "norms, rotary, KV and attention in our own kernels" if has_triton() else "triton is not installed"
     return [
         FastPath("AMX bfloat16", found.has_amx, amx),
-        FastPath("bfloat16 by default", found.has_fast_bfloat16, f"CPU has {bf16}"),
+        FastPath("bfloat16 by default", found.has_fast_bfloat16, bf16 if found.has_fast_bfloat16 else slow.format("bfloat16")),
         FastPath("packed oneDNN products", is_available("float32"), "bias, activation and residual fused"),
-        FastPath("float16 products", found.has_fast_float16 and is_available("float16"), "on request: --dtype float16"),
+        FastPath("float16 products", has_float16, "on request: --dtype float16" if has_float16 else slow.format("float16")),
         FastPath("CUDA", cuda, cuda_reason),
         FastPath("Triton kernels", cuda and has_triton(), triton_reason if cuda else cuda_reason),
     ]

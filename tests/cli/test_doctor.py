@@ -14,7 +14,8 @@ from archerfish import ModelConverter, WeightLoader
 from archerfish.cli import doctor, facts, fit
 from archerfish.cli.main import main
 from archerfish.config import HubConfig
-from archerfish.kernels.machine import Memory, memory
+from archerfish.kernels import select
+from archerfish.kernels.machine import Cpu, Memory, memory, read_cpu
 
 GB = 10**9
 
@@ -124,6 +125,25 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     assert memory(proc, cgroup) == Memory(2 * GB, GB, "cgroup")
 
 
+def test_an_arm_processor_is_named_by_its_part_and_has_features_of_its_own(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nFeatures\t: asimd asimdhp bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
+    assert read_cpu(info)[0] == "ARM Neoverse-V1"
+    info.write_text("Features\t: asimd\nCPU implementer\t: 0x61\nCPU part\t: 0x022\n")
+    model, flags = read_cpu(info)
+    assert (model, flags) == ("ARM, implementer 0x61, part 0x022", frozenset({"asimd"}))
+    assert doctor.describe_cpu(Cpu(model, flags, 2))["features"] == {"NEON": True, "SVE": False, "BF16": False, "I8MM": False}
+    info.write_text("model name\t: Some CPU\nflags\t\t: avx2\n")
+    assert read_cpu(info) == ("Some CPU", frozenset({"avx2"}))
+
+
+def test_a_path_that_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "cpu", lambda: Cpu("ARM", frozenset({"asimd", "asimdhp"}), 2))
+    reasons = {path.name: path.reason for path in select.fast_paths() if not path.is_on}
+    assert reasons["bfloat16 by default"] == "this CPU has no bfloat16 products that are used: float32 is far quicker"
+    assert reasons["float16 products"] == "this CPU has no float16 products that are used: float32 is far quicker"
+
+
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch: importing it is most of doctor's time."""
@@ -136,13 +156,13 @@ def test_the_report_names_everything(light: None, model: Path, tmp_path: Path, c
     cache = ["--cache-dir", str(tmp_path / "cache")]
     assert main(["doctor", str(model), *cache]) == 0
     shown = capsys.readouterr().out
-    words = ("cores", "AVX512-BF16", "Fake GPU", "cc:", "torch", "it has none", "all-minilm-l6-v2", "memory", "Ready.")
+    words = ("cores", "BF16", "Fake GPU", "cc:", "torch", "it has none", "all-minilm-l6-v2", "memory", "Ready.")
     for word in (*words, str(tmp_path / "cache"), str(model)):
         assert word in shown
     assert main(["doctor", str(model), *cache, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["usable"] is True and body["problems"] == []
-    assert set(body["cpu"]["features"]) == {"AVX2", "AVX-512", "AVX512-BF16", "AMX"}
+    assert set(body["cpu"]["features"]) in ({"AVX2", "AVX-512", "AVX512-BF16", "AMX"}, {"NEON", "SVE", "BF16", "I8MM"})
     builtin = {"all-minilm-l6-v2", "smollm2-135m-instruct", "story-rwkv7"}
     assert {entry["name"] for entry in body["models"]} == {*builtin, str(model)}
     [story] = [entry for entry in body["models"] if entry["name"] == "story-rwkv7"]
