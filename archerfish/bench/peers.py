@@ -266,12 +266,18 @@ class Engine:
     devices: tuple[str, ...] = ("cpu", "cuda")
     is_ours: bool = False
     by_default: bool = True
+    dtype: str = ""  # that it needs products in, on a CPU
 
     def missing(self, device: str) -> str:
         """Why it cannot run here; empty if it can."""
         absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
         if absent:
             return f"not installed: {', '.join(absent)}"
+        if device == "cpu" and self.dtype:
+            from archerfish.kernels.torch_cpu import is_available
+
+            if not is_available(self.dtype):
+                return f"this CPU has no products in {self.dtype}"
         return "" if device in self.devices else f"does not run on {device}"
 
 
@@ -282,7 +288,7 @@ ENGINES: dict[str, Engine] = {
         Engine("archerfish", "archerfish", devices=DEVICES, is_ours=True),
         Engine("archerfish-float32", "archerfish float32", devices=DEVICES, is_ours=True, by_default=False),
         Engine("st-float32", "sentence-transformers fp32", ("sentence_transformers",)),
-        Engine("st-bfloat16", "sentence-transformers bf16", ("sentence_transformers",)),
+        Engine("st-bfloat16", "sentence-transformers bf16", ("sentence_transformers",), dtype="bfloat16"),
         Engine("onnx", "ONNX Runtime fp32", ("onnxruntime", "onnx", "transformers"), ("cpu",)),
         Engine("openvino", "OpenVINO bf16", ("openvino", "transformers"), ("cpu",)),
     )

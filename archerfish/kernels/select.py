@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from archerfish.kernels.machine import cpu, fast_cpu_dtype
 
 if TYPE_CHECKING:
     from archerfish.kernels.reference import TorchOps
+
+logger = logging.getLogger("archerfish.kernels")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,17 @@ def choose_device(wanted: str) -> str:
 
 
 def choose_dtype(wanted: str, device: str) -> str:
-    """The type to compute in on a device."""
+    """The type to compute in on a device; float32 in place of one that a CPU has no products in, which would take a hundred
+    times as long."""
     if wanted != "auto":
-        return wanted
+        if device != "cpu" or wanted == "float32":
+            return wanted
+        from archerfish.kernels.torch_cpu import is_available
+
+        if is_available(wanted):
+            return wanted
+        logger.warning("This CPU has no products in %s, which was asked for: computing in float32.", wanted)
+        return "float32"
     if device == "cuda":
         import torch
 
