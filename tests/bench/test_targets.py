@@ -34,7 +34,7 @@ def test_prompts_of_a_case_are_given_or_drawn_anew_in_every_round() -> None:
     assert given.tokens(50, 0) == given.tokens(50, 7) == [4, 5] and given.num_tokens == 2
 
 
-def test_cases_and_what_they_expect_have_the_seeds_fields() -> None:
+def test_cases_and_what_they_expect_have_the_promised_fields() -> None:
     expected = PerformanceTarget(max_latency_ms=9, min_throughput_tps=2, max_memory_mb=3, max_cpu_percent=0)
     case = TestCase(name="a", input_tokens=[1, 2], sampling_args=params_for(3), expected_performance=expected)
     assert [bar.wanted for bar in case.expected_performance.bars()] == [9, 2, 3, 0] and case.num_tokens == 2

@@ -42,18 +42,22 @@ for type_name in ("fp32", "bf16"):
         build(kernel, {**fixed, "rows": rows, "is_normed": is_normed, "is_gated": is_gated}, {}, type_name)
 """
 GATES = """
+import torch
+from archerfish.kernels.triton_linear import ROW_TILES
 from archerfish.kernels.triton_products import gate_tiles_kernel as kernel
-from archerfish.kernels.triton_tiles import GateTile
+from archerfish.kernels.triton_tiles import SHARED_BYTES, gate_tile
 
-for tile in (GateTile(64, 64, 64, 4, 6), GateTile(128, 128, 64, 8, 3)):
-    fixed = {"width": 576, "rows": tile.rows, "outputs": tile.outputs, "columns": 64, "row_tiles": 8, "activation": "silu"}
-    shapes = {"x": (tile.rows, 64), "weight": (tile.outputs, 64), "out": (tile.rows, tile.outputs)}
+for num_rows in (17, 200, 2000):
+    tile = gate_tile(num_rows, torch.empty(3072, 576, dtype=torch.bfloat16), SHARED_BYTES)
+    fixed = {"width": 576, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns, "row_tiles": ROW_TILES}
+    fixed["activation"] = "silu"
+    shapes = {"x": (tile.rows, tile.columns), "weight": (tile.outputs, tile.columns), "out": (tile.rows, tile.outputs)}
     signature = {name: f"tensordesc<bf16[{height}, {width}]>" for name, (height, width) in shapes.items()}
     signature |= {"num_rows": "i32", "num_outputs": "i32"} | dict.fromkeys(fixed, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     built = compile(ASTSource(kernel, signature, places, {}), target=GPUTarget("cuda", 90, 32), options=options)
-    assert "wgmma.mma_async" in built.asm["ptx"] and built.metadata.shared <= 198_000
+    assert "wgmma.mma_async" in built.asm["ptx"] and built.metadata.shared <= SHARED_BYTES
 """
 SUMS = """
 from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel

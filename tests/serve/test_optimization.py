@@ -49,7 +49,7 @@ def check_memory(engine: LLMEngine) -> None:
 # Reading
 
 
-def test_the_seeds_names_are_ours_by_other_names() -> None:
+def test_second_names_are_ours_by_other_names() -> None:
     config = OptimizationConfig().updated({
         "enable_logits_cache": False, "enable_object_pool": True, "enable_simd_sampling": "yes", "enable_prefetch": False,
         "cache_size_mb": 8,
@@ -85,7 +85,7 @@ def test_changes_between_two() -> None:
         OptimizationConfig(logits_cach_mib=1)
 
 
-def test_it_can_be_made_with_the_seeds_names() -> None:
+def test_it_can_be_made_with_second_names() -> None:
     seeds = {"enable_logits_cache": True, "enable_object_pool": True, "enable_simd_sampling": True, "enable_prefetch": False,
              "cache_size_mb": 256}  # fmt: skip
     config = OptimizationConfig(**seeds)
