@@ -126,6 +126,17 @@ class NormWeights(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Stream(Generic[T]):
+    """What runs past the mixes and is added to, (tokens, width).
+
+    A backend may leave the last product in shares, (shares, tokens, width), for whoever reads the stream next to add up.
+    """
+
+    sums: T
+    shares: T | None = None
+
+
+@dataclass(frozen=True)
 class LowRankWeights(Generic[T]):
     """up(activation(down(x))), the way between being narrow."""
 
@@ -136,7 +147,7 @@ class LowRankWeights(Generic[T]):
 
 @dataclass(frozen=True)
 class TimeWeights(Generic[T]):
-    """All of a time mix but its last product."""
+    """Of a time mix."""
 
     norm: NormWeights[T]
     factors: T  # (6 * width,) float32: of r, w, k, v, a and g, one after the other
@@ -148,6 +159,7 @@ class TimeWeights(Generic[T]):
     gate: LowRankWeights[T]
     value_mix: LowRankWeights[T] | None  # None in the first layer
     heads: HeadWeights[T]
+    out: LinearWeight[T]
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes
 
 
@@ -167,10 +179,11 @@ class RecurrentOps(ABC, Generic[T]):
     ops: Ops[T]
 
     def mix_time(
-        self, x: T, weights: TimeWeights[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
-    ) -> tuple[T, T]:
-        """The time mix of x, norm included, up to its last product; and its values, before any of the first layer's."""
+        self, stream: Stream[T], weights: TimeWeights[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
+    ) -> tuple[Stream[T], T]:
+        """The stream and its time mix, norm included; and the mix's values, before any of the first layer's."""
         ops, norm = self.ops, weights.norm
+        x = self.total(stream)
         normed = ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
         r, w, k, v, a, g = self.shift(normed, layer.time_input, batch, weights.factors)
         value = ops.linear(v, weights.value)
@@ -179,19 +192,30 @@ class RecurrentOps(ABC, Generic[T]):
             value=value, rate=self.low_rank(a, weights.rate), gate=self.low_rank(g, weights.gate), first_value=first_value,
             value_mix=None if weights.value_mix is None else self.low_rank(v, weights.value_mix),
         )
-        return self.mix_heads(inputs, weights.heads, layer.wkv, batch), value
+        mixed = self.mix_heads(inputs, weights.heads, layer.wkv, batch)
+        return self.add_product(x, mixed, weights.out), value
 
     def mix_channels(
-        self, x: T, weights: ChannelWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
-    ) -> T:
-        """x and its channel mix, norm included: value(relu(key(x))^2). kept_rows: all that is wanted of the result."""
-        norm = weights.norm
+        self, stream: Stream[T], weights: ChannelWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T],
+        kept_rows: T | None,
+    ) -> Stream[T]:
+        """The stream and its channel mix, norm included: value(relu(key(x))^2). kept_rows: all that is wanted of the result."""
+        norm, x = weights.norm, self.total(stream)
         normed = self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
         (mixed,) = self.shift(normed, layer.channel_input, batch, weights.factor)
         if kept_rows is not None:
             mixed, x = self.ops.rows(mixed, kept_rows), self.ops.rows(x, kept_rows)
         hidden = self.square(self.ops.linear(mixed, weights.key, activation="relu"))
-        return self.ops.linear(hidden, weights.value, residual=x)
+        return self.add_product(x, hidden, weights.value)
+
+    def total(self, stream: Stream[T]) -> T:
+        """The stream with all shares in it."""
+        assert stream.shares is None, "left by another backend"
+        return stream.sums
+
+    def add_product(self, sums: T, x: T, weight: LinearWeight[T]) -> Stream[T]:
+        """A stream with a product in it; the memory of its sums may become the result's."""
+        return Stream(self.ops.linear(x, weight, residual=sums))
 
     def low_rank(self, x: T, weights: LowRankWeights[T]) -> T:
         x = self.ops.linear(x, weights.down, activation="tanh" if weights.activation == "tanh" else "none")

@@ -2,7 +2,8 @@
 
 A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on). They
 may read what that kernel does not write, and wait until it has ended before all else. Only then may programs of the next kernel
-come: whatever is read before waiting is thus safe if a kernel before the one in front, or none at all, has written it.
+come: whatever is read before waiting is thus safe if a kernel before the one in front, or none at all, has written it. Behind
+kernels that invite the next one earlier it must be older than all of these. All that comes after waiting sees all before it.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
@@ -23,6 +24,14 @@ def follow(is_early: tl.constexpr):
     if is_early:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def invite_and_follow(is_early: tl.constexpr):
+    """As `follow`, but the next kernel's programs may come before this one waits."""
+    if is_early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -12,14 +12,17 @@ from archerfish.kernels.ops import Activation, PackedWeight
 from archerfish.kernels.triton_launch import early_start
 from archerfish.kernels.triton_products import (
     add_rows_kernel,
+    add_shares_kernel,
     gate_tiles_kernel,
     multiply_rows_kernel,
+    multiply_shares_kernel,
     multiply_tiles_kernel,
     stream_kernel,
 )
-from archerfish.kernels.triton_tiles import AddTile, GateTile, LinearTile, cdiv, next_power_of_2
+from archerfish.kernels.triton_tiles import AddTile, GateTile, LinearTile, ShareTile, cdiv, next_power_of_2
 
 Tensor = torch.Tensor
+SUMS_BLOCK = 512  # sums of a program that adds shares to them
 ROW_TILES = 8  # that programs of `gate_tiles_kernel` have in common
 
 
@@ -73,6 +76,28 @@ def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTi
         **early_start(x.device),
     )
     return total
+
+
+def multiply_shares(x: Tensor, packed: PackedWeight[Tensor], tile: ShareTile) -> Tensor:
+    """(shares, rows, outputs) that add up to x @ matrix.T."""
+    (num_rows, width), num_outputs = x.shape, len(packed.matrix)
+    num_shares = cdiv(width, tile.span)
+    out = torch.empty((num_shares, num_rows, num_outputs), dtype=torch.float32, device=x.device)
+    multiply_shares_kernel[(cdiv(num_outputs, tile.outputs), num_shares, cdiv(num_rows, tile.rows))](
+        x, packed.matrix, packed.scales, out, num_rows, num_outputs, x.stride(0), width=width, span=tile.span, rows=tile.rows,
+        outputs=tile.outputs, columns=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **early_start(x.device),
+    )
+    return out
+
+
+def add_shares(sums: Tensor, shares: Tensor) -> Tensor:
+    """Contiguous sums with all shares added."""
+    out = torch.empty_like(sums)
+    add_shares_kernel[(cdiv(sums.numel(), SUMS_BLOCK),)](
+        sums, shares, out, sums.numel(), num_shares=len(shares), block=SUMS_BLOCK, num_warps=4
+    )
+    return out
 
 
 def gate_tiles(x: Tensor, matrix: Tensor, tile: GateTile, activation: Activation) -> Tensor:

@@ -2,7 +2,11 @@
 
 `norm_shift_kernel` and `multiply_parts_kernel` are those of a few rows; up to PARTS_ROWS the latter has all products of a mix
 that come first, on tensor cores that all warps share, and beyond that cuBLAS has the wide ones. `raise_rows_kernel` has the
-wide ends of all low ranks, which a program of `mix_few_heads_kernel` would read anew for every row.
+wide ends of all low ranks, which a program of `mix_few_heads_kernel` would read anew for every row. The last product of a
+channel mix is left in shares, which the next layer's norm adds up.
+
+States are most of what a step reads: they are on their way while the products before them run, whose kernels and
+`raise_rows_kernel` let the next one's programs come before they wait themselves.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
@@ -12,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.recurrent import ChannelWeights, HeadInputs, RecurrentBatch, StateLayer, TimeWeights
-from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.ops import LinearWeight
+from archerfish.kernels.recurrent import ChannelWeights, HeadInputs, RecurrentBatch, StateLayer, Stream, TimeWeights
+from archerfish.kernels.triton_launch import early_start, invite_and_follow
+from archerfish.kernels.triton_linear import add_shares, multiply_shares
 from archerfish.kernels.triton_mixes import (
     PART_ROWS,
     RANK_NAMES,
@@ -22,7 +28,7 @@ from archerfish.kernels.triton_mixes import (
     multiply_parts,
     norm_and_shift,
 )
-from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile, cdiv, next_power_of_2, shared_bytes
+from archerfish.kernels.triton_tiles import LinearTile, cdiv, next_power_of_2, share_tile, shared_bytes
 
 Tensor = torch.Tensor
 PARTS_ROWS = 256  # up to which one kernel for all parts is quicker than cuBLAS for each
@@ -43,8 +49,7 @@ def raise_rows_kernel(
     part = tl.program_id(0)
     own = tl.program_id(1) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, width - 1)
-    own_rows = tl.program_id(2) * rows + tl.arange(0, rows)
-    row = tl.minimum(own_rows, num_rows - 1)
+    row = tl.program_id(2) * rows + tl.arange(0, rows)
     up = tl.where(part == 0, decay_up, tl.where(part == 1, rate_up, tl.where(part == 2, gate_up, value_up)))
     bias = tl.where(part == 0, decay_bias, tl.where(part == 1, rate_bias, value_bias))
     rank = tl.where(part == 0, decay_rank, tl.where(part == 1, rate_rank, tl.where(part == 2, gate_rank, value_rank)))
@@ -55,12 +60,13 @@ def raise_rows_kernel(
     place = tl.arange(0, block)
     tile = tl.load(up + lines[None, :] * rank + place[:, None], mask=(place < rank)[:, None], other=0.0)
     shifts = tl.load(bias + lines, mask=(part != 2) & (lines >= 0), other=0.0).to(tl.float32)
-    follow(is_early)
+    invite_and_follow(is_early)
     low += begin * num_rows
-    narrow = tl.load(low + row[:, None] * rank + place[None, :], mask=(place < rank)[None, :], other=0.0)
+    is_row = (row < num_rows)[:, None]
+    narrow = tl.load(low + row[:, None] * rank + place[None, :], mask=is_row & (place < rank)[None, :], other=0.0)
     y = tl.dot(narrow, tile, input_precision="ieee") + shifts[None, :]
-    target = (part.to(tl.int64) * num_rows + own_rows)[:, None] * width + own[None, :]
-    tl.store(out + target, y.to(out.dtype.element_ty), mask=(own_rows < num_rows)[:, None] & (own < width)[None, :])
+    target = (part.to(tl.int64) * num_rows + row)[:, None] * width + own[None, :]
+    tl.store(out + target, y.to(out.dtype.element_ty), mask=is_row & (own < width)[None, :])
 
 
 def raise_rows(low: Tensor, few: FewWeights, num_rows: int, width: int) -> Tensor:
@@ -81,7 +87,7 @@ def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
     """With as many stages as there is room for."""
     outputs, columns = 32, 256 // element_bytes
     stage_bytes = (PART_ROWS + outputs) * columns * element_bytes
-    return LinearTile(outputs, columns, 4, max(1, min(8, shared_bytes(device) // stage_bytes)), is_dot=True)
+    return LinearTile(outputs, columns, 4, max(1, min(6, shared_bytes(device) // stage_bytes)), is_dot=True)
 
 
 class DecodingRecurrentOps(FewRowsRecurrentOps):
@@ -90,14 +96,15 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
     parts_rows = PARTS_ROWS
 
     def mix_time(
-        self, x: Tensor, weights: TimeWeights[Tensor], first_value: Tensor | None, batch: RecurrentBatch[Tensor],
+        self, stream: Stream[Tensor], weights: TimeWeights[Tensor], first_value: Tensor | None, batch: RecurrentBatch[Tensor],
         layer: StateLayer[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Stream[Tensor], Tensor]:
+        x = stream.sums
         few = FewWeights.of(weights) if self.are_many(x, batch) else None
         if few is None or not self.are_plain(x, few.matrices, few.scales) or not self.are_plain(x, few.ups):
-            return super().mix_time(x, weights, first_value, batch, layer)
+            return super().mix_time(stream, weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
-        mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
+        mixed = norm_and_shift(stream, weights.norm, weights.factors, layer.time_input, batch)
         products = torch.empty(num_rows * sum(sizes), dtype=mixed.dtype, device=x.device)
         wide, low = products.split((3 * num_rows * width, num_rows * sum(sizes[3:])))
         receptance, key, value = wide = wide.view(3, num_rows, width)
@@ -107,31 +114,42 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
             for mix, weight, out in zip(WIDE_MIXES, firsts, wide, strict=True):
                 torch.mm(mixed[mix], self.ops.wide_matrix(weight.get()).t(), out=out)
         tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
-        multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products, is_narrow=is_narrow)
+        multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products, is_many=True, is_narrow=is_narrow)
         raised = raise_rows(low, few, num_rows, width)
         inputs = HeadInputs(
             receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
             first_value=first_value, value_mix=raised[3] if len(raised) > 3 else None,
         )
-        return self.mix_heads(inputs, weights.heads, layer.wkv, batch), value
+        return self.add_product(x, self.mix_heads(inputs, weights.heads, layer.wkv, batch), weights.out), value
 
     def mix_channels(
-        self, x: Tensor, weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
+        self, stream: Stream[Tensor], weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
         kept_rows: Tensor | None,
-    ) -> Tensor:
-        packed = weights.key.get()
+    ) -> Stream[Tensor]:
+        x, packed = stream.sums, weights.key.get()
         key, scales = packed.matrix, packed.scales
         if kept_rows is not None or not self.are_many(x, batch) or not self.are_plain(x, [key], scales):
-            return super().mix_channels(x, weights, batch, layer, kept_rows)
-        mixed, num_rows = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch), len(x)
+            return super().mix_channels(stream, weights, batch, layer, kept_rows)
+        mixed, num_rows = norm_and_shift(stream, weights.norm, weights.factor, layer.channel_input, batch), len(x)
         if num_rows > self.parts_rows:
             hidden = self.square(self.ops.linear(mixed[0], weights.key, activation="relu"))
         else:
             hidden = torch.empty((num_rows, len(key)), dtype=mixed.dtype, device=x.device)
             tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
-            multiply_parts(mixed, [key], scales, [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden)
-        return self.ops.linear(hidden, weights.value, residual=x)
+            multiply_parts(mixed, [key], scales, [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden, is_many=True)
+        return self.add_product(x, hidden, weights.value)
+
+    def total(self, stream: Stream[Tensor]) -> Tensor:
+        return stream.sums if stream.shares is None else add_shares(stream.sums, stream.shares)
+
+    def add_product(self, sums: Tensor, x: Tensor, weight: LinearWeight[Tensor]) -> Stream[Tensor]:
+        packed = weight.get()
+        is_many = len(x) > self.few_rows and sums.is_contiguous()
+        tile = share_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device)) if is_many else None
+        if tile is None or packed.bias is not None or not self.are_plain(x, [packed.matrix], packed.scales):
+            return super().add_product(sums, x, weight)
+        return Stream(sums, multiply_shares(x, packed, tile))
 
     def are_many(self, x: Tensor, batch: RecurrentBatch[Tensor]) -> bool:
         """Whether a step has nothing but decodes, and more than a few."""
-        return batch.num_decodes == batch.num_sequences and len(x) > MAX_ROWS and 0 < batch.num_decodes <= len(x)
+        return batch.num_decodes == batch.num_sequences and len(x) > self.few_rows and 0 < batch.num_decodes <= len(x)

@@ -23,10 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.recurrent import ChannelWeights, NormWeights, RecurrentBatch, StateLayer, TimeWeights
-from archerfish.kernels.triton_launch import early_start, follow
+from archerfish.kernels.recurrent import ChannelWeights, NormWeights, RecurrentBatch, StateLayer, Stream, TimeWeights
+from archerfish.kernels.triton_launch import early_start, follow, invite_and_follow
 from archerfish.kernels.triton_products import append, fetch_rows, load_piece, multiply_rows
-from archerfish.kernels.triton_tiles import DIRECT_ROWS, MAX_ROWS, LinearTile, cdiv, next_power_of_2, shared_bytes, tile_of
+from archerfish.kernels.triton_tiles import DIRECT_ROWS, LinearTile, cdiv, next_power_of_2, shared_bytes, tile_of
 from archerfish.kernels.triton_wkv import WARPS, TritonRecurrentOps, next_state, norm_heads, prepare_heads, sigmoid
 
 Tensor = torch.Tensor
@@ -35,6 +35,7 @@ MAX_NORMED_WIDTH = 16384  # of a row that one program normalises
 COLUMNS_PER_WARP = 256  # so that a row and the weights are spread over threads in the same way
 HELD_ELEMENTS = 2048  # of weights, in the registers of a warp
 NUM_PARTS = 7  # of a time mix
+FEW_ROWS = 8  # of a step; with more, programs that have many rows are quicker
 PART_ROWS = 64  # of a program with more than a few: what the tensor cores of a Hopper take at once
 RANK_NAMES = ("decay_rank", "rate_rank", "gate_rank", "value_rank")
 
@@ -135,6 +136,10 @@ def mix_rows_kernel(
         own_scales = tl.load(output_scales + begin + lines)
     if is_time:
         kept = load_rows(before, before_stride, previous, place, width, columns, rows, True)
+    else:
+        own_targets = ()
+        for row in tl.static_range(rows):
+            own_targets = append(own_targets, tl.load(targets + row, mask=tl.load(previous + row) < 0, other=-1))
     follow(is_early)
     if not is_time:
         kept = load_rows(before, before_stride, previous, place, width, columns, rows, False)
@@ -153,16 +158,17 @@ def mix_rows_kernel(
             if is_time:
                 tl.store(normed + row * normed_stride + place, rounded, mask=place < width)
             else:
-                target = tl.load(targets + row, mask=tl.load(previous + row) < 0, other=-1)
-                tl.store(normed + target * normed_stride + place, rounded, mask=(place < width) & (target >= 0))
+                is_kept = (place < width) & (own_targets[row] >= 0)
+                tl.store(normed + own_targets[row] * normed_stride + place, rounded, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["previous", "targets"])
 def norm_shift_kernel(
-    x, norm, norm_bias, factors, inputs, previous, targets, out, eps, x_stride, inputs_stride, num_rows,
-    width: tl.constexpr, columns: tl.constexpr, num_factors: tl.constexpr, is_early: tl.constexpr,
+    x, shares, norm, norm_bias, factors, inputs, previous, targets, out, eps, x_stride, inputs_stride, num_rows,
+    width: tl.constexpr, columns: tl.constexpr, num_shares: tl.constexpr, num_factors: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """Norm and `shift_kernel` of a decode."""
+    """Norm and `shift_kernel` of a decode, whose shares are added to x at first."""
     row = tl.program_id(0)
     place = tl.arange(0, columns)
     scales = load_piece(norm, place, width, columns)
@@ -170,15 +176,23 @@ def norm_shift_kernel(
     source = tl.load(previous + row)
     kept = load_piece(inputs + tl.where(source < 0, -1 - source, 0) * inputs_stride, place, width, columns).to(tl.float32)
     target = tl.load(targets + row, mask=source < 0, other=-1)
-    follow(is_early)
+    shift_factors = ()
+    for number in tl.static_range(num_factors):
+        shift_factors = append(shift_factors, load_piece(factors + number * width, place, width, columns))
+    invite_and_follow(is_early)
     wide = load_piece(x + row * x_stride, place, width, columns).to(tl.float32)
+    if num_shares > 0:
+        for share in tl.static_range(num_shares):
+            wide += load_piece(shares + (share * num_rows + row) * width, place, width, columns)
+        sums = wide.to(x.dtype.element_ty)
+        tl.store(x + row * x_stride + place, sums, mask=place < width)
+        wide = sums.to(tl.float32)
     centred = tl.where(place < width, wide - tl.sum(wide, 0) / width, 0.0)
     rounded = (centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps) * scales + shifts).to(inputs.dtype.element_ty)
     tl.store(inputs + target * inputs_stride + place, rounded, mask=(place < width) & (target >= 0))
     wide = rounded.to(tl.float32)
     for number in tl.static_range(num_factors):
-        factor = load_piece(factors + number * width, place, width, columns)
-        mixed = (wide + (kept - wide) * factor).to(out.dtype.element_ty)
+        mixed = (wide + (kept - wide) * shift_factors[number]).to(out.dtype.element_ty)
         tl.store(out + (number * num_rows + row) * width + place, mixed, mask=place < width)
 
 
@@ -195,29 +209,29 @@ def multiply_parts_kernel(
         decay_rank, rate_rank, gate_rank, value_rank, is_time, is_narrow,
     )
     lines = tl.minimum(own, size - 1).to(tl.int64)
-    first_row = tl.program_id(1) * rows
-    row = tl.minimum(first_row + tl.arange(0, rows), num_rows - 1)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
     x += mix * num_rows * width
     if parts == 1:
-        fetch_rows(weight + lines[:, None] * width, width, is_early)
-        follow(is_early)
-        y = tl.trans(multiply_rows(x, width, row, weight, lines, width, rows, outputs, columns))
+        fetch_rows(weight + lines[:, None] * width, width, width, is_early)
+        invite_and_follow(is_early)
+        y = tl.trans(multiply_rows(x, width, row, num_rows, weight, lines, 0, width, width, rows, outputs, columns))
     else:
         piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
         acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
-        follow(is_early)
+        is_row = (row < num_rows)[None, :, None]
+        invite_and_follow(is_early)
         for start in range(0, width, columns):
             place = start + piece
-            values = tl.permute(load_piece(x + row[None, :, None] * width, place, width, columns), (0, 2, 1))
+            values = tl.load(x + row[None, :, None] * width + place, mask=is_row & (place < width), other=0.0)
+            values = tl.permute(values, (0, 2, 1))
             tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
             acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
         y = tl.sum(acc, 0)
     if output_scales is not None:
         y *= tl.load(output_scales + begin + lines)[:, None]
     y = activate_part(y, mix, is_time)
-    place = first_row + tl.arange(0, rows)[None, :]
-    is_inside = (place < num_rows) & (own < size)[:, None]
-    tl.store(out + begin * num_rows + place * size + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
+    is_inside = (row < num_rows)[None, :] & (own < size)[:, None]
+    tl.store(out + begin * num_rows + row[None, :] * size + own[:, None], y.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -270,18 +284,19 @@ def mix_few_heads_kernel(
         channel_input = tl.load(channel_inputs + source * channel_stride + lines)
     follow(is_early)
     place = sequence * width + lines
-    size = num_rows * width
     own = tl.load(products + place).to(tl.float32)
-    key = tl.load(products + size + place).to(tl.float32)
-    value = tl.load(products + 2 * size + place).to(tl.float32)
-    low = products + 3 * size
+    key = tl.load(products + num_rows * width + place).to(tl.float32)
+    value = tl.load(products + 2 * num_rows * width + place).to(tl.float32)
+    if moves_inputs:
+        time_input = tl.load(normed + place)
+    low = products + 3 * num_rows * width
     decay = raise_low(low + sequence * decay_rank, decay_tile, decay_rank, decay_block) + decay_shift
     low += num_rows * decay_rank
     rate = raise_low(low + sequence * rate_rank, rate_tile, rate_rank, rate_block) + rate_shift
     low += num_rows * rate_rank
     gate = raise_low(low + sequence * gate_rank, gate_tile, gate_rank, gate_block)
+    low += num_rows * gate_rank
     if value_rank > 0:
-        low += num_rows * gate_rank
         share = sigmoid(raise_low(low + sequence * value_rank, value_tile, value_rank, value_block) + value_shift)
         value += (tl.load(first_value + place).to(tl.float32) - value) * share
     log_decay, key, removed, added = prepare_heads(decay, rate, key, removal_factor, replacement_factor, 0)
@@ -293,7 +308,7 @@ def mix_few_heads_kernel(
     tl.store(matrix + target * state_stride, state, mask=is_real)
     if moves_inputs:
         tl.store(before + place, channel_input)
-        tl.store(time_inputs + target * time_stride + lines, tl.load(normed + place), mask=is_real)
+        tl.store(time_inputs + target * time_stride + lines, time_input, mask=is_real)
 
 
 def choose_mix_tile(num_rows: int, num_outputs: int, width: int, element_bytes: int, device: torch.device) -> LinearTile:
@@ -367,22 +382,24 @@ class FewWeights:
 class FewRowsRecurrentOps(TritonRecurrentOps):
     """`TritonRecurrentOps` with whole mixes in few kernels, for steps of a few decodes."""
 
+    few_rows = FEW_ROWS
     mix_tile: LinearTile | None = None  # instead of the chosen one, for tests and measurements
     head_warps = WARPS
 
     def mix_time(
-        self, x: Tensor, weights: TimeWeights[Tensor], first_value: Tensor | None, batch: RecurrentBatch[Tensor],
+        self, stream: Stream[Tensor], weights: TimeWeights[Tensor], first_value: Tensor | None, batch: RecurrentBatch[Tensor],
         layer: StateLayer[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Stream[Tensor], Tensor]:
+        x = self.total(stream)
         few = FewWeights.of(weights) if self.is_few(x, batch) else None
         if few is None or not self.are_plain(x, few.matrices, few.scales) or not self.are_plain(x, few.ups):
-            return super().mix_time(x, weights, first_value, batch, layer)
+            return super().mix_time(Stream(x), weights, first_value, batch, layer)
         (num_rows, width), sizes = x.shape, few.sizes
         products = torch.empty(num_rows * sum(sizes), dtype=self.ops.torch_dtype, device=x.device)
         normed, before, out = torch.empty((3, num_rows, width), dtype=self.ops.torch_dtype, device=x.device)
         tile = self.mix_tile or choose_mix_tile(num_rows, sum(sizes), width, products.element_size(), x.device)
         if tile.is_dot:
-            mixed = norm_and_shift(x, weights.norm, weights.factors, layer.time_input, batch)
+            mixed = norm_and_shift(Stream(x), weights.norm, weights.factors, layer.time_input, batch)
             multiply_parts(mixed, few.matrices, few.scales, sizes, few.ranks, tile, products)
         else:
             rows = MixedRows(x, weights.norm, weights.factors, layer.time_input, batch, normed)
@@ -400,33 +417,33 @@ class FewRowsRecurrentOps(TritonRecurrentOps):
         )
         if not tile.is_dot:
             batch.derived[SetAside] = SetAside(layer.channel_input, before)
-        return out, value
+        return self.add_product(x, out, weights.out), value
 
     def mix_channels(
-        self, x: Tensor, weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
+        self, stream: Stream[Tensor], weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
         kept_rows: Tensor | None,
-    ) -> Tensor:
-        aside = batch.derived.pop(SetAside, None)
+    ) -> Stream[Tensor]:
+        x, aside = self.total(stream), batch.derived.pop(SetAside, None)
         packed = weights.key.get()
         key, scales = packed.matrix, packed.scales
         if kept_rows is not None or not self.is_few(x, batch) or not self.are_plain(x, [key], scales):
-            return super().mix_channels(x, weights, batch, layer, kept_rows)
+            return super().mix_channels(Stream(x), weights, batch, layer, kept_rows)
         (num_rows, width), sizes, ranks = x.shape, [len(key)], dict.fromkeys(RANK_NAMES, 0)
         hidden = torch.empty((num_rows, len(key)), dtype=self.ops.torch_dtype, device=x.device)
         tile = self.mix_tile or choose_mix_tile(num_rows, len(key), width, hidden.element_size(), x.device)
         if tile.is_dot:
-            mixed = norm_and_shift(x, weights.norm, weights.factor, layer.channel_input, batch)
+            mixed = norm_and_shift(Stream(x), weights.norm, weights.factor, layer.channel_input, batch)
             multiply_parts(mixed, [key], scales, sizes, ranks, tile, hidden)
         elif isinstance(aside, SetAside) and aside.inputs is layer.channel_input:
             rows = MixedRows(x, weights.norm, weights.factor, aside.rows, batch, layer.channel_input)
             mix_rows(rows, [key], scales, sizes, ranks, tile, hidden)
         else:
-            return super().mix_channels(x, weights, batch, layer, kept_rows)
-        return self.ops.linear(hidden, weights.value, residual=x)
+            return super().mix_channels(Stream(x), weights, batch, layer, kept_rows)
+        return self.add_product(x, hidden, weights.value)
 
     def is_few(self, x: Tensor, batch: RecurrentBatch[Tensor]) -> bool:
         """Whether a step has nothing but a few decodes."""
-        return batch.num_decodes == batch.num_sequences and 0 < batch.num_decodes <= len(x) <= MAX_ROWS
+        return batch.num_decodes == batch.num_sequences and 0 < batch.num_decodes <= len(x) <= self.few_rows
 
     def are_plain(self, x: Tensor, matrices: list[Tensor], scales: Tensor | None = None) -> bool:
         """Whether rows and weights lie as kernels read them; x may be float32 beside weights of the compute type."""
@@ -463,31 +480,36 @@ def mix_rows(
 
 
 def norm_and_shift(
-    x: Tensor, norm: NormWeights[Tensor], factors: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor]
+    stream: Stream[Tensor], norm: NormWeights[Tensor], factors: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor]
 ) -> Tensor:
-    """`layer_norm` and `shift` of decodes: (factors, rows, width), in the type of the inputs in slots."""
+    """`layer_norm` and `shift` of decodes: (factors, rows, width), in the type of the inputs in slots.
+
+    Shares of the stream end in its sums.
+    """
+    x, shares = stream.sums, stream.shares
     num_rows, width = x.shape
     num_factors, columns = factors.numel() // width, next_power_of_2(width)
     out = torch.empty((num_factors, num_rows, width), dtype=inputs.dtype, device=x.device)
     norm_shift_kernel[(num_rows,)](
-        x, norm.weight, norm.bias, factors, inputs, batch.previous, batch.targets, out, norm.eps, x.stride(0), inputs.stride(0),
-        num_rows, width=width, columns=columns, num_factors=num_factors, num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)),
-        **early_start(x.device),
+        x, x if shares is None else shares, norm.weight, norm.bias, factors, inputs, batch.previous, batch.targets, out,
+        norm.eps, x.stride(0), inputs.stride(0), num_rows, width=width, columns=columns,
+        num_shares=0 if shares is None else len(shares), num_factors=num_factors,
+        num_warps=max(1, min(16, columns // COLUMNS_PER_WARP)), **early_start(x.device),
     )
     return out
 
 
 def multiply_parts(
     mixed: Tensor, matrices: list[Tensor], scales: Tensor | None, sizes: list[int], ranks: dict[str, int], tile: LinearTile,
-    out: Tensor, *, is_narrow: bool = False,
+    out: Tensor, *, is_many: bool = False, is_narrow: bool = False,
 ) -> None:
-    """The second half of `mix_rows`. is_narrow: of the narrow parts alone."""
+    """The second half of `mix_rows`. is_many: in tiles of many rows. is_narrow: of the narrow parts alone."""
     _, num_rows, width = mixed.shape
-    rows = max(8, next_power_of_2(num_rows)) if num_rows <= MAX_ROWS else PART_ROWS
+    rows = PART_ROWS if is_many else max(8, next_power_of_2(num_rows))
     num_tiles = sum(cdiv(size, tile.outputs) for size in sizes[3 if is_narrow else 0 :])
     multiply_parts_kernel[(num_tiles, cdiv(num_rows, rows))](
         mixed, out, *fill_up(matrices), scales, num_rows, width=width, rows=rows, outputs=tile.outputs, columns=tile.columns,
-        parts=1 if rows == PART_ROWS else tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow,
+        parts=1 if is_many else tile.num_warps, num_outputs=sizes[0], is_time=len(sizes) > 1, is_narrow=is_narrow,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **ranks, **early_start(mixed.device),
     )
 

@@ -5,7 +5,8 @@ adds up at the end. It can normalise the rows on the way: the scale of a row is 
 is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
 `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
 is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
-`gate_tiles_kernel` is for any number of rows with a gate, which it applies to sums that are not rounded before.
+`multiply_shares_kernel` is for as few outputs of many columns: programs have a share of these each, and who reads the result
+adds up. `gate_tiles_kernel` is for any number of rows with a gate, which it applies to sums that are not rounded before.
 
 Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. Weights may
 be int8, with a scale for each output, which is applied to the finished sum; without, scales are None and nothing is compiled
@@ -276,25 +277,66 @@ def multiply_tiles_kernel(
 
 
 @triton.jit
-def fetch_rows(lines, width: tl.constexpr, is_early: tl.constexpr):
-    """lines: addresses of rows of weights, (rows, 1), that a program is going to read."""
+def fetch_rows(lines, width, most: tl.constexpr, is_early: tl.constexpr):
+    """lines: addresses of rows of weights, (rows, 1), of which a program is going to read some columns, at most so many."""
     step: tl.constexpr = 1024 // lines.dtype.element_ty.primitive_bitwidth
-    place = tl.arange(0, triton.next_power_of_2((width + step - 1) // step)) * step
+    place = tl.arange(0, triton.next_power_of_2((most + step - 1) // step)) * step
     fetch_early(lines + tl.minimum(place, width - 1)[None, :], is_early)
 
 
 @triton.jit
+def load_batch(x, x_stride, row, place, num_rows, width: tl.constexpr):
+    """Columns of some rows, zeros past the last: were they the last again, all programs would ask for it at once."""
+    is_inside = (row < num_rows)[:, None] & (place < width)[None, :]
+    return tl.load(x + row[:, None] * x_stride + place[None, :], mask=is_inside, other=0.0)
+
+
+@triton.jit
 def multiply_rows(
-    x, x_stride, row, weight, lines, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr
+    x, x_stride, row, num_rows, weight, lines, first, width: tl.constexpr, span: tl.constexpr, rows: tl.constexpr,
+    outputs: tl.constexpr, columns: tl.constexpr,
 ):
-    """Rows of x times lines of weights, on tensor cores that all warps share: (rows, outputs)."""
-    piece = tl.arange(0, columns)
+    """Rows of x times lines of weights over a span of columns, on tensor cores that all warps share: (rows, outputs)."""
+    piece = first + tl.arange(0, columns)
     y = tl.zeros((rows, outputs), tl.float32)
-    for start in range(0, width, columns):
-        values = load_piece(x + row[:, None] * x_stride, start + piece[None, :], width, columns)
-        tile = load_piece(weight + lines[None, :] * width, start + piece[:, None], width, columns)
+    for start in range(0, span, columns):
+        values = load_batch(x, x_stride, row, start + piece, num_rows, width)
+        place = (start + piece)[:, None]
+        if width % span == 0 and span % columns == 0:
+            tile = tl.load(weight + lines[None, :] * width + place)
+        else:
+            tile = tl.load(weight + lines[None, :] * width + place, mask=place < width, other=0.0)
         y = tl.dot(values, tile.to(values.dtype), y, input_precision="ieee")
     return y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_shares_kernel(
+    x, weight, scales, out, num_rows, num_outputs, x_stride, width: tl.constexpr, span: tl.constexpr, rows: tl.constexpr,
+    outputs: tl.constexpr, columns: tl.constexpr, is_early: tl.constexpr,
+):
+    """out: (shares, rows, outputs) float32, of a span of columns each, which add up to the product."""
+    own = tl.program_id(0) * outputs + tl.arange(0, outputs)
+    lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
+    share = tl.program_id(1)
+    fetch_rows(weight + lines[:, None] * width + share * span, tl.minimum(span, width - share * span), span, is_early)
+    row = tl.program_id(2) * rows + tl.arange(0, rows)
+    follow(is_early)
+    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, share * span, width, span, rows, outputs, columns)
+    if scales is not None:
+        y *= tl.load(scales + lines)[None, :]
+    target = (share * num_rows + row)[:, None] * num_outputs + own[None, :]
+    tl.store(out + target, y, mask=(row < num_rows)[:, None] & (own < num_outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def add_shares_kernel(sums, shares, out, size, num_shares: tl.constexpr, block: tl.constexpr):
+    """What `multiply_shares_kernel` has left, where nothing else adds it up."""
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    wide = tl.load(sums + place, mask=place < size, other=0.0).to(tl.float32)
+    for share in tl.static_range(num_shares):
+        wide += tl.load(shares + share * size + place, mask=place < size, other=0.0)
+    tl.store(out + place, wide.to(out.dtype.element_ty), mask=place < size)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -305,14 +347,13 @@ def add_rows_kernel(
     """total += x @ weight.T, in tiles of some rows and outputs."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
-    fetch_rows(weight + lines[:, None] * width, width, is_early)
-    own_rows = tl.program_id(1) * rows + tl.arange(0, rows)
-    row = tl.minimum(own_rows, num_rows - 1)
-    place = own_rows[:, None] * total_stride + own[None, :]
-    is_inside = (own_rows < num_rows)[:, None] & (own < num_outputs)[None, :]
+    fetch_rows(weight + lines[:, None] * width, width, width, is_early)
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    place = row[:, None] * total_stride + own[None, :]
+    is_inside = (row < num_rows)[:, None] & (own < num_outputs)[None, :]
     follow(is_early)
     added = tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
-    y = multiply_rows(x, x_stride, row, weight, lines, width, rows, outputs, columns)
+    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, 0, width, width, rows, outputs, columns)
     if scales is not None:
         y *= tl.load(scales + lines)[None, :]
     tl.store(total + place, (y + added).to(total.dtype.element_ty), mask=is_inside)

@@ -9,6 +9,7 @@ import torch
 
 MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
+MIN_SHARES_WIDTH = 2048  # of a product whose shares are added up later
 MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
 DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
@@ -43,6 +44,18 @@ class AddTile:
     rows: int
     outputs: int
     columns: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ShareTile:
+    """How a product of a batch of rows is cut whose shares are added up later."""
+
+    rows: int
+    outputs: int
+    span: int  # columns of a share
+    columns: int  # read at a time
     num_warps: int
     num_stages: int
 
@@ -96,6 +109,16 @@ def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes
     rows, outputs, stage_columns = (64, 16, 256) if is_wide else (32, 16, 512)
     num_stages = most_bytes // ((rows + outputs) * stage_columns)
     return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
+
+
+def share_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> ShareTile | None:
+    """Shares of a product of many columns, so that it has as many programs as a card has processors; None: not worth it."""
+    num_outputs, width = weight.shape
+    if num_rows > MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width < MIN_SHARES_WIDTH:
+        return None
+    outputs, span, columns = 64, 512, 256 // element_bytes
+    num_stages = most_bytes // ((64 + outputs) * columns * element_bytes)
+    return ShareTile(64, outputs, span, columns, 4, max(1, min(5, num_stages)))
 
 
 def gate_tile(num_rows: int, weight: torch.Tensor, most_bytes: int) -> GateTile | None:

@@ -185,6 +185,11 @@ def mix_decodes_kernel(
     own_removal = tl.load(removal + first + columns)
     own_replacement = tl.load(replacement + first + columns)
     own_bonus = tl.load(bonus + first + columns)
+    scales = ()
+    shifts = ()
+    for start in tl.static_range(0, dim, height):
+        scales = append(scales, tl.load(norm + first + start + lines))
+        shifts = append(shifts, tl.load(norm_bias + first + start + lines))
     follow(is_early)
     row = sequence.to(tl.int64) * width + first
     own = tl.load(receptance + row + columns).to(tl.float32)
@@ -192,6 +197,7 @@ def mix_decodes_kernel(
     own_rate = tl.load(rate + row + columns).to(tl.float32)
     own_key = tl.load(key + row + columns).to(tl.float32)
     values = ()
+    gates = ()
     for start in tl.static_range(0, dim, height):
         place = row + start + lines
         own_value = tl.load(value + place).to(tl.float32)
@@ -199,6 +205,7 @@ def mix_decodes_kernel(
             share = sigmoid(tl.load(value_mix + place).to(tl.float32))
             own_value += (tl.load(first_value + place).to(tl.float32) - own_value) * share
         values = append(values, own_value)
+        gates = append(gates, tl.load(gate + place).to(tl.float32))
     log_decay, own_key, removed, added = prepare_heads(own_decay, own_rate, own_key, own_removal, own_replacement, 0)
     kept = tl.exp(log_decay)
     extra = tl.sum(own * own_key * own_bonus, 0)
@@ -217,10 +224,8 @@ def mix_decodes_kernel(
         squares += tl.sum(centred * centred, 0)
     scale = tl.rsqrt(squares / dim + eps)
     for piece in tl.static_range(0, dim // height):
-        place = first + piece * height + lines
-        y = (results[piece] - total / dim) * scale * tl.load(norm + place) + tl.load(norm_bias + place) + extra * values[piece]
-        place = row + piece * height + lines
-        tl.store(out + place, (y * tl.load(gate + place).to(tl.float32)).to(out.dtype.element_ty))
+        y = (results[piece] - total / dim) * scale * scales[piece] + shifts[piece] + extra * values[piece]
+        tl.store(out + row + piece * height + lines, (y * gates[piece]).to(out.dtype.element_ty))
 
 
 @triton.jit

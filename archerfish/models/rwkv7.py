@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Generic, Literal
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Ops, T
+from archerfish.kernels.ops import T
 from archerfish.kernels.recurrent import (
     ChannelWeights,
     HeadWeights,
@@ -23,6 +23,7 @@ from archerfish.kernels.recurrent import (
     RecurrentOps,
     StateLayer,
     StateShape,
+    Stream,
     TimeWeights,
 )
 from archerfish.layers.encoder import LayerNorm
@@ -52,11 +53,11 @@ class Rwkv7Model(RecurrentAdapter[T]):
         self.head = weights.linear("lm_head", vocab_size, shape.width, bias=False)
 
     def forward(self, batch: RecurrentBatch[T], layers: Sequence[StateLayer[T]]) -> T:
-        x, first_value = self.ops.lookup(self.embedding, batch.token_ids), None
+        stream, first_value = Stream(self.ops.lookup(self.embedding, batch.token_ids)), None
         last = self.blocks[-1]
         for block, layer in zip(self.blocks, layers, strict=True):
-            x, first_value = block(x, first_value, batch, layer, batch.kept_rows if block is last else None)
-        return self.norm(x)
+            stream, first_value = block(stream, first_value, batch, layer, batch.kept_rows if block is last else None)
+        return self.norm(self.recurrent.total(stream))
 
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head)
@@ -80,11 +81,11 @@ class Rwkv7Block(Generic[T]):
         self.channel_mix = ChannelMix(weights.scope("ffn"), channel_norm, width, feed_forward)
 
     def __call__(
-        self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
-    ) -> tuple[T, T]:
+        self, stream: Stream[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
+    ) -> tuple[Stream[T], T]:
         """kept_rows: all that is wanted of the result, where only the states of the others matter."""
-        x, first_value = self.time_mix(x, first_value, batch, layer)
-        return self.channel_mix(x, batch, layer, kept_rows), first_value
+        stream, first_value = self.time_mix(stream, first_value, batch, layer)
+        return self.channel_mix(stream, batch, layer, kept_rows), first_value
 
 
 def norm_weights(weights: Weights[T], name: str, width: int, eps: float) -> NormWeights[T]:
@@ -103,13 +104,12 @@ def low_rank(
 class TimeMix(Generic[T]):
     def __init__(self, weights: Weights[T], input_norm: NormWeights[T], config: Config, shape: StateShape, layer: int) -> None:
         width = shape.width
-        self.ops: Ops[T] = weights.ops
         self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
-        factors = self.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES])
-        receptance, key, value, self.out = (weights.linear(f"{name}_proj", width, width, bias=False) for name in "rkvo")
+        factors = weights.ops.concat([weights.vector(f"x_{name}", width) for name in MIXES])
+        receptance, key, value, out = (weights.linear(f"{name}_proj", width, width, bias=False) for name in "rkvo")
         ranks = {name: config.integer(RANKS[name]) for name in ("wavg" if layer else "wag")}
         self.weights = TimeWeights(
-            norm=input_norm, factors=factors, receptance=receptance, key=key, value=value,
+            norm=input_norm, factors=factors, receptance=receptance, key=key, value=value, out=out,
             decay=low_rank(weights.scope("w_lora"), width, ranks["w"], activation="tanh"),
             rate=low_rank(weights.scope("a_lora"), width, ranks["a"]),
             gate=low_rank(weights.scope("g_lora"), width, ranks["g"], activation="sigmoid", bias=False),
@@ -121,10 +121,12 @@ class TimeMix(Generic[T]):
             ),
         )
 
-    def __call__(self, x: T, first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]) -> tuple[T, T]:
-        """Added to x; and the first layer's values, which later layers mix into theirs."""
-        mixed, value = self.recurrent.mix_time(x, self.weights, first_value, batch, layer)
-        return self.ops.linear(mixed, self.out, residual=x), value if first_value is None else first_value
+    def __call__(
+        self, stream: Stream[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
+    ) -> tuple[Stream[T], T]:
+        """Added to the stream; and the first layer's values, which later layers mix into theirs."""
+        stream, value = self.recurrent.mix_time(stream, self.weights, first_value, batch, layer)
+        return stream, value if first_value is None else first_value
 
 
 class ChannelMix(Generic[T]):
@@ -135,5 +137,7 @@ class ChannelMix(Generic[T]):
             value=weights.linear("value", width, feed_forward, bias=False),
         )
 
-    def __call__(self, x: T, batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None) -> T:
-        return self.recurrent.mix_channels(x, self.weights, batch, layer, kept_rows)
+    def __call__(
+        self, stream: Stream[T], batch: RecurrentBatch[T], layer: StateLayer[T], kept_rows: T | None
+    ) -> Stream[T]:
+        return self.recurrent.mix_channels(stream, self.weights, batch, layer, kept_rows)

@@ -93,7 +93,9 @@ for half in ("bf16", "fp16"):
     for is_time in (False, True):
         mix = {"columns": 1024, "rows": 2, "outputs": 4, "num_outputs": 576, "is_time": is_time, **ranks}
         build(mix_rows_kernel, {"width": 576, "is_early": True, **mix}, {"x": "fp32"}, half, 4)
-    build(norm_shift_kernel, {"width": 576, "columns": 1024, "num_factors": 6, "is_early": True}, {"x": "fp32"}, half)
+    for num_shares in (0, 8):
+        shift = {"width": 576, "columns": 1024, "num_shares": num_shares, "num_factors": 6, "is_early": True}
+        build(norm_shift_kernel, shift, {"x": "fp32", "shares": "fp32"}, half)
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,15 @@ from archerfish.kernels import triton_linear  # isort: skip (triton must be told
 from archerfish.kernels.ops import PackedWeight  # isort: skip
 from archerfish.kernels.quant import quantize_rows  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import MAX_ADDED_ROWS, SHARED_BYTES, AddTile, add_tile  # isort: skip
+from archerfish.kernels.triton_tiles import (  # isort: skip
+    MAX_ADDED_ROWS,
+    MIN_SHARES_WIDTH,
+    SHARED_BYTES,
+    AddTile,
+    ShareTile,
+    add_tile,
+    share_tile,
+)
 
 pytestmark = untraced
 Tensor = torch.Tensor
@@ -50,6 +60,43 @@ def test_int8_weights_have_scales() -> None:
     x, total = random(20, 256, dtype="float32"), random(20, 40, dtype="float32")
     expected = total + x @ (matrix.float() * scales[:, None]).t()
     torch.testing.assert_close(added(total, x, PackedWeight(matrix, None, scales)), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [300, 1100, 2048])  # of a share, of some and a part of one, and of whole ones
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_shares_add_up(num_rows: int, width: int, dtype: str) -> None:
+    num_outputs = 72
+    weight, x = random(num_outputs, width, dtype=dtype) * width**-0.5, random(num_rows, width + 8, dtype=dtype)[:, :width]
+    tile = replace(shared(num_rows, weight), span=512)
+    shares = triton_linear.multiply_shares(x, PackedWeight(weight), tile)
+    assert shares.shape == (-(-width // 512), num_rows, num_outputs)
+    expected = x.float() @ weight.float().t()
+    torch.testing.assert_close(shares.sum(0), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for type_of_sums in {dtype, "float32"}:
+        sums = random(num_rows, num_outputs, dtype=type_of_sums)
+        found = triton_linear.add_shares(sums, shares)
+        assert found.dtype == sums.dtype
+        torch.testing.assert_close(found.float(), sums.float() + expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def shared(num_rows: int, weight: Tensor, most_bytes: int = SHARED_BYTES) -> ShareTile:
+    wide = torch.empty(weight.shape[0], MIN_SHARES_WIDTH, device="meta")
+    tile = share_tile(num_rows, wide, weight.element_size(), most_bytes)
+    assert tile is not None and tile.span % tile.columns == 0
+    return tile
+
+
+def test_shares_of_int8_weights_have_scales() -> None:
+    matrix, scales = quantize_rows([random(40, 700, dtype="float32")], DEVICE)
+    x = random(20, 700, dtype="float32")
+    found = triton_linear.multiply_shares(x, PackedWeight(matrix, None, scales), shared(20, x))
+    torch.testing.assert_close(found.sum(0), x @ (matrix.float() * scales[:, None]).t(), atol=1e-3, rtol=1e-3)
+
+
+def test_products_that_are_not_cut_into_shares() -> None:
+    for num_rows, shape in [(MAX_ADDED_ROWS + 1, (64, 4096)), (64, (4096, 4096)), (64, (64, MIN_SHARES_WIDTH - 1))]:
+        assert share_tile(num_rows, torch.empty(shape, device="meta"), 2, SHARED_BYTES) is None
 
 
 def test_more_rows_or_outputs_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

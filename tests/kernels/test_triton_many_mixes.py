@@ -12,9 +12,9 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.reference import TorchOps  # isort: skip (triton must interpret)
 from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
-from archerfish.kernels.triton_mixes import PART_ROWS  # isort: skip
+from archerfish.kernels.triton_mixes import FEW_ROWS, PART_ROWS  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES  # isort: skip
+from archerfish.kernels.triton_tiles import SHARED_BYTES  # isort: skip
 from tests.models.recurring import use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
@@ -28,7 +28,7 @@ def many(model: Model, num_rows: int, num_real: int, parts_rows: int) -> Decodes
 
 
 @pytest.mark.parametrize(
-    ("name", "num_real", "parts_rows"), [("tiny", 15, 64), ("tiny", 17, 8), ("odd", 17, 64), ("odd", 17, 8)]
+    ("name", "num_real", "parts_rows"), [("tiny", 7, 64), ("tiny", 9, 8), ("odd", 9, 64), ("odd", 9, 8)]
 )
 def test_logits_and_states_are_those_of_the_reference(
     name: str, num_real: int, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
@@ -37,9 +37,32 @@ def test_logits_and_states_are_those_of_the_reference(
         raise AssertionError("left to operations for all steps")
 
     monkeypatch.setattr(DecodingRecurrentOps, "shift", refuse)
-    num_rows = MAX_ROWS + 1
+    num_rows = FEW_ROWS + 1
     reference = Decodes(TorchOps(DEVICE), models[name], num_rows, num_real)
     check(many(models[name], num_rows, num_real, parts_rows), reference, BOUNDED)
+
+
+@pytest.mark.parametrize(("name", "parts_rows"), [("odd", 64), ("wide", 64), ("tiny", 8)])
+def test_shares_of_a_last_product_end_in_the_stream(
+    name: str, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """Between layers, where the next norm adds them, and behind the last one."""
+    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
+    shapes: list[tuple[int, ...]] = []
+    add_product = DecodingRecurrentOps.add_product
+
+    def noted(self: DecodingRecurrentOps, *args: Any) -> Any:
+        stream = add_product(self, *args)
+        shapes.append(() if stream.shares is None else tuple(stream.shares.shape))
+        return stream
+
+    monkeypatch.setattr(DecodingRecurrentOps, "add_product", noted)
+    num_rows, (config, _) = FEW_ROWS + 3, models[name]
+    reference = Decodes(TorchOps(DEVICE), models[name], num_rows, num_rows)
+    check(many(models[name], num_rows, num_rows, parts_rows), reference, BOUNDED)
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    expected = [(-(-size // 512), num_rows, width) if size >= 150 else () for size in (width, hidden)]
+    assert shapes == expected * config["num_hidden_layers"]
 
 
 def test_stages_of_a_tile_fit() -> None:
