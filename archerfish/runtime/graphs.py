@@ -6,6 +6,7 @@ tokens stay on the device from step to step, and so do the block lists of models
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from archerfish.sequence import Plan, Sequence
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))
 SIZE_STEP = 64  # between larger ones
+COMPILING_S = 5.0  # that recording takes no less than with kernels to compile, and far less without
 NUM_BUFFERS = 4  # more than the steps that are open at once
 
 
@@ -67,11 +69,17 @@ class DecodeGraphs(Generic[T]):
         self._members = b""
 
     def warm_up(self) -> None:
-        """Record all batches that share nothing and draw from all tokens, the largest first, whose memory the others use after
-        it, and one of each other kind, so that its kernels are compiled."""
+        """Record batches that share nothing and draw from all tokens, the largest first, whose memory the others use after it,
+        and one of each other kind. The sizes between powers of two follow at once where kernels had to be compiled, which
+        nobody should wait for later, and else when they are used or in idle time."""
+        began = time.perf_counter()
         plain, *others = self._wanted()
-        for kind in plain + [kinds[0] for kinds in others if kinds]:
+        early = [kind for kind in plain if kind.size & (kind.size - 1) == 0 or kind is plain[0]]
+        for kind in early + [kinds[0] for kinds in others if kinds]:
             self._record(kind)
+        if time.perf_counter() - began > COMPILING_S:
+            for kind in plain:
+                self._recorded.get(kind) or self._record(kind)
 
     def record_next(self) -> bool:
         """Record one more batch, in time that nobody needs; False: all are recorded."""

@@ -46,7 +46,13 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _give_back() -> Iterator[None]:
+    """What tests before this one have left in torch's hands would be room that the card does not show."""
+    free_unused()
     yield
+    free_unused()
+
+
+def free_unused() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -221,6 +221,18 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
         assert [one.token_ids for one in again] == [one.token_ids for one in expected]
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_start_records_every_size_only_where_kernels_are_compiled(
+    compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+    monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
+    with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=40) as engine:
+        assert engine.runner._graphs is not None
+        found = {kind.size for kind in engine.runner._graphs._recorded if kind == Kind(kind.size)}
+    assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
+
+
 def test_steps_are_told_apart_by_whether_a_row_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
