@@ -47,11 +47,11 @@ class StateRoutes:
         self.router = APIRouter()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Response]]] = {
             "/v1/models": self.models, "/v1/models/{model_id:path}": self.model, "/health": self.health, "/ready": self.ready,
-            "/stats": self.stats, "/metrics": self.metrics,
+            "/stats": self.stats, "/metrics": self.metrics, "/": self.index,
         }
         for path, handler in handlers.items():
-            self.router.get(path, response_model=None)(handler)
-        self.router.get("/", include_in_schema=False, response_model=None)(self.index)
+            self.router.get(path, include_in_schema=path != "/", response_model=None)(handler)
+            self.router.head(path, include_in_schema=False, response_model=None)(handler)  # the server leaves out the body
 
     async def models(self) -> Response:
         """The models that are served."""

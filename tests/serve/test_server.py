@@ -93,6 +93,23 @@ def test_a_chunked_body_over_the_limit_is_refused() -> None:
         connection.close()
 
 
+def test_head_is_answered_as_get_without_a_body() -> None:
+    with words_server() as (host, port):
+        connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
+        for path in ("/", "/health", "/ready", "/metrics", "/stats", "/v1/models", f"/v1/models/{WORDS}", "/openapi.json"):
+            found = []
+            for method in ("GET", "HEAD"):
+                connection.request(method, path)
+                answer = connection.getresponse()
+                found.append((answer.status, answer.getheader("content-type"), bool(answer.read())))
+            status, kind, _ = found[0]
+            assert found == [(200, kind, True), (200, kind, False)], (path, status)
+        connection.request("HEAD", "/v1/models/nobody")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (404, b"")
+        connection.close()
+
+
 SCRIPT = """
 import threading
 from archerfish.config import ServeConfig
