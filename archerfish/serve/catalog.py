@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from starlette.requests import Request
 
-from archerfish.errors import did_you_mean
 from archerfish.serve.client import Backend
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
-from archerfish.serve.host_config import names_of
+from archerfish.serve.host_config import hint_for, names_of
 from archerfish.serve.wire import Query, Report
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
@@ -88,8 +87,8 @@ class Catalog:
             if is_last or self._clock() - self._asked_at < REFRESH_S:
                 break
             await self.refresh()
-        names = [known for card in await self.cards() for known in card.names]
-        raise UnservedModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, names))
+        hint = hint_for(name, [card.id for card in await self.cards()])
+        raise UnservedModelError(f"The model {name!r} is not served here.", hint=hint)
 
     async def find(self, name: str | None, *kinds: Kind) -> ModelCard:
         """The model that a request names, if of one of these kinds; without a name, the first of the first kind there is."""

@@ -11,7 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from archerfish.config import EmbedConfig, EngineConfig
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidOptionError, did_you_mean, nearest
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
 
@@ -20,6 +20,14 @@ def names_of(name: str, aliases: Iterable[str]) -> list[str]:
     """Under which a request may call for a model: its own name, aliases, and the last part of each."""
     found = [name, *aliases]
     return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
+
+
+def hint_for(name: str, listed: Iterable[str]) -> str:
+    """For who names none of the models that are listed. Their other names may be paths of this machine, and are not told."""
+    own = list(listed)
+    last = {one.rsplit("/", 1)[-1]: one for one in own}
+    close = nearest(name, [*own, *last])
+    return did_you_mean(last.get(close[0], close[0]) if close else name, own)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

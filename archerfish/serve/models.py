@@ -17,12 +17,12 @@ from archerfish.background import in_background
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError, did_you_mean
+from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
 from archerfish.serve.admission import BusyError
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, ReadingGate
-from archerfish.serve.host_config import Kind, ModelSpec, names_of
+from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import Encoder, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
@@ -108,8 +108,8 @@ class Shelf:
         if name:
             found = [slot for slot in self.slots if name in slot.names]
             if not found:
-                known = [known for slot in self.slots for known in slot.names]
-                raise UnknownModelError(f"The model {name!r} is not served here.", hint=did_you_mean(name, known))
+                hint = hint_for(name, [slot.name for slot in self.slots])
+                raise UnknownModelError(f"The model {name!r} is not served here.", hint=hint)
             return min(found, key=lambda slot: slot.names.index(name))  # a model's own name comes before others' short ones
         for kind in kinds:
             of_kind = [slot for slot in self.slots if slot.kind == kind]

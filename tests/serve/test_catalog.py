@@ -68,6 +68,18 @@ def test_models_are_found_by_all_their_names() -> None:
     asyncio.run(main())
 
 
+def test_who_names_no_model_that_there_is_hears_of_those_that_are_listed_and_of_no_other_names() -> None:
+    async def main() -> None:
+        cards = [WRITER, {**VECTORS, "aliases": ["/home/ann/.cache/lab-vectors-float32-1a2b"]}]
+        with pytest.raises(UnservedModelError) as caught:
+            await Catalog(Models(*cards)).named("gpt-4")
+        assert caught.value.hint == "Known: lab/vectors, lab/writer."
+        with pytest.raises(UnservedModelError, match=r"Did you mean 'lab/writer'\?"):
+            await Catalog(Models(*cards)).named("writr")
+
+    asyncio.run(main())
+
+
 def test_without_a_name_the_first_of_the_first_kind_is_meant() -> None:
     async def main() -> None:
         catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))

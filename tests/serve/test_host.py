@@ -357,11 +357,13 @@ def test_bad_requests_are_told_whose_fault_it_is(tmp_path: Path, message: Any, s
 def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
+    host.shelf.slots[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
 
     async def test(client: AsyncClient) -> None:
         error = await failure(client, Embed(request_id="", model="wrods", texts=["a"]))
         assert (error.code, error.param) == ("model_not_found", "model")
         assert "'words'" in error.hint
+        assert (await failure(client, Embed(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
 
     talk(host, test)
 

@@ -251,7 +251,7 @@ def test_what_others_have_is_refused_by_name(name: str) -> None:
 def test_models_lengths_and_models_that_do_not_write() -> None:
     error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "writr"}))
     assert error["code"] == "model_not_found"
-    assert "'writer'" in error["message"]
+    assert "'lab/writer'" in error["message"]
     assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "vectors"}))["param"] == "model"
     error = error_of(post(FakeBackend(max_length=20), CHAT, {"messages": HI}))
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
