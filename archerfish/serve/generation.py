@@ -14,13 +14,13 @@ import msgspec
 from starlette.requests import Request
 
 from archerfish.engine.output_text import OutputText
-from archerfish.engine.request_options import check_option_values
+from archerfish.engine.request_options import check_option_values, check_vocabulary
 from archerfish.engine.tool_calls import ToolPiece
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.sequence import FinishReason
 from archerfish.sequence import Request as TokenRequest
-from archerfish.serve.catalog import Catalog
+from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.presence import unless_gone
@@ -32,6 +32,7 @@ from archerfish.serve.wire import Chunk, Generate, Generated
 
 T = TypeVar("T")
 Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest
+UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
 USUAL = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
 
 
@@ -345,17 +346,38 @@ def size_of(message: Chunk | Generated) -> int:
     return 0 if isinstance(message, Chunk) else sum(len(output.token_ids) for output in message.outputs)
 
 
-def checked_params(values: dict[str, Any], names: dict[str, str] | None = None) -> SamplingParams:
-    """SamplingParams of what a body states (None: left out); an error names the body's parameter, by `names` if it differs."""
+def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str] | None = None) -> SamplingParams:
+    """SamplingParams of what a body states (None: left out) for a model.
+
+    An error names the body's parameter, by `names` if it differs. max_tokens may be more than a prompt leaves room for, where
+    the answer ends with the context; it may not be more than the model takes of prompt and answer together.
+    """
+    named = names or {}
     try:
         params = SamplingParams.of(values)
-        msgspec.msgpack.encode(values)
+        if card.vocab_size:
+            check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
         stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
-        raise blamed(error, (names or {}).get(stated, stated)) if stated else error from None
-    except (OverflowError, UnicodeEncodeError, RecursionError, TypeError) as error:
-        raise InvalidInputError(f"A value of this request cannot be passed on: {error}.") from None
+        raise blamed(error, named.get(stated, stated)) if stated else error from None
+    if params.max_tokens is not None and params.max_tokens > card.max_length:
+        shown = named.get("max_tokens", "max_tokens")
+        limit = f"this model takes {card.max_length:,} tokens, prompt and answer together"
+        raise InvalidParameterError(f"{shown} is {params.max_tokens:,}; {limit}.", shown)
+    check_can_be_sent(values, named)
     return params
+
+
+def check_can_be_sent(values: dict[str, Any], names: dict[str, str]) -> None:
+    """Numbers and texts may be ones that the engine process cannot be told."""
+    try:
+        msgspec.msgpack.encode(values)
+    except UNSENDABLE as error:
+        if len(values) > 1:
+            for name, value in values.items():
+                check_can_be_sent({name: value}, names)
+        shown = names.get(next(iter(values)), next(iter(values)))
+        raise InvalidParameterError(f"{shown} cannot be passed on: {error}.", shown) from None
 
 
 def checked_order(order: Order) -> Order:

@@ -191,8 +191,8 @@ class MessagesRoutes:
 
     async def count_tokens(self, request: Request, body: CountBody) -> Response:
         """How many tokens a conversation has."""
-        checked_params(body.sampling())
         text = await self.service.model(body.model)
+        checked_params(body.sampling(), text.card)
         messages, opening = conversation(body)
         options = {"tools": body.tools} if body.check_tools() != "none" else {}
         taken = await charge(self.service.catalog, request, chat_size(messages, options))

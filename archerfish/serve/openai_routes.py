@@ -69,7 +69,7 @@ class OpenAIRoutes:
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
-        params = checked_params(body.sampling())
+        params = checked_params(body.sampling(), text.card)
         orders: list[Order] = []
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
@@ -79,6 +79,7 @@ class OpenAIRoutes:
                 token_ids = await text.encode(prompt, "prompt", body.add_special_tokens)
             else:
                 token_ids = prompt
+                text.check_ids(token_ids, "prompt")
             text.check_length(token_ids, "prompt")
             order = Order(text, token_ids, params, None, body.priority, body.deadline_s, bool(body.stream))
             orders.append(checked_order(order))
@@ -108,7 +109,7 @@ async def chat_order(
     if choice != "none":
         options["tools"] = body.tools
         values, parser = choose_tools(text, values, options, choice, body.parallel_tool_calls)
-    params = checked_params(values, names)
+    params = checked_params(values, text.card, names)
     text.check_size(sum(len(message["content"]) for message in messages), param)
     prompt_ids = await text.encode_chat(messages, param, options)
     params = text.stopping(params)

@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 CHAT = {"messages": [{"role": "user", "content": "What does an archerfish do?"}], "max_tokens": 64}
+MOST_TOKENS = 512  # of an answer in the page's chat
 EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of model, method, path, body
     ("generation", "POST", "/v1/chat/completions", CHAT),
     ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
@@ -53,9 +54,10 @@ def page(base_url: str, models: Sequence[dict[str, Any]]) -> str:
         f"<b>{method} {path}</b><pre>{html.escape(curl(base_url, method, path, body))}</pre>\n"
         for method, path, body in examples(kinds)
     )
+    most_tokens = min([MOST_TOKENS, *(model["max_length"] for model in models if model["kind"] == "generation")])
     return template().substitute(
         models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",
-        hide_compare="" if "embedding" in kinds else "hidden",
+        hide_compare="" if "embedding" in kinds else "hidden", most_tokens=most_tokens,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from archerfish.background import Lazy
 from archerfish.engine.chat_template import ChatTemplate
+from archerfish.engine.request_options import read_token_ids
 from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.engine.tokenizer import Tokenizer
 from archerfish.engine.tool_calls import PROMPTED_STYLE
@@ -17,6 +18,7 @@ from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedMod
 from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.schemas import MAX_TOKEN_ID
 
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
@@ -100,6 +102,13 @@ class ServedText:
         least = -(-num_characters // self._opened.get()[1])
         if least >= self.card.max_length:
             raise ContextLengthError(least, self.card.max_length, param, at_least=True)
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Of a prompt that came as tokens: the model has them all."""
+        try:
+            read_token_ids(token_ids, self.card.vocab_size or MAX_TOKEN_ID)
+        except InvalidInputError as error:
+            raise blamed(error, param) from None
 
     def check_length(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:

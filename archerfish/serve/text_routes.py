@@ -119,6 +119,7 @@ class TextRoutes:
             raise InvalidParameterError("Give either prompt or messages.", "prompt")
         if isinstance(prompt, list):
             await charge(catalog, request, 0, len(prompt))
+            text.check_ids(prompt, "prompt")
             return prompt
         options = {"tools": body.tools} if body.tools else {}
         taken = await charge(catalog, request, chat_size(messages, options) if messages is not None else len(prompt or ""))

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
-from archerfish.errors import InputTooLargeError
+from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
@@ -47,7 +47,12 @@ class VectorRoutes:
         self.check_number(len(body.input), "input")
         if body.dimensions is not None and body.dimensions > card.dimension:
             raise InvalidParameterError(f"{card.id} has {card.dimension} dimensions, not {body.dimensions}.", "dimensions")
-        rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s)
+        try:
+            rows, num_tokens = await self.embed(request, card, body.input, body.deadline_s)
+        except RemoteError as error:
+            if error.code in (InvalidInputError.code, InputTooLargeError.code):
+                error.param = error.param or "input"
+            raise
         rows = shorten(rows, body.dimensions)
         items = (
             f'{{"object":"embedding","index":{index},"embedding":{embedding_json(row, body.encoding_format)}}}'

@@ -241,6 +241,7 @@ def test_a_text_that_the_engine_refuses() -> None:
         assert answer.status_code == 400
         error = error_of(answer)
         assert (error["code"], error["message"]) == ("invalid_input", "A text is unreadable.")
+        assert error["param"] == "input"
 
     with_client(test)
 

@@ -142,6 +142,7 @@ def test_if_one_of_several_prompts_fails_the_others_are_cancelled() -> None:
         ({"prompt": "a", "logprobs": 65}, "logprobs", "from 0 to 64"),
         ({"prompt": "a" * 1000}, "prompt", "maximum context length is 1,000 tokens, answer included; the prompt has 1,000."),
         ({"prompt": "a" * 9000}, "prompt", "answer included; the prompt has at least 1,000."),
+        ({"prompt": [[5], [5, 10**9]]}, "prompt", "Token id 1000000000 is outside of the vocabulary"),
         ({"prompt": "a", "n": 2, "temperature": 7000}, "temperature", "temperature must be"),
     ],
 )
@@ -194,3 +195,4 @@ def test_what_the_cache_says_is_of_the_caller() -> None:
         answer = post(FakeBackend(), "/v1/cache/explain", body, tenant="acme")
         assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}
     assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"] == "unknown_parameter"
+    assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": [10**9]}))["param"] == "prompt"

@@ -182,3 +182,22 @@ def test_unknown_parameters_are_refused(route: str) -> None:
     answer = post(FakeBackend(), route, {**BODIES[route], "tempratur": 1}, app=create_app)
     assert answer.status_code == 400
     assert "Unknown parameter 'tempratur'." in answer.json()["error"]["message"]
+
+
+LENGTHS = [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens"), (RESPONSES, "max_output_tokens"),
+           (MESSAGES, "max_tokens")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "name"), LENGTHS)
+def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, name: str) -> None:
+    """Up to the whole context it is a limit, whatever room the prompt leaves; beyond it, it is a mistake."""
+    backend = FakeBackend(max_length=1000)
+    for number in (1001, 10**12, 10**30):
+        answer = post(backend, route, {**BODIES[route], name: number}, app=create_app)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert f"{name} is {number:,}; this model takes 1,000 tokens, prompt and answer together." in error["message"]
+        assert error["type"] == "invalid_request_error" and error.get("param", name) == name
+    assert not backend.requests
+    assert post(backend, route, {**BODIES[route], name: 1000}, app=create_app).status_code == 200
+    assert backend.params()["max_tokens"] == 1000

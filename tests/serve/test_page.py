@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
-from archerfish.serve.page import EXAMPLES, curl, examples, page, template
+from archerfish.serve.page import EXAMPLES, MOST_TOKENS, curl, examples, page, template
 from archerfish.serve.tenants import Tenants
 
 from .client import LIMIT_S, PASS, WORDS, app_of, running, with_app, with_client, words_host
@@ -107,7 +107,12 @@ def test_nothing_of_the_template_stays() -> None:
     assert "$$" not in text
     assert not re.findall(r"\$(?!\{)", text)
     places = set(re.findall(r"\$(\w+)", template().template.replace("$$", "")))
-    assert places == {"models", "routes", "hide_chat", "hide_compare"}
+    assert places == {"models", "routes", "hide_chat", "hide_compare", "most_tokens"}
+
+
+def test_the_chat_asks_for_no_more_than_the_model_can_hold() -> None:
+    for max_length, asked in ((256, 256), (8192, MOST_TOKENS)):
+        assert f"max_tokens: {asked}," in page("http://here", [{**WRITER, "max_length": max_length}, VECTORS])
 
 
 def test_names_are_shown_as_they_are_written() -> None:
