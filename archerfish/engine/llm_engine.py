@@ -30,6 +30,7 @@ from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_options import (
     RUNNING_OPTIONS,
     check_option_values,
+    check_prompt_bytes,
     check_request_options,
     check_running_options,
     check_running_values,
@@ -162,9 +163,7 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
-            num_bytes = len(prompt) if prompt.isascii() else len(prompt.encode(errors="surrogatepass"))
-            if num_bytes > self.config.max_prompt_bytes:
-                raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {self.config.max_prompt_bytes:,}.")
+            check_prompt_bytes([prompt], self.config.max_prompt_bytes)
             token_ids: Sequence[int] = self.tokenizer.encode(prompt)
         elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)

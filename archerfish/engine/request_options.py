@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig
-from archerfish.errors import InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams, is_number
 from archerfish.sequence import Namespace
 
@@ -73,6 +73,13 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         highest = stage.end - 1 + max(0, stage.offset)
         if highest >= vocab_size:
             raise InvalidInputError(f"stages[{place}] reaches to token {highest}, outside of the vocabulary of {vocab_size:,}.")
+
+
+def check_prompt_bytes(texts: Iterable[str], max_bytes: int) -> None:
+    """Refuse what is too long to be tokenised. texts: those of a prompt, together."""
+    num_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="surrogatepass")) for text in texts)
+    if num_bytes > max_bytes:
+        raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {max_bytes:,}.")
 
 
 def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:

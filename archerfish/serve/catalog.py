@@ -30,11 +30,12 @@ class ModelCard:
     directory: str = ""
     aliases: tuple[str, ...] = ()
     vocab_size: int = 0
+    max_prompt_bytes: int = 0  # 0: no limit
     is_tts: bool = False  # it writes tokens of speech, and no text
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> ModelCard:
-        names = ("id", "kind", "max_length", "dimension", "directory", "vocab_size", "is_tts")
+        names = ("id", "kind", "max_length", "dimension", "directory", "vocab_size", "max_prompt_bytes", "is_tts")
         known = {name: values[name] for name in names if name in values}
         return cls(**known, aliases=tuple(values.get("aliases", ())))
 

@@ -57,7 +57,8 @@ class HostedLLM:
         return {
             "kind": self.kind, "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
             "has_tokenizer": self.engine.tokenizer is not None, "has_chat_template": self._has_chat_template(),
-            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, **memory,
+            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype,
+            "max_prompt_bytes": self.engine.config.max_prompt_bytes, **memory,
         }  # fmt: skip
 
     def _has_chat_template(self) -> bool:

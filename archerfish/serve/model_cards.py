@@ -31,9 +31,11 @@ class Description:
 def describe(spec: ModelSpec, hub: HubConfig) -> Description:
     """Read the files of a model, which are fetched and converted if they have not been; no weights are loaded."""
     if spec.kind == "generation":
-        facts = read_facts(EngineConfig(**spec.options), hub, no_progress)
+        engine = EngineConfig(**spec.options)
+        facts = read_facts(engine, hub, no_progress)
         card: dict[str, Any] = {"max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory)}
         card |= {"is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype}
+        card["max_prompt_bytes"] = engine.max_prompt_bytes
         return Description(card, num_bytes_of_writer(facts))
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)

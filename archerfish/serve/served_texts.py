@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from archerfish.background import Lazy
-from archerfish.engine.chat_template import ChatTemplate
-from archerfish.engine.request_options import read_token_ids
+from archerfish.engine.chat_template import ChatTemplate, texts_in
+from archerfish.engine.request_options import check_prompt_bytes, read_token_ids
 from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.engine.tokenizer import Tokenizer
 from archerfish.engine.tool_calls import PROMPTED_STYLE
@@ -75,6 +75,7 @@ class ServedText:
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         tokenizer = self.need_tokenizer(param)
+        self._check_bytes([text], param)
         return await aside(lambda: tokenizer.encode(text, add_special_tokens, plain=plain), len(text))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], param: str, options: dict[str, Any]) -> list[int]:
@@ -82,6 +83,7 @@ class ServedText:
         tokenizer = self.need_tokenizer(param)
 
         def render() -> list[int]:
+            self._check_bytes(texts_in([*messages, *(options.get("tools") or ())]), param)
             try:
                 return self._template.get().encode(tokenizer, messages, **options)
             except InvalidInputError as error:
@@ -92,6 +94,13 @@ class ServedText:
 
         size = chat_size(messages, options)
         return await aside(render, size if self._template.is_made else LONG_TEXT + 1)
+
+    def _check_bytes(self, texts: Iterable[str], param: str) -> None:
+        if self.card.max_prompt_bytes:
+            try:
+                check_prompt_bytes(texts, self.card.max_prompt_bytes)
+            except InvalidInputError as error:
+                raise blamed(error, param) from None
 
     def stopping(self, params: SamplingParams) -> SamplingParams:
         """Parameters of an answer to a conversation, after `encode_chat`."""

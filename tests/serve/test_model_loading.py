@@ -70,7 +70,7 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
         await whole(client, model="tiny", token_ids=[5, 6])
         after = (await cards(client))["tiny"]
         assert after["is_loaded"]
-        same = ("id", "kind", "max_length", "vocab_size", "is_tts", "directory", "device", "dtype")
+        same = ("id", "kind", "max_length", "max_prompt_bytes", "vocab_size", "is_tts", "directory", "device", "dtype")
         assert [before[name] for name in same] == [after[name] for name in same]
         assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
 

@@ -201,3 +201,27 @@ def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, 
     assert not backend.requests
     assert post(backend, route, {**BODIES[route], name: 1000}, app=create_app).status_code == 200
     assert backend.params()["max_tokens"] == 1000
+
+
+LONG = [{"role": "user", "content": "é" * 20}, {"role": "assistant", "content": "a" * 11}]  # 51 bytes in 31 characters
+READ: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": LONG}, "messages"), (TEXT, {"prompt": ["a", "é" * 26]}, "prompt"),
+    (RESPONSES, {"input": LONG}, "input"), (MESSAGES, {"messages": [*LONG, *HI], "max_tokens": 5}, "messages"),
+    (MESSAGES, {"messages": [*HI, {"role": "assistant", "content": "a" * 51}], "max_tokens": 5}, "messages"),
+    (COUNT, {"messages": [*LONG, *HI]}, "messages"), ("/tokenize", {"prompt": "é" * 26}, "prompt"),
+    ("/tokenize", {"messages": LONG}, "messages"), ("/v1/cache/explain", {"prompt": "é" * 26}, "prompt"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {**FUNCTION, "description": "x" * 51}}]}, "messages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "param"), READ)
+def test_every_route_has_the_limit_of_bytes_of_a_prompt(route: str, body: dict[str, Any], param: str) -> None:
+    backend = FakeBackend()
+    assert post(backend, route, body, app=create_app).status_code == 200
+    backend.requests, backend.max_prompt_bytes = [], 50
+    answer = post(backend, route, body, app=create_app)
+    assert answer.status_code == 413, answer.text
+    error = answer.json()["error"]
+    assert "bytes; the limit is 50." in error["message"] and error.get("param", param) == param
+    assert error["type"] == ("request_too_large" if route in (MESSAGES, COUNT) else "invalid_request_error")
+    assert not backend.requests
