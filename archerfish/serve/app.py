@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import HTMLResponse, Response
 
 from archerfish.config import ServeConfig
-from archerfish.errors import ArcherfishError
+from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.admin_routes import AdminRoutes
 from archerfish.serve.answers import state_answers
 from archerfish.serve.catalog import Catalog
-from archerfish.serve.client import Backend
+from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.errors import RETRY_AFTER_S, install_handlers, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.identity import Identify, caller_of, note_blocked
@@ -37,6 +37,7 @@ from archerfish.serve.vector_routes import VectorRoutes
 from archerfish.serve.wire import Ping, Pong
 
 HEALTH_TIMEOUT_S = 10.0
+STOPPED = "The service was stopped before the answer was complete."
 
 
 class StateRoutes:
@@ -106,7 +107,7 @@ def create_app(
     backend: Backend, config: ServeConfig | None = None, registry: MetricRegistry | None = None, *, credentials: str = "",
     tenants: Tenants | None = None,
 ) -> FastAPI:
-    """The service as an ASGI app. A backend that is an async context manager is entered while the app runs.
+    """The service as an ASGI app. A backend that is a client of an engine process is closed when the app ends.
 
     credentials: the pass with which this front end may tell the engine process whose a request is.
     """
@@ -123,8 +124,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            if isinstance(backend, AbstractAsyncContextManager):
-                await stack.enter_async_context(backend)
+            if isinstance(backend, AsyncClient):
+                stack.push_async_callback(backend.close, StoppedError(STOPPED, hint="Send the request again."))
             if config.num_front_ends > 1:
                 stack.push_async_callback(cancelled, asyncio.create_task(share.run()))
             yield

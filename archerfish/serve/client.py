@@ -147,7 +147,8 @@ class AsyncClient:
         self._ids = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        self._was_connected = self._is_closed = False
+        self._was_connected = False
+        self._closed: StoppedError | None = None
 
     # Requests
 
@@ -234,8 +235,8 @@ class AsyncClient:
 
     async def _reach(self) -> None:
         """Return when there is a connection. Only a first one is waited for; one that broke is told at once."""
-        if self._is_closed:
-            raise StoppedError("This client has been closed.", hint="Make a new one.")
+        if self._closed is not None:
+            raise StoppedError(self._closed.message, hint=self._closed.hint)
         if self._socket is None:
             self._open()
         if self.is_connected:
@@ -319,10 +320,10 @@ class AsyncClient:
         for waiting in self._waiting.values():
             waiting.put(failed)
 
-    async def close(self) -> None:
-        """Cancel what waits and leave."""
-        self._is_closed = True
-        stopped = Failed.of("", StoppedError("This client has been closed."))
+    async def close(self, reason: StoppedError | None = None) -> None:
+        """Cancel what waits, for this reason, and leave."""
+        self._closed = self._closed or reason or StoppedError("This client has been closed.", hint="Make a new one.")
+        stopped = Failed.of("", self._closed, self._retry_after_s)
         self._fail_all(stopped)
         self._arrive(stopped)
         self._shut()

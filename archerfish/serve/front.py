@@ -6,6 +6,7 @@ input, as one line of JSON, and ends when that does.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -20,17 +21,18 @@ from typing import Any
 import msgspec
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from archerfish.config import ServeConfig
 from archerfish.errors import MachineError
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.connection import PATIENCE, Patience, connections_with
-from archerfish.serve.signals import Ending, ignore_interrupts
+from archerfish.serve.signals import LAST_S, ignore_interrupts
 from archerfish.serve.tenants import Tenants
 
-GRACE_S = 30  # what running requests get after SIGTERM
+GRACE_S = 30  # what running requests get after SIGTERM or SIGINT
+PAUSE_S = 0.05  # from one look at them to the next
 
 
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +85,11 @@ def url_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which calls back once it accepts requests, when it begins to stop, and at a second SIGINT."""
+    """uvicorn's server, with an end at which what runs is finished, or its clients are told that it will not be.
+
+    on_ready is called once it accepts requests, on_stop when it begins to stop, and on_force at the end of a stop that a second
+    SIGINT has cut short, or at once by a third.
+    """
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None] = lambda: None,
@@ -93,7 +99,7 @@ class Server(uvicorn.Server):
         self.on_ready, self.on_stop, self.on_force = on_ready, on_stop, on_force
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig == signal.SIGINT:
+        if self.force_exit and sig == signal.SIGINT:
             self.on_force()
         super().handle_exit(sig, frame)
 
@@ -104,7 +110,40 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.on_stop()
-        await super().shutdown(sockets=sockets)
+        for one in (*self.servers, *(sockets or ())):
+            one.close()
+        await self._drain(self.config.timeout_graceful_shutdown or 0, lambda: self.force_exit)
+        await self.lifespan.shutdown()  # whoever still waits for the engine gets an error now
+        await self._drain(LAST_S)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        if self.force_exit:
+            self.on_force()
+
+    async def _drain(self, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait so long for the connections and requests that there are."""
+        state, loop = self.server_state, asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while (state.connections or state.tasks) and loop.time() < end and not is_enough():
+            for connection in list(state.connections):
+                connection.shutdown()  # now, or once it has its answer
+            await asyncio.sleep(PAUSE_S)
+
+
+def quiet(app: ASGIApp) -> ASGIApp:
+    """An app whose requests may be cancelled, as they are at the end, without a traceback in the log."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if scope["type"] != "http":
+                raise
+
+    return answer
 
 
 def make_server(
@@ -121,7 +160,7 @@ def make_server(
         "server_header": False,
         "timeout_graceful_shutdown": GRACE_S,
     }
-    return Server(uvicorn.Config(app, **settings), lambda: on_ready(url_of(listener)), on_stop, on_force)
+    return Server(uvicorn.Config(quiet(app), **settings), lambda: on_ready(url_of(listener)), on_stop, on_force)
 
 
 def run_app(
@@ -130,7 +169,7 @@ def run_app(
 ) -> None:
     """Serve an app until a signal; running requests are answered first, but `on_stop` is called before.
 
-    on_force: what a second Ctrl+C calls, which does not want to wait for them.
+    on_force: what ends the process, after a second Ctrl+C, which does not want to wait for them.
     """
     run_server(make_server(app, listener, config, on_ready, on_stop, on_force), listener)
 
@@ -163,9 +202,7 @@ def main() -> int:
     ignore_interrupts()  # until it serves: ctrl-c reaches the whole group, and all of it stops
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontConfig)
     listener = socket.socket(fileno=config.listener)
-    server = make_server(
-        build_app(config), listener, ServeConfig(**config.serve), lambda url: None, on_force=Ending().force
-    )
+    server = make_server(build_app(config), listener, ServeConfig(**config.serve), lambda url: None)
 
     def watch_parent() -> None:
         while os.read(0, 4096):

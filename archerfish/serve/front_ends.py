@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Self
 import msgspec
 
 from archerfish.serve.front import GRACE_S, FrontConfig
-from archerfish.serve.signals import kill_process, start_process
+from archerfish.serve.signals import LAST_S, kill_process, start_process
 from archerfish.serve.supervisor import STEADY_S, backoff_s, named
 
 logger = logging.getLogger("archerfish.serve")
@@ -106,9 +107,15 @@ class FrontEnds:
             keeper.join()
 
     def kill(self) -> None:
-        """End all of them without asking, from wherever a signal comes: no lock is taken, no thread waited for."""
+        """End all of them, with a moment to tell their clients; from wherever a signal comes: no lock is taken."""
         self._is_killed = True
-        for process in list(self.processes):
+        processes, end = list(self.processes), self._clock() + 2 * LAST_S
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - self._clock()))
             kill_process(process)
 
     def __enter__(self) -> Self:

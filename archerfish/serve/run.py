@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections.abc import Callable
 from typing import Any
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.serve.front import FrontConfig, bind, build_app, read_tenants, run_app
+from archerfish.serve.front import GRACE_S, FrontConfig, bind, build_app, read_tenants, run_app
 from archerfish.serve.front_ends import FrontEnds
 from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
 from archerfish.serve.page import curl, examples
@@ -17,6 +18,7 @@ from archerfish.serve.supervisor import Supervisor
 from archerfish.store.bundled import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
+STOPPING = f"Stopping: what runs has {GRACE_S} s to finish, nothing new is taken. Ctrl+C ends it at once."
 STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB, once they are written
 
 
@@ -24,7 +26,7 @@ def serve(
     serve: ServeConfig | None = None, engine: EngineConfig | None = None, embed: EmbedConfig | None = None,
     hub: HubConfig | None = None, progress: Progress = no_progress, *, announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `announce` gets the lines that say where; by default they are printed."""
+    """Serve until SIGINT or SIGTERM. `announce` gets the lines that say where, and that it stops; else they are printed."""
     config, hub = serve or ServeConfig(), hub or HubConfig()
     models = models_of(config, engine or EngineConfig(), embed or EmbedConfig())
 
@@ -51,9 +53,15 @@ def serve(
             )
             others = FrontEnds(front, config.num_front_ends - 1)
             ending.kills.insert(0, others.kill)
-            with others:
-                run_app(build_app(front), listener, config, tell, others.stop, ending.force)
+
+            def stop() -> None:
                 ending.is_begun = True
+                others.stop()
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    (announce or say)(STOPPING)
+
+            with others:
+                run_app(build_app(front), listener, config, tell, stop, ending.force)
 
 
 def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:

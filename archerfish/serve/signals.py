@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-LAST_S = 1.0  # what a killed process is waited for
+LAST_S = 1.0  # what a killed process is waited for, and clients who are being told that all ends
 
 
 class Ending:
@@ -35,7 +35,7 @@ class Ending:
         raise SystemExit(128 + number)
 
     def force(self) -> NoReturn:
-        """End at once and without a word; whatever was started ends too."""
+        """End without a word; whatever was started ends too."""
         for kill in self.kills:
             with contextlib.suppress(Exception):
                 kill()

@@ -207,6 +207,7 @@ def test_serve_puts_the_parts_together(parts: list[Any], tmp_path: Path) -> None
     assert (settings.address, settings.credentials, settings.retry_after_s) == ("ipc:///nowhere", host.front_end_pass, 3.5)
     assert settings.serve == dataclasses.asdict(config)
     assert rest == ["stop others", "front ends over"]
+    assert said[1:] == [run.STOPPING]
     assert supervisor.is_stopped
     assert host.front_end_pass not in said[0]
 
@@ -214,6 +215,15 @@ def test_serve_puts_the_parts_together(parts: list[Any], tmp_path: Path) -> None
 def test_serve_says_where_by_itself(parts: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     run.serve(ServeConfig(port=0, kinds="generation"), ENGINE)
     assert capsys.readouterr().out.startswith("archerfish serves lab/writer at http://127.0.0.1:")
+
+
+def test_a_service_whose_words_nobody_reads_stops_in_order_too(parts: list[Any]) -> None:
+    def announce(text: str) -> None:
+        if text == run.STOPPING:
+            raise BrokenPipeError
+
+    run.serve(ServeConfig(port=0, kinds="generation"), ENGINE, announce=announce)
+    assert parts[-2:] == ["stop others", "front ends over"]
 
 
 def test_what_is_wrong_shows_before_a_model_is_loaded(parts: list[Any], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_tokenizers import byte_fallback
 
 from .fake_backend import TEMPLATE
+from .test_end import STREAMS, check_told
 
 LIMIT_S = 60
 ROOT = Path(__file__).parents[2]
@@ -132,15 +133,29 @@ def test_an_engine_process_that_is_killed_is_not_started_again() -> None:
     supervisor.stop()
 
 
-def test_front_ends_that_are_killed_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+HEEDING = """
+import signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "last_s", "code"), [(("cat",), 0.01, -signal.SIGKILL), ((sys.executable, "-c", HEEDING), LIMIT_S, 7)]
+)
+def test_front_ends_that_are_killed_have_a_moment_and_are_not_replaced(
+    command: tuple[str, ...], last_s: float, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("archerfish.serve.front_ends.LAST_S", last_s)
     with front.bind(ServeConfig(port=0)) as listener:
         settings = FrontConfig(address="ipc:///nowhere", credentials="", listener=listener.fileno())
-        with FrontEnds(settings, 2, command=("cat",)) as others:
+        with FrontEnds(settings, 2, command=command) as others:
             with others._lock:
                 others.kill()
             for keeper in others._keepers:
                 keeper.join(LIMIT_S)
-            assert [process.returncode for process in others.processes] == [-signal.SIGKILL] * 2
+            assert [process.returncode for process in others.processes] == [code] * 2
     assert (others.num_restarts, caplog.records) == (0, [])
 
 
@@ -163,7 +178,8 @@ async def app(scope, receive, send):
 
 config = ServeConfig(port=0, log_level="info")
 with front.bind(config) as listener:
-    front.run_app(app, listener, config, lambda url: print(url, flush=True), on_force=Ending().force)
+    say = lambda text: print(text, flush=True)
+    front.run_app(app, listener, config, say, lambda: say("Stopping"), Ending().force)
 """
 
 
@@ -199,15 +215,16 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(seen)
 
 
-def press_twice_during(process: subprocess.Popen[str], connection: http.client.HTTPConnection) -> str:
-    """Ctrl+C, and again once the first has been understood; gives what was still printed."""
+def press(process: subprocess.Popen[str], *, is_group: bool = True) -> None:
+    """Ctrl+C, which reaches the whole group; or a signal for the first process alone."""
+    (os.killpg if is_group else os.kill)(process.pid, signal.SIGINT)
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """What is still printed, until all who hold the pipe are gone; nothing of it is a complaint."""
     assert process.stdout is not None
-    os.killpg(process.pid, signal.SIGINT)
-    read_until(process, "Waiting for connections to close")
-    os.killpg(process.pid, signal.SIGINT)
-    rest = process.stdout.read()  # until all who hold it are gone
-    assert process.wait(LIMIT_S) == 130
-    connection.close()
+    rest = process.stdout.read()
+    assert not {"Traceback", "ERROR", "WARNING", "Exception"} & set(rest.replace(":", " ").split()), rest
     return rest
 
 
@@ -217,29 +234,73 @@ def test_a_second_ctrl_c_ends_a_front_end_in_the_middle_of_an_answer() -> None:
         connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
         connection.request("GET", "/")
         assert connection.getresponse().read(5) == b"begun"
-        assert press_twice_during(process, connection) == ""
+        press(process)
+        read_until(process, "Stopping")
+        press(process)
+        rest_of(process)
+        assert process.wait(LIMIT_S) == 130
+        connection.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_front_ends", ["1", "2"])
-def test_a_second_ctrl_c_ends_the_whole_service(tmp_path: Path, num_front_ends: str) -> None:
-    model, scratch = tmp_path / "tiny", tmp_path / "scratch"
+@contextmanager
+def whole_service(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A service of a tiny model; of what it writes outside of its directory, nothing stays."""
+    model, scratch = directory / "tiny", directory / "scratch"
     model.mkdir()
     scratch.mkdir()
     save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
     byte_fallback(model, chat_template=TEMPLATE)
     command = [
         sys.executable, "-m", "archerfish", "serve", "--port", "0", "--kinds", "generation", "--model", str(model),
-        "--load-format", "dummy", "--dtype", "float32", "--max-cache-tokens", "65536", "--num-threads", "1",
-        "--num-front-ends", num_front_ends, "--log-level", "info",
+        "--load-format", "dummy", "--dtype", "float32", "--max-cache-tokens", "262144", "--num-threads", "1", *flags,
     ]  # fmt: skip
     with started(command, TMPDIR=str(scratch)) as process:
         host, port = read_until(process, "http://").split("http://")[1].split(" ")[0].split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60_000, "ignore_eos": True, "stream": True}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().readline()
-        rest = press_twice_during(process, connection)
-        assert "Traceback" not in rest
-        assert "ERROR" not in rest
+        yield process, host, int(port)
         assert list(scratch.iterdir()) == []
+
+
+def begin_streams(host: str, port: int, num_each: int = 1) -> list[tuple[str, http.client.HTTPResponse]]:
+    found: list[tuple[str, http.client.HTTPResponse]] = []
+    for path, body in [*STREAMS.items()] * num_each:
+        connection = http.client.HTTPConnection(host, port, timeout=2 * LIMIT_S)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        found.append((path, connection.getresponse()))
+    for _, answer in found:
+        assert answer.readline().startswith((b"data: ", b"event: "))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_group", [True, False])
+@pytest.mark.parametrize("num_front_ends", ["1", "2"])
+def test_a_second_ctrl_c_tells_every_client_and_ends_the_whole_service(
+    tmp_path: Path, num_front_ends: str, is_group: bool
+) -> None:
+    with whole_service(tmp_path, "--num-front-ends", num_front_ends) as (process, host, port):
+        streams = begin_streams(host, port, num_each=2)  # so that each front end has some
+        press(process, is_group=is_group)
+        assert "30 s to finish" in read_until(process, "Stopping: ")
+        assert all(answer.readline() for _, answer in streams)
+        press(process, is_group=is_group)
+        for path, answer in streams:
+            check_told(path, answer.read().decode())
+        rest_of(process)
+        assert process.wait(LIMIT_S) == 130
+        for _, answer in streams:
+            answer.close()
+
+
+@pytest.mark.slow
+def test_when_the_grace_is_over_every_client_is_told_too(tmp_path: Path) -> None:
+    """As long as the grace of a service takes."""
+    with whole_service(tmp_path, "--num-front-ends", "2") as (process, host, port):
+        streams = begin_streams(host, port)
+        process.terminate()
+        read_until(process, "Stopping: ")
+        for path, answer in streams:
+            check_told(path, answer.read().decode())
+        rest_of(process)
+        assert process.wait(LIMIT_S) == 0
+        for _, answer in streams:
+            answer.close()
