@@ -334,11 +334,18 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def texts_in(value: Any) -> list[str]:
-    """All strings of plain data, keys among them."""
-    if isinstance(value, str):
-        return [value]
-    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in inner for text in texts_in(item)]
+    """All strings of plain data, keys among them, however deep it is nested."""
+    found: list[str] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+    return found
 
 
 def unused_mark(texts: Sequence[str]) -> str:

@@ -225,3 +225,14 @@ def test_every_route_has_the_limit_of_bytes_of_a_prompt(route: str, body: dict[s
     assert "bytes; the limit is 50." in error["message"] and error.get("param", param) == param
     assert error["type"] == ("request_too_large" if route in (MESSAGES, COUNT) else "invalid_request_error")
     assert not backend.requests
+
+
+def test_what_is_nested_too_deeply_to_be_measured_is_refused_too() -> None:
+    backend = FakeBackend()
+    backend.max_prompt_bytes = 10**6
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        schema = {"properties": {"a": schema}}
+    tools = [{"type": "function", "function": {**FUNCTION, "parameters": schema}}]
+    answer = post(backend, CHAT, {"messages": HI, "tools": tools}, app=create_app)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "tools[0] is nested too deeply.")
