@@ -121,6 +121,8 @@ OBJECTS = {"type": "array", "items": {"type": "object"}}
 class CountBody(ToolBody):
     """POST /v1/messages/count_tokens."""
 
+    format_name: ClassVar[str] = "output_config"
+
     messages: Annotated[
         list[dict[str, Any]], PlainValidator(anthropic_messages),
         WithJsonSchema({
@@ -149,7 +151,7 @@ class CountBody(ToolBody):
     }  # fmt: skip
 
     def stated_format(self) -> dict[str, Any] | None:
-        return format_grammar(self.output_config, "output_config")
+        return format_grammar(self.output_config, self.format_name)
 
 
 class MessagesBody(CountBody):
@@ -177,8 +179,7 @@ class MessagesRoutes:
     async def messages(self, request: Request, body: MessagesBody) -> Response:
         """The next message of a conversation; if its last one is the assistant's, what comes after it."""
         messages, opening = conversation(body)
-        names = {"stop": "stop_sequences", "grammar": "output_config"}
-        order = await chat_order(self.service, body, messages, names=names, opening=opening)
+        order = await chat_order(self.service, body, messages, names={"stop": "stop_sequences"}, opening=opening)
         blank: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": order.model_id,
             "content": [], "stop_reason": None, "stop_sequence": None,

@@ -69,7 +69,7 @@ class OpenAIRoutes:
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
-        params = checked_params(body.sampling(), text.card)
+        params = checked_params(body.sampling(), text.card, {"grammar": body.grammar_name})
         orders: list[Order] = []
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
@@ -109,7 +109,8 @@ async def chat_order(
     if choice != "none":
         options["tools"] = body.tools
         values, parser = choose_tools(text, values, options, choice, body.parallel_tool_calls)
-    params = checked_params(values, text.card, names)
+    form = body.grammar_name if parser is None else "tools"
+    params = checked_params(values, text.card, {"grammar": form, **(names or {})})
     text.check_size(sum(len(message["content"]) for message in messages), param)
     prompt_ids = await text.encode_chat(messages, param, options)
     params = text.stopping(params)

@@ -28,6 +28,9 @@ SAMPLING = (
     "prompt_logprobs",
 )  # fmt: skip
 
+# What the answer must be, as extensions state it: by name, the kind of a grammar.
+GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
+
 
 class UnsupportedParameterError(InvalidParameterError):
     """A parameter that others have."""
@@ -73,6 +76,7 @@ class TextBody(Body):
     """What all routes for text take beside what their makers defined: the rest of the engine's sampling parameters."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # by name: values that ask for nothing
+    format_name: ClassVar[str] = "response_format"  # the route's own parameter for the form of an answer
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that writes.")
     temperature: float | None = stated(minimum=0, maximum=100)
@@ -117,16 +121,22 @@ class TextBody(Body):
 
     def grammar(self) -> dict[str, Any] | None:
         """What the answer must be."""
-        kinds = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
-        found = [(name, kind) for name, kind in kinds.items() if getattr(self, name) is not None]
-        stated = self.stated_format()
-        if len(found) + (stated is not None) > 1:
-            names = [name for name, _ in found] + (["response_format"] if stated else [])
+        guides, stated = self._guides(), self.stated_format()
+        if len(guides) + (stated is not None) > 1:
+            names = guides + ([self.format_name] if stated else [])
             raise InvalidParameterError(f"{' and '.join(names)} exclude each other: an answer has one form.", names[0])
-        return {"kind": found[0][1], "value": getattr(self, found[0][0])} if found else stated
+        return {"kind": GUIDES[guides[0]], "value": getattr(self, guides[0])} if guides else stated
+
+    @property
+    def grammar_name(self) -> str:
+        """The parameter that says what the answer must be."""
+        return next(iter(self._guides()), self.format_name)
+
+    def _guides(self) -> list[str]:
+        return [name for name in GUIDES if getattr(self, name) is not None]
 
     def stated_format(self) -> dict[str, Any] | None:
-        """The grammar of the route's own parameter for it."""
+        """The grammar of `format_name`."""
         return None
 
 

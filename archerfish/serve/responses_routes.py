@@ -77,6 +77,7 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(ToolBody):
     """POST /v1/responses."""
 
+    format_name: ClassVar[str] = "text"
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
         "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
@@ -100,7 +101,7 @@ class ResponsesBody(ToolBody):
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
     def stated_format(self) -> dict[str, Any] | None:
-        return format_grammar(self.text, "text")
+        return format_grammar(self.text, self.format_name)
 
     def check_stateless(self) -> None:
         if self.store:

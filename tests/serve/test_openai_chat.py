@@ -218,6 +218,7 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be"),
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
         ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
+        ({"messages": HI, "guided_regex": "\ud800"}, "guided_regex", "guided_regex cannot be passed on"),
         ({"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
