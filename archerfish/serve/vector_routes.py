@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Request
@@ -92,7 +93,7 @@ class VectorRoutes:
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
         shown = cosines[0] if isinstance(body.source, str) else cosines
         tail = {"model": card.id, "usage": self.usage("/similarity", num_texts, num_tokens)}
-        return await list_response('{"similarities":[', (json.dumps(row.tolist()) for row in shown), tail)
+        return await list_response('{"similarities":[', (row_json(row) for row in shown), tail)
 
     async def embed(
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
@@ -138,7 +139,12 @@ def shorten(rows: Array, dimensions: int | None) -> Array:
 def embedding_json(row: Array, encoding_format: str) -> str:
     if encoding_format == "base64":
         return f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
-    return json.dumps(row.tolist(), separators=(",", ":"))
+    return row_json(row)
+
+
+def row_json(row: Array) -> str:
+    """As json.dumps, which takes ten times as long for a vector."""
+    return msgspec.json.encode(row.tolist()).decode()
 
 
 async def list_response(opening: str, items: Iterable[str], tail: dict[str, Any]) -> Response:
