@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_triton_mixes import BOUNDED, Decodes, Model, check, check_captured, models  # noqa: F401 (a fixture)
+from tests.kernels.test_triton_mixes import BOUNDED, WIDE, Decodes, Model, check, check_captured, models  # noqa: F401 (a fixture)
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
-from archerfish.kernels.reference import TorchOps  # isort: skip (triton must interpret)
+from archerfish.kernels.decoding import Input  # isort: skip (triton must interpret)
+from archerfish.kernels.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
 from archerfish.kernels.triton_mixes import FEW_ROWS, PART_ROWS  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_tiles import SHARED_BYTES  # isort: skip
-from tests.models.recurring import use_recurrent  # isort: skip
+from tests.models.recurring import RecurrentDriver, random_tokens, use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 
@@ -63,6 +64,32 @@ def test_shares_of_a_last_product_end_in_the_stream(
     width, hidden = config["hidden_size"], config["intermediate_size"]
     expected = [(-(-size // 512), num_rows, width) if size >= 150 else () for size in (width, hidden)]
     assert shapes == expected * config["num_hidden_layers"]
+
+
+def test_a_row_does_not_depend_on_the_others(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
+    plain, broken = (many(models["tiny"], FEW_ROWS + 1, FEW_ROWS + 1, 64) for _ in range(2))
+    others = broken.words[Input.SOURCE, 1:]
+    broken.memory.wkv[1 + others[others >= 0]] = float("nan")
+    broken.memory.inputs[1 + others[others >= 0]] = float("inf")
+    assert torch.equal(plain.step()[0], broken.step()[0])
+    target = 1 + int(plain.words[Input.BLOCK, 0])
+    assert torch.equal(plain.memory.wkv[target], broken.memory.wkv[target])
+    assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
+
+
+def test_prompts_leave_shares_too(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Steps with prompts in them, whose rows are few enough for shares, and of which only some may be wanted."""
+    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
+    config, weights = models["wide"]
+    ops, tokens = TorchOps(DEVICE), random_tokens(WIDE, 3, 40)
+    ours, reference = (
+        RecurrentDriver(ops, weights, config, tokens, recurrent=recurrent) for recurrent in (DecodingRecurrentOps(ops), None)
+    )
+    for work, keeps_last in [([(0, 21)], False), ([(0, 1), (1, 12)], True), ([(0, 1), (1, 1), (2, 7)], False)]:
+        pairs = zip(ours.step(work, keeps_last=keeps_last), reference.step(work, keeps_last=keeps_last), strict=True)
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-4)
 
 
 def test_stages_of_a_tile_fit() -> None:
