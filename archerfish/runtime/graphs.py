@@ -79,7 +79,8 @@ class DecodeGraphs(Generic[T]):
             self._record(kind)
         if time.perf_counter() - began > COMPILING_S:
             for kind in plain:
-                self._recorded.get(kind) or self._record(kind)
+                if kind not in self._recorded:
+                    self._record(kind)
 
     def record_next(self) -> bool:
         """Record one more batch, in time that nobody needs; False: all are recorded."""
