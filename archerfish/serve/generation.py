@@ -59,6 +59,7 @@ class Order:
     deadline_s: float | None = None
     is_streamed: bool = False
     tools: Sequence[dict[str, Any]] = ()
+    form: str | None = None  # the parameter that says what the answer must be
 
     @property
     def model_id(self) -> str:
@@ -322,6 +323,8 @@ class TextService:
         except RemoteError as error:
             if order.tools and order.params.grammar is not None:
                 raise explained(error, str(order.params.grammar["value"]), order.tools) from None
+            if error.code == InvalidInputError.code and "grammar" in error.message.lower():
+                error.param = error.param or order.form
             raise
         finally:
             close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)

@@ -81,7 +81,9 @@ class OpenAIRoutes:
                 token_ids = prompt
                 text.check_ids(token_ids, "prompt")
             text.check_length(token_ids, "prompt")
-            order = Order(text, token_ids, params, None, body.priority, body.deadline_s, bool(body.stream))
+            order = Order(
+                text, token_ids, params, None, body.priority, body.deadline_s, bool(body.stream), form=body.grammar_name
+            )
             orders.append(checked_order(order))
         echoes = [echo_text(text, prompt) for prompt in body.prompt] if body.echo else [""] * len(orders)
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
@@ -117,7 +119,8 @@ async def chat_order(
     if opening:
         prompt_ids = prompt_ids + await text.encode(opening, param, False, plain=True)
     text.check_length(prompt_ids, param)
-    order = Order(text, prompt_ids, params, parser, body.priority, body.deadline_s, bool(body.stream), options.get("tools", ()))
+    tools = options.get("tools", ())
+    order = Order(text, prompt_ids, params, parser, body.priority, body.deadline_s, bool(body.stream), tools, form)
     return checked_order(order)
 
 

@@ -13,6 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from archerfish.serve.app import create_app
+from archerfish.serve.client import RemoteError
 
 from .fake_backend import MODEL, FakeBackend, post
 
@@ -201,6 +202,27 @@ def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, 
     assert not backend.requests
     assert post(backend, route, {**BODIES[route], name: 1000}, app=create_app).status_code == 200
     assert backend.params()["max_tokens"] == 1000
+
+
+FORMS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"guided_regex": "("}, "guided_regex"), (TEXT, {"guided_grammar": "start:"}, "guided_grammar"),
+    (CHAT, {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "stated", "param"), FORMS)
+def test_a_form_that_cannot_be_compiled_is_told_by_its_parameter(
+    route: str, stated: dict[str, Any], param: str, stream: bool
+) -> None:
+    """The engine process compiles it, and knows of no parameters of routes."""
+    backend = FakeBackend()
+    for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):
+        backend.fails[0] = RemoteError(message, code="invalid_input", status=400)
+        answer = post(backend, route, {**BODIES[route], **stated, "stream": stream}, app=create_app)
+        assert answer.status_code == 400, answer.text
+        assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (message, expected)
 
 
 LONG = [{"role": "user", "content": "é" * 20}, {"role": "assistant", "content": "a" * 11}]  # 51 bytes in 31 characters
