@@ -83,7 +83,7 @@ class ServedText:
         tokenizer = self.need_tokenizer(param)
 
         def render() -> list[int]:
-            self._check_bytes(texts_in([*messages, *(options.get("tools") or ())]), param)
+            self._check_bytes(texts_in([*messages, *options.values()]), param)
             try:
                 return self._template.get().encode(tokenizer, messages, **options)
             except InvalidInputError as error:

@@ -233,6 +233,7 @@ READ: list[tuple[str, dict[str, Any], str]] = [
     (COUNT, {"messages": [*LONG, *HI]}, "messages"), ("/tokenize", {"prompt": "é" * 26}, "prompt"),
     ("/tokenize", {"messages": LONG}, "messages"), ("/v1/cache/explain", {"prompt": "é" * 26}, "prompt"),
     (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {**FUNCTION, "description": "x" * 51}}]}, "messages"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"documents": [{"text": "x" * 51}]}}, "messages"),
 ]  # fmt: skip
 
 
