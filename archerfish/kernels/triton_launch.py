@@ -3,7 +3,8 @@
 A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on). They
 may read what that kernel does not write, and wait until it has ended before all else. Only then may programs of the next kernel
 come: whatever is read before waiting is thus safe if a kernel before the one in front, or none at all, has written it. Behind
-kernels that invite the next one earlier it must be older than all of these. All that comes after waiting sees all before it.
+kernels that invite the next one earlier it must be older than all of these and than the one in front of them, which may all
+still run. All that comes after waiting sees all before it.
 
 No `from __future__ import annotations` here: see `triton_norm`.
 """
