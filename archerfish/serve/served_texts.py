@@ -165,7 +165,7 @@ class ServedTexts:
 
 def chat_size(messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> int:
     """How much work it is to write and tokenize a conversation, in characters, roughly."""
-    return sum(len(message["content"] or "") for message in messages) + 1000 * len(options.get("tools") or ())
+    return sum(map(len, texts_in([*messages, *options.values()]))) + 1000 * len(options.get("tools") or ())
 
 
 async def aside(work: Callable[[], T], size: int) -> T:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from archerfish.engine.chat_template import PLAIN_STOPS
+from archerfish.engine.chat_template import PLAIN_STOPS, ChatTemplate
 from archerfish.engine.text_tokenizer import TextTokenizer
 from archerfish.engine.world_tokenizer import WorldTokenizer
 from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
-from archerfish.serve.served_texts import ContextLengthError, ServedTexts
+from archerfish.serve.served_texts import LONG_TEXT, ContextLengthError, ServedTexts
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
 from .fake_backend import model_directory
@@ -62,3 +62,35 @@ def test_conversations_with_an_rwkv_model(tmp_path: Path) -> None:
         assert text.token(256)[1] == [255]
 
     asyncio.run(main())
+
+
+LONG = "a" * (LONG_TEXT + 1)
+TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ({"content": LONG}, {}), ({"content": "a"}, {"tools": [TOOL]}), ({"content": "a"}, {"documents": [{"text": LONG}]}),
+        ({"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]}, {}),
+    ],
+)  # fmt: skip
+def test_a_long_conversation_leaves_the_event_loop(
+    message: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it is long."""
+    threads: list[threading.Thread] = []
+    encode = ChatTemplate.encode
+
+    def noted(self: ChatTemplate, *args: Any, **kwargs: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(self, *args, **kwargs)
+
+    async def main() -> None:
+        text = await ServedTexts().of(ModelCard("lab/writer", "generation", 100, directory=str(model_directory())))
+        for given, extra in (({"content": "a"}, {}), ({"content": "a"}, {}), (message, options)):
+            await text.encode_chat([{"role": "assistant", **given}], "messages", extra)
+
+    monkeypatch.setattr(ChatTemplate, "encode", noted)
+    asyncio.run(main())
+    assert [thread is threading.main_thread() for thread in threads] == [False, True, False]  # the first reads the template
