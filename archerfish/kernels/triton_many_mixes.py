@@ -120,7 +120,7 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
             receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
             first_value=first_value, value_mix=raised[3] if len(raised) > 3 else None,
         )
-        return self.add_product(x, self.mix_heads(inputs, weights.heads, layer.wkv, batch), weights.out), value
+        return self.add_shares_of(x, self.mix_heads(inputs, weights.heads, layer.wkv, batch), weights.out), value
 
     def mix_channels(
         self, stream: Stream[Tensor], weights: ChannelWeights[Tensor], batch: RecurrentBatch[Tensor], layer: StateLayer[Tensor],
@@ -137,17 +137,18 @@ class DecodingRecurrentOps(FewRowsRecurrentOps):
             hidden = torch.empty((num_rows, len(key)), dtype=mixed.dtype, device=x.device)
             tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
             multiply_parts(mixed, [key], scales, [len(key)], dict.fromkeys(RANK_NAMES, 0), tile, hidden, is_many=True)
-        return self.add_product(x, hidden, weights.value)
+        return self.add_shares_of(x, hidden, weights.value)
 
     def total(self, stream: Stream[Tensor]) -> Tensor:
         return stream.sums if stream.shares is None else add_shares(stream.sums, stream.shares)
 
-    def add_product(self, sums: Tensor, x: Tensor, weight: LinearWeight[Tensor]) -> Stream[Tensor]:
+    def add_shares_of(self, sums: Tensor, x: Tensor, weight: LinearWeight[Tensor]) -> Stream[Tensor]:
+        """As `add_product`, with a product of many columns left in shares."""
         packed = weight.get()
-        is_many = len(x) > self.few_rows and sums.is_contiguous()
-        tile = share_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device)) if is_many else None
-        if tile is None or packed.bias is not None or not self.are_plain(x, [packed.matrix], packed.scales):
-            return super().add_product(sums, x, weight)
+        tile = share_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
+        is_plain = packed.bias is None and sums.is_contiguous() and self.are_plain(x, [packed.matrix], packed.scales)
+        if tile is None or not is_plain:
+            return self.add_product(sums, x, weight)
         return Stream(sums, multiply_shares(x, packed, tile))
 
     def are_many(self, x: Tensor, batch: RecurrentBatch[Tensor]) -> bool:

@@ -297,6 +297,7 @@ def multiply_rows(
     outputs: tl.constexpr, columns: tl.constexpr,
 ):
     """Rows of x times lines of weights over a span of columns, on tensor cores that all warps share: (rows, outputs)."""
+    tl.static_assert(span == width or span % columns == 0, "columns of two spans would be read twice")
     piece = first + tl.arange(0, columns)
     y = tl.zeros((rows, outputs), tl.float32)
     for start in range(0, span, columns):

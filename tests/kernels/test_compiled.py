@@ -59,6 +59,24 @@ for num_rows in (17, 200, 2000):
     built = compile(ASTSource(kernel, signature, places, {}), target=GPUTarget("cuda", 90, 32), options=options)
     assert "wgmma.mma_async" in built.asm["ptx"] and built.metadata.shared <= SHARED_BYTES
 """
+MANY_MIXES = """
+import torch
+from archerfish.kernels.triton_many_mixes import choose_part_tile
+from archerfish.kernels.triton_mixes import PART_ROWS, multiply_parts_kernel
+from archerfish.kernels.triton_products import multiply_shares_kernel
+from archerfish.kernels.triton_tiles import SHARED_BYTES, share_tile
+
+tile = share_tile(64, torch.empty(768, 3072, dtype=torch.bfloat16), 2, SHARED_BYTES)
+shares = {"width": 3072, "span": tile.span, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns}
+built = [build(multiply_shares_kernel, {**shares, "is_early": True}, {"out": "fp32"}, num_warps=tile.num_warps)]
+tile = choose_part_tile(2, torch.device("cpu"))
+parts = {"width": 768, "rows": PART_ROWS, "outputs": tile.outputs, "columns": tile.columns, "parts": 1, "num_outputs": 768}
+parts |= {name: 64 for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank")}
+parts |= {"is_time": True, "is_narrow": False, "is_early": True}
+built.append(build(multiply_parts_kernel, parts, {}, num_warps=tile.num_warps))
+for each in built:
+    assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
+"""
 SUMS = """
 from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel
 from archerfish.kernels.triton_norm import lookup_kernel, rms_norm_kernel
@@ -114,6 +132,11 @@ def test_products_of_few_rows() -> None:
 def test_products_with_a_gate() -> None:
     """They run on the tensor cores that all warps share, and what is on its way fits."""
     run(GATES)
+
+
+def test_products_of_many_recurrent_decodes() -> None:
+    """They run on the tensor cores that all warps share, and what they read passes the registers by."""
+    run(MANY_MIXES)
 
 
 @pytest.mark.slow

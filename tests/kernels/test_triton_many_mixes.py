@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_triton_mixes import BOUNDED, WIDE, Decodes, Model, check, check_captured, models  # noqa: F401 (a fixture)
+from tests.kernels.test_triton_mixes import BOUNDED, Decodes, Model, check, check_captured, models  # noqa: F401 (a fixture)
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import Input  # isort: skip (triton must interpret)
+from archerfish.kernels.recurrent import Stream  # isort: skip
 from archerfish.kernels.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
 from archerfish.kernels.triton_mixes import FEW_ROWS, PART_ROWS  # isort: skip
 from archerfish.kernels.triton_ops import TritonOps  # isort: skip
 from archerfish.kernels.triton_tiles import SHARED_BYTES  # isort: skip
-from tests.models.recurring import RecurrentDriver, random_tokens, use_recurrent  # isort: skip
+from tests.models.recurring import SIZES, use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 
@@ -50,14 +51,14 @@ def test_shares_of_a_last_product_end_in_the_stream(
     """Between layers, where the next norm adds them, and behind the last one."""
     monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
     shapes: list[tuple[int, ...]] = []
-    add_product = DecodingRecurrentOps.add_product
+    add_shares_of = DecodingRecurrentOps.add_shares_of
 
     def noted(self: DecodingRecurrentOps, *args: Any) -> Any:
-        stream = add_product(self, *args)
+        stream = add_shares_of(self, *args)
         shapes.append(() if stream.shares is None else tuple(stream.shares.shape))
         return stream
 
-    monkeypatch.setattr(DecodingRecurrentOps, "add_product", noted)
+    monkeypatch.setattr(DecodingRecurrentOps, "add_shares_of", noted)
     num_rows, (config, _) = FEW_ROWS + 3, models[name]
     reference = Decodes(TorchOps(DEVICE), models[name], num_rows, num_rows)
     check(many(models[name], num_rows, num_rows, parts_rows), reference, BOUNDED)
@@ -78,18 +79,24 @@ def test_a_row_does_not_depend_on_the_others(models: dict[str, Model], monkeypat
     assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
 
 
-def test_prompts_leave_shares_too(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Steps with prompts in them, whose rows are few enough for shares, and of which only some may be wanted."""
-    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
-    config, weights = models["wide"]
-    ops, tokens = TorchOps(DEVICE), random_tokens(WIDE, 3, 40)
-    ours, reference = (
-        RecurrentDriver(ops, weights, config, tokens, recurrent=recurrent) for recurrent in (DecodingRecurrentOps(ops), None)
-    )
-    for work, keeps_last in [([(0, 21)], False), ([(0, 1), (1, 12)], True), ([(0, 1), (1, 1), (2, 7)], False)]:
-        pairs = zip(ours.step(work, keeps_last=keeps_last), reference.step(work, keeps_last=keeps_last), strict=True)
-        for mine, theirs in pairs:
-            torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-4)
+@pytest.mark.parametrize("name", ["attn.r_proj", "ffn.key"])
+def test_operations_for_all_steps_add_up_what_was_left(
+    name: str, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """Where a layer has a weight that is not as kernels read it."""
+    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 100)
+    totals: list[bool] = []
+    total = DecodingRecurrentOps.total
+
+    def noted(self: DecodingRecurrentOps, stream: Stream[torch.Tensor]) -> torch.Tensor:
+        totals.append(stream.shares is not None)
+        return total(self, stream)
+
+    monkeypatch.setattr(DecodingRecurrentOps, "total", noted)
+    (config, weights), key = models["odd"], f"model.layers.1.{name}.weight"
+    model, num_rows = (config, {**weights, key: weights[key].double()}), FEW_ROWS + 1
+    check(many(model, num_rows, num_rows, 64), Decodes(TorchOps(DEVICE), model, num_rows, num_rows), BOUNDED)
+    assert totals[0] and totals[-1] == (name == "attn.r_proj")  # behind operations for all there is nothing left
 
 
 def test_stages_of_a_tile_fit() -> None:
@@ -100,7 +107,11 @@ def test_stages_of_a_tile_fit() -> None:
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
 @pytest.mark.parametrize(("num_rows", "parts_rows"), [(20, 64), (20, 8)])
-def test_steps_can_be_captured(num_rows: int, parts_rows: int, models: dict[str, Model]) -> None:  # noqa: F811
+def test_steps_can_be_captured(
+    num_rows: int, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """With last products added to the stream and in shares, whose kernels follow one another in different ways."""
+    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", SIZES["small"].feed_forward)
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
     recurrent = DecodingRecurrentOps(TritonOps(DEVICE, "float32"))
     recurrent.parts_rows = parts_rows
