@@ -78,6 +78,10 @@ class Lane(Executor):
         """Let the loop look whether there is something to do, without a job."""
         self.compute.on_done()
 
+    def has_company(self, within_s: float) -> bool:
+        """Whether other lanes have work, or had some within so many seconds."""
+        return self.compute.has_others(self, within_s)
+
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
         self.compute.add(self, (future, lambda: fn(*args, **kwargs)))
@@ -126,6 +130,12 @@ class ComputeThread:
     def has_work(self) -> bool:
         with self._has_work:
             return self.running_lane is not None or any(lane.waiting for lane in self.lanes)
+
+    def has_others(self, lane: Lane, within_s: float) -> bool:
+        since = self._clock() - within_s
+        with self._has_work:
+            others = [other for other in self.lanes if other is not lane]
+            return any(other.waiting or other is self.running_lane or other.last_done > since for other in others)
 
     def running_s(self) -> float:
         """How long the job that runs now has been running; 0 without one."""

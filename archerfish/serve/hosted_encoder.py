@@ -24,6 +24,8 @@ from archerfish.serve.wire import Embed, Score, Vectors
 
 Array = npt.NDArray[np.float32]
 FIRST_BUDGET, LEAST_BUDGET, MOST_BUDGET = 1024, 64, 1 << 16  # tokens of a job
+ALONE = 2.0  # times the latency that a job may take while no other model computes: larger ones waste less
+COMPANY_S = 1.0  # for which a model that has computed may go on
 MAX_JOB_TEXTS = 2048
 MAX_QUICK_BYTES = 1024  # texts of so many are read by the loop itself: less work than to hand them to another thread
 
@@ -75,7 +77,8 @@ class HostedEncoder:
     """An embedding model or cross-encoder among the models of a process.
 
     Texts of all requests that wait go into jobs together, one text of each request in turn, so that a long list delays a short
-    one little. A job has as many tokens as take `latency_s`, or more where so few would hardly be worth a job (`JobCost`).
+    one little. A job has as many tokens as take `latency_s`, or more where so few would hardly be worth a job (`JobCost`), or
+    where no other model would have to wait for it.
     """
 
     def __init__(
@@ -186,6 +189,7 @@ class HostedEncoder:
                 rows, seconds = future.result()
                 self._learn(job, seconds)
         if self._running is None and self._queue:
+            self._choose_budget()
             self._drop_vain()
         if self._running is None and self._queue:
             following = self._next_job()
@@ -204,6 +208,11 @@ class HostedEncoder:
         started = self._clock()
         rows = self.engine.compute(texts, normalize)
         return rows, self._clock() - started
+
+    def _choose_budget(self) -> None:
+        if self.num_texts:
+            seconds = self.latency_s if self.lane.has_company(COMPANY_S) else ALONE * self.latency_s
+            self.budget = max(LEAST_BUDGET, int(min(MOST_BUDGET, self._cost.worthwhile(seconds))))
 
     def _drop_vain(self) -> None:
         """Leave out requests that are over, and refuse those whose next job would end after their deadline."""
@@ -252,7 +261,6 @@ class HostedEncoder:
         self.num_texts += len(job)
         self.num_tokens += num_tokens
         self._cost.add(num_tokens, seconds)
-        self.budget = max(LEAST_BUDGET, int(min(MOST_BUDGET, self._cost.worthwhile(self.latency_s))))
         self.gate.observe(num_tokens)
 
     def _take_in(self, job: Job, rows: Array) -> None:

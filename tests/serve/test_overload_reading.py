@@ -7,6 +7,7 @@ some of the time of the job that runs, whether it is let in or not.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 
 from archerfish.engine.tokenizer import TokenizedText
 from archerfish.serve import service_rate
+from archerfish.serve.compute import ComputeThread
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate
-from archerfish.serve.hosted_encoder import Array, HostedEncoder
+from archerfish.serve.hosted_encoder import ALONE, Array, HostedEncoder
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.ticket import Ticket
 from archerfish.serve.wire import Embed, Vectors
@@ -42,8 +44,9 @@ class Machine:
 
     model_name, is_cross_encoder = "simulated", False
 
-    def __init__(self, job_s: float) -> None:
+    def __init__(self, job_s: float, is_accompanied: bool = False) -> None:
         self.now = 0.0
+        self.is_accompanied = is_accompanied
         self.job_s = job_s
         self.reader = self.compiler = Inline()
         self.running: tuple[Future[Any], Any, float] | None = None  # with its result, and when it ends
@@ -66,6 +69,9 @@ class Machine:
         return np.zeros((len(texts), 2), np.float32)
 
     # The lane
+
+    def has_company(self, within_s: float) -> bool:
+        return self.is_accompanied
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         began, future = self.now, Future[Any]()
@@ -121,9 +127,11 @@ class Machine:
         self.advance()
 
 
-def capacity(job_s: float, num_at_once: int = 32, duration_s: float = 30.0) -> float:
+def capacity(
+    job_s: float, num_at_once: int = 32, duration_s: float = 30.0, *, is_accompanied: bool = False
+) -> float:
     """Answers a second to so many clients, each of which waits for its answer."""
-    machine, num_asked = Machine(job_s), 0
+    machine, num_asked = Machine(job_s, is_accompanied), 0
     while machine.now < duration_s:
         while num_asked - machine.num_good - machine.num_late < num_at_once:
             machine.ask(None)
@@ -132,8 +140,8 @@ def capacity(job_s: float, num_at_once: int = 32, duration_s: float = 30.0) -> f
     return machine.num_good / duration_s
 
 
-def overloaded(job_s: float, rate: float, duration_s: float = 60.0) -> Machine:
-    machine, chance = Machine(job_s), random.Random(5)
+def overloaded(job_s: float, rate: float, duration_s: float = 60.0, *, is_accompanied: bool = False) -> Machine:
+    machine, chance = Machine(job_s, is_accompanied), random.Random(5)
     next_at = 0.0
     while machine.now < duration_s:
         if machine.running is None or next_at <= machine.running[2]:
@@ -147,10 +155,11 @@ def overloaded(job_s: float, rate: float, duration_s: float = 60.0) -> Machine:
     return machine
 
 
+@pytest.mark.parametrize("is_accompanied", [False, True])
 @pytest.mark.parametrize("job_s", [0.002, 0.03, 0.06])
-def test_goodput_at_three_times_the_capacity_is_the_capacity(job_s: float) -> None:
-    most = capacity(job_s)
-    machine = overloaded(job_s, 3 * most)
+def test_goodput_at_three_times_the_capacity_is_the_capacity(job_s: float, is_accompanied: bool) -> None:
+    most = capacity(job_s, is_accompanied=is_accompanied)
+    machine = overloaded(job_s, 3 * most, is_accompanied=is_accompanied)
     assert machine.num_good / 60 > 0.9 * most
     assert machine.num_late < 0.05 * machine.num_good
     assert machine.num_refused > machine.num_good
@@ -160,12 +169,36 @@ def test_goodput_at_three_times_the_capacity_is_the_capacity(job_s: float) -> No
 
 def test_jobs_cut_to_a_time_that_none_keeps_would_do_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above is worth: jobs that only get smaller when they take too long do a tenth of what they could."""
-    best = overloaded(0.06, 600.0).num_good
+    best = overloaded(0.06, 600.0, is_accompanied=True).num_good
     monkeypatch.setattr(service_rate, "WORTH", 0.0)
-    assert overloaded(0.06, 600.0).num_good < 0.3 * best
+    assert overloaded(0.06, 600.0, is_accompanied=True).num_good < 0.3 * best
 
 
 def test_beside_others_jobs_keep_to_their_time() -> None:
     """Where a job itself takes little, its latency is what was asked for."""
-    machine = overloaded(0.002, 600.0, 20.0)
+    machine = overloaded(0.002, 600.0, 20.0, is_accompanied=True)
     assert machine.hosted.budget * TOKEN_S == pytest.approx(machine.hosted.latency_s, rel=0.3)
+    alone = overloaded(0.002, 600.0, 20.0)
+    assert alone.hosted.budget * TOKEN_S == pytest.approx(ALONE * machine.hosted.latency_s, rel=0.3)
+
+
+def test_a_lane_knows_of_the_others() -> None:
+    now = 0.0
+    thread = ComputeThread(clock=lambda: now)
+    own, other = thread.lane("own"), thread.lane("other")
+    own.submit(int).result()
+    assert not own.has_company(1.0)
+    started, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        may_end.wait()
+
+    job = other.submit(work)
+    assert started.wait(10) and own.has_company(1.0) and other.has_company(1.0)  # which has done something just now
+    may_end.set()
+    job.result()
+    assert own.has_company(1.0)
+    now = 2.0
+    assert not own.has_company(1.0)
+    thread.close()
