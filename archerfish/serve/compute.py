@@ -80,7 +80,7 @@ class Lane(Executor):
 
     def has_company(self, within_s: float) -> bool:
         """Whether other lanes have work, or had some within so many seconds."""
-        return self.compute.has_others(self, within_s)
+        return self.compute.has_company(self, within_s)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -131,7 +131,8 @@ class ComputeThread:
         with self._has_work:
             return self.running_lane is not None or any(lane.waiting for lane in self.lanes)
 
-    def has_others(self, lane: Lane, within_s: float) -> bool:
+    def has_company(self, lane: Lane, within_s: float) -> bool:
+        """See `Lane.has_company`."""
         since = self._clock() - within_s
         with self._has_work:
             others = [other for other in self.lanes if other is not lane]

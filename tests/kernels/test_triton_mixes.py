@@ -126,6 +126,17 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
         torch.testing.assert_close(mine.float(), theirs.float(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+def check_alone(plain: Decodes, broken: Decodes) -> None:
+    """Two of the same: what the first row gives and leaves is the same beside others whose states are no numbers."""
+    others = broken.words[Input.SOURCE, 1:]
+    broken.memory.wkv[1 + others[others >= 0]] = float("nan")
+    broken.memory.inputs[1 + others[others >= 0]] = float("inf")
+    assert torch.equal(plain.step()[0], broken.step()[0])
+    target = 1 + int(plain.words[Input.BLOCK, 0])
+    assert torch.equal(plain.memory.wkv[target], broken.memory.wkv[target])
+    assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
+
+
 def check_captured(captured: Decodes, plain: Decodes) -> None:
     """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
     use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
@@ -196,14 +207,7 @@ def test_half_precision_is_close(num_rows: int, dtype: str, error: float, models
 
 @pytest.mark.parametrize("num_rows", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
-    plain, broken = (decodes_of(models["tiny"], num_rows) for _ in range(2))
-    others = broken.words[Input.SOURCE, 1:]
-    broken.memory.wkv[1 + others[others >= 0]] = float("nan")
-    broken.memory.inputs[1 + others[others >= 0]] = float("inf")
-    assert torch.equal(plain.step()[0], broken.step()[0])
-    target = 1 + int(plain.words[Input.BLOCK, 0])
-    assert torch.equal(plain.memory.wkv[target], broken.memory.wkv[target])
-    assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
+    check_alone(*(decodes_of(models["tiny"], num_rows) for _ in range(2)))
 
 
 def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
