@@ -46,10 +46,11 @@ def rms_norm_kernel(
     x, residual, weight, normed, total, eps, x_stride, residual_stride,
     width: tl.constexpr, block: tl.constexpr, has_residual: tl.constexpr, is_early: tl.constexpr,
 ):
-    follow(is_early)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     is_inside = columns < width
+    factors = tl.load(weight + columns, mask=is_inside, other=0.0)
+    follow(is_early)
     values = tl.load(x + row * x_stride + columns, mask=is_inside, other=0.0)
     if has_residual:
         added = tl.load(residual + row * residual_stride + columns, mask=is_inside, other=0.0)
@@ -57,7 +58,6 @@ def rms_norm_kernel(
         tl.store(total + row * width + columns, values, mask=is_inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    factors = tl.load(weight + columns, mask=is_inside, other=0.0)
     tl.store(normed + row * width + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=is_inside)
 
 
