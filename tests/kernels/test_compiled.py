@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 SCALARS = {"eps": "fp32", "scale": "fp32", "ids": "*i64", "previous": "*i64", "targets": "*i64"}
+SCALARS |= {"cap": "fp32", "window": "i32"}
 FACTORS = ("norm", "norm_bias", "factors")
 
 def build(kernel, fixed, types, other="bf16", num_warps=1):
@@ -77,6 +78,25 @@ built.append(build(multiply_parts_kernel, parts, {}, num_warps=tile.num_warps))
 for each in built:
     assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
 """
+NARROW_HEADS = """
+from archerfish.kernels.triton_attention import decode_kernel, shared_kernel
+from archerfish.kernels.triton_places import head_block
+from archerfish.kernels.triton_prefill import prefill_kernel
+
+heads = {"block_size": 16, "head_dim": 8, "width": head_block(8), "has_cap": False, "step": 16}
+extra = {"sinks": 0, "mask_size": 0, "mask_span": 0, "has_window": False}
+numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "query_starts", "query_lens", "key_starts")
+types = dict.fromkeys((*numbers, "shared_len"), "i32")
+types |= dict.fromkeys(("partials", "levels", "shared_partials", "shared_levels"), "fp32")
+prefill = {"num_kv_heads": 2, "group": 2, "rows": 32, "is_gathered": False}
+flags = ("is_shared", "is_new", "is_turned", "has_q_norm", "has_k_norm")
+decode = {"group": 2, "rows": 16, "shared_step": 16, "parts_at_once": 4, "is_early": True} | dict.fromkeys(flags, False)
+for half in ("bf16", "fp32"):
+    build(prefill_kernel, {**heads, **extra, **prefill}, types, half, 4)
+    for is_split in (False, True):
+        build(decode_kernel, {**heads, **extra, **decode, "is_split": is_split}, types | {"cos_sin": "fp32"}, half, 4)
+    build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, half, 4)
+"""
 SUMS = """
 from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel
 from archerfish.kernels.triton_norm import lookup_kernel, rms_norm_kernel
@@ -127,6 +147,11 @@ def run(script: str) -> None:
 def test_products_of_few_rows() -> None:
     """In float32, weights and sums have one type: tuples of them must not be taken for one another."""
     run(PRODUCTS)
+
+
+def test_attention_of_narrow_heads() -> None:
+    """Narrower than what a product of tiles takes."""
+    run(NARROW_HEADS)
 
 
 def test_products_with_a_gate() -> None:

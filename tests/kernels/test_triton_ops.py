@@ -37,6 +37,7 @@ class Case:
 ATTENTION = [
     Case(HeadShape(2, 2, 64, 0.125)),
     Case(HeadShape(6, 2, 32, 0.2), block_size=1),
+    Case(HeadShape(4, 2, 8, 0.3), block_size=4),  # narrower than what a product of tiles takes
     Case(HeadShape(8, 2, 96, 0.1), block_size=64),
     Case(HeadShape(8, 1, 128, 0.09)),
     Case(HeadShape(3, 1, 16, 0.25, window=1), block_size=24),
