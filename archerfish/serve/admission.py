@@ -44,6 +44,12 @@ class TooLateError(RefusedError):
     status, code = 503, "deadline_unreachable"
 
 
+class TurnMissedError(TooLateError):
+    """The deadline of a request that was let in came before its turn."""
+
+    is_missed = True
+
+
 class ImpossibleDeadlineError(InvalidInputError):
     """The answer would come too late even if nothing else ran: trying again does not help."""
 

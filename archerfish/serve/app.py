@@ -27,6 +27,7 @@ from archerfish.serve.metrics import CONTENT_TYPE, exposition
 from archerfish.serve.middleware import BodyLimit, RequestMetrics, Shed
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.page import page
+from archerfish.serve.refusals import Refusals
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.sharing import FrontShare
@@ -136,6 +137,7 @@ def create_app(
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
         app.router.routes.extend(routes.router.routes)  # one list: a router in a router is looked through twice
+    app.add_middleware(Refusals)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     blocked = Blocked()
     app.add_middleware(Identify, tenants=tenants, blocked=blocked)

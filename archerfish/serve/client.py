@@ -66,24 +66,18 @@ class RemoteError(ArcherfishError):
 
     def __init__(
         self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
-        retry_after_s: float | None = None, blocked_s: float | None = None,
+        retry_after_s: float | None = None, blocked_s: float | None = None, is_missed: bool = False,
     ) -> None:
         super().__init__(message, hint=hint)
         # Of this error, not of the class: the engine process says which.
         self.code, self.status = code, status  # type: ignore[misc]
-        self.param, self.retry_after_s, self.blocked_s = param, retry_after_s, blocked_s
-
-    def again(self) -> RemoteError:
-        """The same for somebody else: an error that is raised belongs to who gets it."""
-        return RemoteError(
-            self.message, code=self.code, status=self.status, hint=self.hint, param=self.param, retry_after_s=self.retry_after_s
-        )
+        self.param, self.retry_after_s, self.blocked_s, self.is_missed = param, retry_after_s, blocked_s, is_missed
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
         return cls(
             failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s,
+            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s, is_missed=failed.is_missed,
         )
 
 

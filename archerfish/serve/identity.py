@@ -62,7 +62,11 @@ def note_blocked(app: FastAPI, blocked: Blocked) -> None:
 
 def tenant_of(request: Request) -> Tenant:
     """Of a request that has passed `Identify`; of one to an open path, nobody's."""
-    found = request.scope.get("state", {}).get(STATE)
+    return tenant_in(request.scope)
+
+
+def tenant_in(scope: Scope) -> Tenant:
+    found = scope.get("state", {}).get(STATE)
     return found if isinstance(found, Tenant) else ANONYMOUS
 
 

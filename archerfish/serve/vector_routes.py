@@ -21,7 +21,7 @@ from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.refusals import Refusals
+from archerfish.serve.refusals import note_refusal
 from archerfish.serve.schemas import BodyRoute, EmbeddingsBody, RerankBody, SimilarityBody
 from archerfish.serve.wire import Embed, Score, Vectors
 
@@ -36,7 +36,6 @@ class VectorRoutes:
         self.catalog, self.config = catalog, config
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
-        self.refusals = Refusals()
         self.router = APIRouter(route_class=BodyRoute)
         self.router.post("/v1/embeddings", response_model=None)(self.embeddings)
         self.router.post("/v1/rerank", response_model=None)(self.rerank)
@@ -103,12 +102,11 @@ class VectorRoutes:
         return await self.ask(request, message)
 
     async def ask(self, request: Request, message: Embed | Score) -> tuple[Array, int]:
-        """What the backend computes, and the tokens that it took; refused here where it has just refused the same."""
-        self.refusals.check(message.model, message.tenant)
+        """What the backend computes, and the tokens that it took."""
         try:
             answer = await unless_gone(request, self.catalog.backend.ask(message))
         except RemoteError as error:
-            self.refusals.hear(message.model, message.tenant, error)
+            note_refusal(request, error)
             raise
         assert isinstance(answer, Vectors)
         rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)

@@ -222,7 +222,8 @@ def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: 
         clock.now += 11
         may_load.set()
         assert (await written)[1].outputs[0].finish_reason == "deadline"
-        assert (await read).code == "deadline_unreachable"
+        error = await read
+        assert (error.code, error.is_missed) == ("deadline_unreachable", True)
         assert encoder.jobs == []
 
     talk(host, test)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import json
+from typing import Any
+
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
+from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import refusals as refusals_module
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question, RemoteError
-from archerfish.serve.refusals import HOLD_S, Refusals
-from archerfish.serve.wire import Embed
+from archerfish.serve.refusals import HOLD_S, MAX_BODY_BYTES, STATE, Refusals
+from archerfish.serve.tenants import Tenants
+from archerfish.serve.wire import Embed, Failed
 
-from .fake_backend import FakeBackend, with_backend
+from .client import LIMIT_S, running, with_app
+from .fake_backend import FakeBackend
+
+EMBEDDINGS = "/v1/embeddings"
+ALICE, BOB = (f"{name}-{'0123456789' * 3}" for name in ("alice", "bob"))
+ROUTE = object()
 
 
 class Clock:
@@ -21,51 +35,275 @@ class Clock:
         return self.now
 
 
-def refusal(code: str = "overloaded") -> RemoteError:
-    return RemoteError("The queue is full.", code=code, status=503, retry_after_s=2.5)
+class Engine:
+    """The app behind the layer: it reads a whole body and refuses, as VectorRoutes do when the engine process has."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.is_full = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, has_more = b"", True
+        while has_more:
+            message = await receive()
+            body, has_more = body + message["body"], message["more_body"]
+        self.bodies.append(body)
+        scope["route"] = ROUTE
+        scope["state"][STATE] = self.is_full
+        await send({"type": "http.response.start", "status": 503 if self.is_full else 200, "headers": [(b"retry-after", b"2")]})
+        await send({"type": "http.response.body", "body": b"full" if self.is_full else b"vectors"})
 
 
-def test_a_refusal_counts_for_a_moment_and_for_its_own() -> None:
-    clock = Clock()
-    refusals = Refusals(clock)
-    refusals.check("model", "me")
-    refusals.hear("model", "me", refusal())
-    with pytest.raises(RemoteError, match="queue is full") as raised:
-        refusals.check("model", "me")
-    assert (raised.value.status, raised.value.code, raised.value.retry_after_s) == (503, "overloaded", 2.5)
-    refusals.check("other", "me")
-    refusals.check("model", "you")
-    clock.now = HOLD_S
-    refusals.check("model", "me")
+class Front:
+    """The layer with an engine behind it and a clock of the test's."""
+
+    def __init__(self) -> None:
+        self.clock, self.engine = Clock(), Engine()
+        self.layer = Refusals(self.engine, self.clock)
+
+    def asks(self, body: dict[str, Any] | bytes, *, path: str = EMBEDDINGS, pieces: int = 1, has_length: bool = True) -> bool:
+        """Whether the engine is asked by a request, which must be answered with a refusal while it is full."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        size = -(-len(raw) // pieces)
+        coming = [raw[start : start + size] for start in range(0, len(raw), size)]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": coming.pop(0), "more_body": bool(coming)}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        headers = [(b"content-length", str(len(raw)).encode())] if has_length else []
+        scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "state": {}}
+        num_before = len(self.engine.bodies)
+        asyncio.run(self.layer(scope, receive, send))
+        has_asked = len(self.engine.bodies) > num_before
+        assert not has_asked or self.engine.bodies[-1] == raw
+        assert scope["route"] is ROUTE
+        assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+        if self.engine.is_full or not has_asked:
+            assert (sent[0]["status"], sent[0]["headers"], sent[1]["body"]) == (503, [(b"retry-after", b"2")], b"full")
+        return has_asked
 
 
-def test_what_says_nothing_of_the_model_is_not_kept() -> None:
-    refusals = Refusals(Clock())
-    refusals.hear("model", "me", refusal("input_too_large"))
-    refusals.check("model", "me")
+def body_of(text: Any = "four", **options: Any) -> dict[str, Any]:
+    return {"model": "m", "input": text, **options}
+
+
+def test_a_refusal_counts_for_a_moment() -> None:
+    front = Front()
+    assert front.asks(body_of())
+    assert not front.asks(body_of())
+    front.clock.now = HOLD_S
+    assert front.asks(body_of())
+
+
+def test_repeating_a_refusal_does_not_make_it_last() -> None:
+    front = Front()
+    assert front.asks(body_of())
+    front.clock.now = 0.9 * HOLD_S
+    assert not front.asks(body_of())
+    front.clock.now = HOLD_S
+    front.engine.is_full = False
+    assert front.asks(body_of())
+
+
+@pytest.mark.parametrize("other", [
+    body_of(model="n"), {"input": "four"}, body_of("for"), body_of(deadline_s=2.5), body_of(["four"] * 3, deadline_s=2.0),
+], ids=str)  # fmt: skip
+def test_who_asks_for_less_or_has_other_time_is_asked_for(other: dict[str, Any]) -> None:
+    front = Front()
+    front.asks(body_of(deadline_s=2.0) if other.get("deadline_s") == 2.5 else body_of())
+    assert front.asks(other)
+
+
+@pytest.mark.parametrize("other", [
+    body_of("longer"), body_of(["four", "more"]), body_of(user="somebody"), body_of(encoding_format="base64"),
+], ids=str)  # fmt: skip
+def test_who_asks_for_as_much_is_refused(other: dict[str, Any]) -> None:
+    front = Front()
+    front.asks(body_of())
+    assert not front.asks(other)
+
+
+def test_many_texts_that_are_refused_say_nothing_of_a_long_one() -> None:
+    """The one is read in its turn, while each of the many waits for a turn of its own."""
+    front = Front()
+    front.asks(body_of(["four", "more"]))
+    assert front.asks(body_of("as long as all of them together"))
+
+
+def test_a_sooner_deadline_is_refused_with_a_later_one_and_not_the_other_way_round() -> None:
+    front = Front()
+    front.asks(body_of(deadline_s=2.0))
+    assert not front.asks(body_of(deadline_s=1.0))
+    front.clock.now = HOLD_S
+    front.asks(body_of(deadline_s=1.0))
+    assert front.asks(body_of(deadline_s=2.0))
+    assert front.asks(body_of()), "what has no deadline has other limits"
+    assert front.asks(body_of(deadline_s=1000.0))
+
+
+@pytest.mark.parametrize(("path", "less", "more"), [
+    ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}, {"query": "q", "documents": ["a", "b", "c"]}),
+    ("/similarity", {"source": "q", "sentences": ["a", "b"]}, {"source": ["q", "r"], "sentences": ["a", "b"]}),
+])  # fmt: skip
+def test_the_other_routes_of_vectors_have_refusals_of_their_own(path: str, less: dict[str, Any], more: dict[str, Any]) -> None:
+    front = Front()
+    front.asks({"input": "q"})
+    assert front.asks(more, path=path)
+    assert front.asks(less, path=path)
+    assert not front.asks(more, path=path)
+
+
+@pytest.mark.parametrize("body", [
+    b"{", b'{"model":"m","input":[1,2,3]}', b'{"model":7,"input":"four"}', b'{"model":"m","input":"\xff"}',
+    '{"model":"m","input":"four"}'.encode("utf-16"), b"[" * 20_000,
+])  # fmt: skip
+def test_what_is_not_understood_here_is_left_to_others(body: bytes) -> None:
+    front = Front()
+    front.asks(body_of())
+    assert front.asks(body)
+    assert front.asks(body)
+
+
+def test_what_comes_in_pieces_or_without_a_length_goes_on_whole() -> None:
+    front = Front()
+    assert front.asks(body_of())
+    assert front.asks(body_of(), pieces=3)
+    assert front.asks(body_of(), has_length=False)
+    assert front.asks(body_of("x" * MAX_BODY_BYTES))
+    assert not front.asks(body_of())
+
+
+def test_an_answer_is_not_repeated() -> None:
+    front = Front()
+    front.engine.is_full = False
+    assert front.asks(body_of())
+    assert front.asks(body_of())
+
+
+# In its place among the layers of the app
+
+
+def refusal(code: str = "overloaded", **options: Any) -> RemoteError:
+    return RemoteError("The queue is full.", code=code, status=503, retry_after_s=2.5, **options)
 
 
 class Full(FakeBackend):
     """Refuses to embed."""
 
-    num_asked = 0
+    def __init__(self, error: RemoteError | None = None) -> None:
+        super().__init__()
+        self.error = error or refusal()
+        self.num_asked = 0
 
     async def ask(self, message: Question) -> Answer:
         if isinstance(message, Embed):
             self.num_asked += 1
-            raise refusal()
+            raise self.error
         return await super().ask(message)
 
 
-def test_who_comes_right_after_a_refusal_is_refused_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals_module, "HOLD_S", 1e6)
+
+
+def app_over(backend: FakeBackend, **options: Any) -> FastAPI:
+    return create_app(backend, **options)
+
+
+@pytest.mark.usefixtures("_long")
+def test_a_repeated_refusal_is_the_same_answer_and_is_counted() -> None:
+    backend, registry = Full(), MetricRegistry()
+    answers: list[httpx.Response] = []
+
+    async def test(client: httpx.AsyncClient) -> None:
+        answers.extend([await client.post(EMBEDDINGS, json={"model": "lab/vectors", "input": "x"}) for _ in range(3)])
+
+    with_app(test, app_over(backend, registry=registry))
+    assert backend.num_asked == 1
+    for answer in answers:
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "3")
+        assert answer.json() == {
+            "error": {"message": "The queue is full.", "type": "server_error", "param": None, "code": "overloaded"}
+        }
+        assert answer.headers == answers[0].headers
+    counted = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
+    assert counted.value(route=EMBEDDINGS, status="503") == 3
+    timed = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
+    assert timed.count(route=EMBEDDINGS) == 3
+    assert registry.gauge("archerfish_requests_running", "Requests being answered.").value() == 0
+
+
+@pytest.mark.usefixtures("_long")
+@pytest.mark.parametrize("error", [refusal("input_too_large"), refusal("deadline_unreachable", is_missed=True)], ids=str)
+def test_what_says_nothing_of_who_comes_now_is_not_repeated(error: RemoteError) -> None:
+    backend = Full(error)
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 503
+
+    with_app(test, app_over(backend))
+    assert backend.num_asked == 2
+
+
+@pytest.mark.usefixtures("_long")
+def test_keys_come_first_and_refusals_are_a_tenants_own() -> None:
     backend = Full()
 
     async def test(client: httpx.AsyncClient) -> None:
-        for _ in range(3):
-            answer = await client.post("/v1/embeddings", json={"model": "lab/vectors", "input": "x"})
-            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "3")
-            assert answer.json()["error"]["code"] == "overloaded"
+        statuses = []
+        for key in (ALICE, ALICE, BOB, "stranger", ""):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            statuses.append((await client.post(EMBEDDINGS, json={"input": "x"}, headers=headers)).status_code)
+        assert statuses == [503, 503, 503, 401, 401]
 
-    with_backend(backend, test, create_app)
+    with_app(test, app_over(backend, tenants=Tenants.from_text(f"alice={ALICE}, bob={BOB}")))
+    assert backend.num_asked == 2
+
+
+@pytest.mark.usefixtures("_long")
+def test_a_connection_is_kept_over_refusals() -> None:
+    backend = Full()
+    with running(app_over(backend)) as address:
+        connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
+        for _ in range(3):
+            connection.request("POST", EMBEDDINGS, json.dumps({"input": "x"}), {"Content-Type": "application/json"})
+            socket = connection.sock
+            answer = connection.getresponse()
+            assert (answer.status, json.load(answer)["error"]["code"]) == (503, "overloaded")
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        assert connection.sock is socket
+        connection.close()
     assert backend.num_asked == 1
+
+
+@pytest.mark.usefixtures("_long")
+def test_a_body_that_comes_slowly_is_read_to_its_end() -> None:
+    backend = Full()
+    with running(app_over(backend)) as address:
+        connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
+        connection.connect()
+        body = b'{"input":"x"}'
+        for _ in range(2):
+            connection.putrequest("POST", EMBEDDINGS)
+            connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", str(len(body)))
+            connection.putheader("Expect", "100-continue")  # which the server answers when it waits for the body
+            connection.endheaders()
+            assert connection.sock.recv(1 << 10).startswith(b"HTTP/1.1 100 ")
+            connection.send(body)
+            assert connection.getresponse().read().count(b"overloaded") == 1
+        connection.close()
+    assert backend.num_asked == 1
+
+
+def test_the_message_says_whether_a_turn_was_missed() -> None:
+    failed = Failed(request_id="1", code="deadline_unreachable", message="Late.", is_missed=True)
+    assert RemoteError.of(failed).is_missed
+    assert not RemoteError.of(Failed(request_id="1", code="deadline_unreachable", message="Late.")).is_missed
