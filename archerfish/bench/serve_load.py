@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -103,11 +104,15 @@ class Driver:
         self._maker = RequestMaker(load.shapes, manner, load.seed, load.deadline_s)
         self._hang_ups = random.Random(f"hang-up:{load.seed}")
         self._num_in_flight = 0
+        self._coming: deque[tuple[float, Prepared]] = deque()  # of an open loop: when, and what
         self._run = Run(load)
 
     async def run(self) -> Run:
         """Warm up, then measure; returns when every request has ended."""
         load, run = self._load, self._run
+        if not load.concurrency:  # made before, since the cores may be the server's too
+            due = arrivals(load.rate, load.seed, count=load.count, duration_s=load.duration_s)
+            self._coming.extend((at, self._maker.make(index)) for index, at in enumerate(due))
         if load.num_warmup:
             await self._warm_up()
         run.start_s, num_resent = self._clock(), self._pool.num_resent
@@ -154,8 +159,8 @@ class Driver:
                 await self._perform(index, prepared, intended_s)
 
         async with asyncio.TaskGroup() as group:
-            for index, at in enumerate(arrivals(load.rate, load.seed, count=load.count, duration_s=load.duration_s)):
-                prepared = self._maker.make(index)
+            for index in range(len(self._coming)):
+                at, prepared = self._coming.popleft()
                 wait_s = start_s + at - TIMER_S - self._clock()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)

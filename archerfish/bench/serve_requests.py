@@ -293,8 +293,8 @@ def seconds_of(text: str | None) -> float | None:
 def error_code(body: bytes | bytearray) -> str:
     """What a body in OpenAI's shape, or near to it, calls its error."""
     try:
-        found: Any = json.loads(body)
-    except ValueError:
+        found = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
         return ""
     inner = found.get("error", found) if isinstance(found, dict) else None
     if not isinstance(inner, dict):

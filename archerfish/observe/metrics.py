@@ -40,6 +40,8 @@ class Metric(ABC):
         self._lock = threading.Lock()
 
     def _key(self, labels: dict[str, str]) -> Labels:
+        if tuple(labels) == self.label_names:
+            return tuple(labels.values())
         try:
             key = tuple(labels[name] for name in self.label_names)
         except KeyError as error:

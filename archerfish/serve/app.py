@@ -133,7 +133,7 @@ def create_app(
 
     app = FastAPI(title="archerfish", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (
-        OpenAIRoutes(texts, config), ResponsesRoutes(texts), MessagesRoutes(texts), VectorRoutes(catalog, config, registry),
+        OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
         app.router.routes.extend(routes.router.routes)  # one list: a router in a router is looked through twice

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,9 +31,8 @@ class Identify:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         try:
-            tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
+            tenant = self.tenants.find(bearer_key(header_of(scope, b"authorization"), header_of(scope, b"x-api-key")))
             if scope["path"].startswith(OPERATOR_PATHS):
                 tenant.require_operator()
             elif scope["method"] == "POST":
@@ -44,6 +42,10 @@ class Identify:
             return
         scope.setdefault("state", {})[STATE] = tenant
         await self.app(scope, receive, send)
+
+
+def header_of(scope: Scope, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
 
 
 def note_blocked(app: FastAPI, blocked: Blocked) -> None:

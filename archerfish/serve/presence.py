@@ -15,17 +15,25 @@ T = TypeVar("T")
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client closes its connection first."""
-    task = asyncio.create_task(work)
     gone = asyncio.create_task(disconnected(request))
+    limit = asyncio.timeout(None)
+
+    def end(_: object) -> None:
+        limit.reschedule(0)
+
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        async with limit:
+            gone.add_done_callback(end)
+            try:
+                return await work
+            finally:
+                gone.remove_done_callback(end)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+    except TimeoutError:
+        if limit.expired():
+            raise ClientGoneError from None
+        raise
 
 
 async def disconnected(request: Request) -> None:

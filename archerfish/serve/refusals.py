@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.identity import tenant_in
+from archerfish.serve.middleware import stated_length
 
 HOLD_S = 0.05  # for which nobody else is asked: short against what waits in front of a model that refuses
 CODES = ("deadline_unreachable", "overloaded")  # that say something of the model, not of the request
@@ -122,14 +123,6 @@ class Refusals:
             self._heard[scope["path"], tenant_in(scope).name, wish.model] = Refusal(
                 self._clock(), wish.deadline_s, *wish.size(), scope.get("route"), messages
             )
-
-
-def stated_length(scope: Scope) -> int:
-    """Bytes of the body by its head; 0 where it does not say."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value) if value.isdigit() else 0
-    return 0
 
 
 def wish_of(body: bytes) -> Wish | None:

@@ -118,10 +118,13 @@ def _finite(text: str) -> float:
     return value if math.isfinite(value) else _refuse_constant(text)
 
 
+_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+
+
 def read_json(body: bytes) -> Any:
     """JSON by the standard: NaN and numbers without end are none. BadJSONError says what is wrong, and where."""
     try:
-        return json.loads(body, parse_float=_finite, parse_constant=_refuse_constant)
+        return _decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except json.JSONDecodeError as error:
         raise BadJSONError(f"{error.msg}, {place_in(error.doc, error.pos)}") from None
     except NoNumberError as error:
