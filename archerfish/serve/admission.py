@@ -43,11 +43,12 @@ class TooLateError(RefusedError):
 
     status, code = 503, "deadline_unreachable"
 
-
-class TurnMissedError(TooLateError):
-    """The deadline of a request that was let in came before its turn."""
-
-    is_missed = True
+    def __init__(
+        self, message: str, retry_after_s: float, *, hint: str | None = None, needs_s: tuple[float, float] | None = None
+    ) -> None:
+        """needs_s: see `wire.Failed`."""
+        super().__init__(message, retry_after_s, hint=hint)
+        self.needs_s = needs_s
 
 
 class ImpossibleDeadlineError(InvalidInputError):

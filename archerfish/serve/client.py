@@ -66,18 +66,18 @@ class RemoteError(ArcherfishError):
 
     def __init__(
         self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
-        retry_after_s: float | None = None, blocked_s: float | None = None, is_missed: bool = False,
+        retry_after_s: float | None = None, blocked_s: float | None = None, needs_s: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         # Of this error, not of the class: the engine process says which.
         self.code, self.status = code, status  # type: ignore[misc]
-        self.param, self.retry_after_s, self.blocked_s, self.is_missed = param, retry_after_s, blocked_s, is_missed
+        self.param, self.retry_after_s, self.blocked_s, self.needs_s = param, retry_after_s, blocked_s, needs_s
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
         return cls(
             failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s, is_missed=failed.is_missed,
+            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s, needs_s=failed.needs_s,
         )
 
 

@@ -176,7 +176,11 @@ class ReadingGate:
 
     def estimate_tokens(self, num_tokens: int, num_bytes: int) -> int:
         """Of texts that came as so many ids, and of others with so many bytes."""
-        return num_tokens + round(num_bytes / (self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN))
+        return num_tokens + round(num_bytes / self._size_of_token)
+
+    @property
+    def _size_of_token(self) -> float:
+        return self._bytes_per_token.value or USUAL_BYTES_PER_TOKEN
 
     def wait_s(self, num_texts: int) -> float:
         """What a request that comes now waits, in all, for others: each of them has as many texts read as itself."""
@@ -195,7 +199,9 @@ class ReadingGate:
         margin = self.margin * (BESIDE_OTHERS if self.num_requests else 1.0)
         if deadline_s is not None and margin * total_s > deadline_s:
             message = f"The answer is expected in {total_s:.1f} s; the deadline of {deadline_s:g} s is too near."
-            raise TooLateError(message, min(total_s - deadline_s / margin, wait_s))
+            character_s = (self._speed.value or 0.0) / self._size_of_token
+            needs_s = margin * total_s, margin * character_s
+            raise TooLateError(message, min(total_s - deadline_s / margin, wait_s), needs_s=needs_s)
         if deadline_s is None and self.max_wait_s and wait_s > self.max_wait_s:
             message = f"The wait would be {wait_s:.1f} s; the limit is {self.max_wait_s:g} s."
             raise BusyError(message, wait_s - self.max_wait_s)

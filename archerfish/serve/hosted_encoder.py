@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
-from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TurnMissedError
+from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate, ReadingPass
@@ -227,9 +227,9 @@ class HostedEncoder:
                 continue
             assert encoding.entry is not None
             encoding.entry.is_late = True
-            self._figures.refused(self.name, TurnMissedError.code)
+            self._figures.refused(self.name, TooLateError.code)
             message = "The deadline of this request passed before its turn."
-            self._desk.fail(ticket, TurnMissedError(message, self.gate.wait_s(len(encoding.texts))))
+            self._desk.fail(ticket, TooLateError(message, self.gate.wait_s(len(encoding.texts))))
         self._queue = kept
 
     def _next_job(self) -> Job:

@@ -16,10 +16,10 @@ from archerfish.serve.identity import tenant_in
 from archerfish.serve.middleware import stated_length
 
 HOLD_S = 0.05  # for which nobody else is asked: short against what waits in front of a model that refuses
-CODES = ("deadline_unreachable", "overloaded")  # that say something of the model, not of the request
+FULL = "overloaded"  # the code of a refusal that says something of the model, as those do that say what a request needs
 PATHS = frozenset(("/v1/embeddings", "/v1/rerank", "/similarity"))
 MAX_BODY_BYTES = 1 << 16  # what a server hands over as one piece
-STATE = "is_refused"
+STATE = "refusal"
 Texts = str | list[str]
 
 
@@ -49,6 +49,7 @@ class Refusal:
     """An answer to a wish, as it was sent."""
 
     heard_at: float
+    needs_s: tuple[float, float] | None
     deadline_s: float | None
     num_texts: int
     num_characters: int
@@ -56,17 +57,18 @@ class Refusal:
     messages: tuple[Message, ...]
 
     def holds_for(self, wish: Wish) -> bool:
-        """Whether one wishes for no less, in no more time."""
-        if wish.deadline_s is None or self.deadline_s is None:
-            is_as_soon = wish.deadline_s is self.deadline_s
-        else:
-            is_as_soon = wish.deadline_s <= self.deadline_s
+        """Whether another wish has too many texts for the room there was, or too little time."""
         num_texts, num_characters = wish.size()
-        return is_as_soon and num_texts >= self.num_texts and num_characters >= self.num_characters
+        if num_texts < self.num_texts:
+            return False
+        if self.needs_s is None:
+            return wish.deadline_s == self.deadline_s
+        least_s, character_s = self.needs_s
+        return wish.deadline_s is not None and wish.deadline_s < least_s + (num_characters - self.num_characters) * character_s
 
 
 class Refusals:
-    """Repeats the last refusal for want of time or room to who asks for as much of the same model, as long as it counts.
+    """Repeats the last refusal for want of time or room to whom it holds for too, as long as it counts.
 
     The body is looked at and not checked, so that a refusal costs a small part of an answer. What comes in several pieces, or
     is not read here, is asked for.
@@ -102,8 +104,9 @@ class Refusals:
             await send(message)
 
         await self.app(scope, replayed, noted)
-        if scope["state"].get(STATE):
-            self._hear(scope, body, tuple(sent))
+        error = scope["state"].get(STATE)
+        if isinstance(error, RemoteError):
+            self._hear(scope, body, error, tuple(sent))
 
     def _find(self, scope: Scope, body: bytes) -> Refusal | None:
         wish = wish_of(body)
@@ -118,10 +121,10 @@ class Refusals:
             return None
         return refusal if refusal.holds_for(wish) else None
 
-    def _hear(self, scope: Scope, body: bytes, messages: tuple[Message, ...]) -> None:
+    def _hear(self, scope: Scope, body: bytes, error: RemoteError, messages: tuple[Message, ...]) -> None:
         if (wish := wish_of(body)) is not None:
             self._heard[scope["path"], tenant_in(scope).name, wish.model] = Refusal(
-                self._clock(), wish.deadline_s, *wish.size(), scope.get("route"), messages
+                self._clock(), error.needs_s, wish.deadline_s, *wish.size(), scope.get("route"), messages
             )
 
 
@@ -134,5 +137,5 @@ def wish_of(body: bytes) -> Wish | None:
 
 def note_refusal(request: Request, error: RemoteError) -> None:
     """Let `Refusals` know that the answer to this request is one of those to be repeated."""
-    if error.code in CODES and not error.is_missed:
-        request.scope["state"][STATE] = True
+    if error.code == FULL or error.needs_s is not None:
+        request.scope["state"][STATE] = error

@@ -196,7 +196,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
     param: str | None = None
     retry_after_s: float | None = None
     blocked_s: float | None = None  # until this tenant's limits allow anything at all
-    is_missed: bool = False  # it was let in, and its turn came too late: this says nothing of who comes now
+    needs_s: tuple[float, float] | None = None  # the deadline that would have done, and what a character of text makes of it
 
     @classmethod
     def of(cls, request_id: str, error: BaseException, retry_after_s: float | None = None) -> Failed:
@@ -206,7 +206,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
             return cls(
                 request_id=request_id, code=error.code, message=error.message, status=error.status, hint=hint,
                 param=getattr(error, "param", None), retry_after_s=retry_after_s, blocked_s=getattr(error, "blocked_s", None),
-                is_missed=getattr(error, "is_missed", False),
+                needs_s=getattr(error, "needs_s", None),
             )
         message = "The engine failed on this request; its log says why."
         return cls(request_id=request_id, code=ArcherfishError.code, message=message)

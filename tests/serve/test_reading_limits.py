@@ -181,6 +181,21 @@ def test_what_cannot_be_in_time_is_refused_at_once() -> None:
     gate.admit(ANONYMOUS, 1, num_tokens=100, deadline_s=2.6)
 
 
+@pytest.mark.parametrize("num_bytes", [4, 400, 4000])
+def test_a_refusal_says_what_would_have_done(num_bytes: int) -> None:
+    """For it and for texts of other sizes: a front end refuses who has less, and nobody who would be let in."""
+    gate = reading(Clock())
+    gate.admit(ANONYMOUS, 1, num_tokens=100)
+    with pytest.raises(TooLateError) as caught:
+        gate.admit(ANONYMOUS, 1, num_bytes=400, deadline_s=0.5)
+    assert caught.value.needs_s is not None
+    least_s, character_s = caught.value.needs_s
+    needed_s = least_s + (num_bytes - 400) * character_s
+    with pytest.raises(TooLateError):
+        gate.admit(ANONYMOUS, 1, num_bytes=num_bytes, deadline_s=needed_s - 0.01)
+    gate.admit(ANONYMOUS, 1, num_bytes=num_bytes, deadline_s=needed_s + 0.01)
+
+
 def test_a_long_list_delays_a_short_one_little() -> None:
     gate = reading(Clock(), max_wait_s=5.0)
     gate.admit(ANONYMOUS, 1000, num_tokens=100_000)

@@ -18,7 +18,7 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question, RemoteError
 from archerfish.serve.refusals import HOLD_S, MAX_BODY_BYTES, STATE, Refusals
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.wire import Embed, Failed
+from archerfish.serve.wire import Embed
 
 from .client import LIMIT_S, running, with_app
 from .fake_backend import FakeBackend
@@ -38,9 +38,9 @@ class Clock:
 class Engine:
     """The app behind the layer: it reads a whole body and refuses, as VectorRoutes do when the engine process has."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: RemoteError) -> None:
         self.bodies: list[bytes] = []
-        self.is_full = True
+        self.is_full, self.error = True, error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, has_more = b"", True
@@ -49,7 +49,8 @@ class Engine:
             body, has_more = body + message["body"], message["more_body"]
         self.bodies.append(body)
         scope["route"] = ROUTE
-        scope["state"][STATE] = self.is_full
+        if self.is_full:
+            scope["state"][STATE] = self.error
         await send({"type": "http.response.start", "status": 503 if self.is_full else 200, "headers": [(b"retry-after", b"2")]})
         await send({"type": "http.response.body", "body": b"full" if self.is_full else b"vectors"})
 
@@ -57,8 +58,8 @@ class Engine:
 class Front:
     """The layer with an engine behind it and a clock of the test's."""
 
-    def __init__(self) -> None:
-        self.clock, self.engine = Clock(), Engine()
+    def __init__(self, needs_s: tuple[float, float] | None = None) -> None:
+        self.clock, self.engine = Clock(), Engine(refusal(needs_s=needs_s))
         self.layer = Refusals(self.engine, self.clock)
 
     def asks(self, body: dict[str, Any] | bytes, *, path: str = EMBEDDINGS, pieces: int = 1, has_length: bool = True) -> bool:
@@ -110,39 +111,41 @@ def test_repeating_a_refusal_does_not_make_it_last() -> None:
 
 
 @pytest.mark.parametrize("other", [
-    body_of(model="n"), {"input": "four"}, body_of("for"), body_of(deadline_s=2.5), body_of(["four"] * 3, deadline_s=2.0),
+    body_of(["four"], model="n"), {"input": ["four", "more"]}, body_of(["four"] * 3, deadline_s=2.0), body_of("one long text"),
 ], ids=str)  # fmt: skip
-def test_who_asks_for_less_or_has_other_time_is_asked_for(other: dict[str, Any]) -> None:
+def test_who_has_another_model_other_time_or_fewer_texts_is_asked_for(other: dict[str, Any]) -> None:
     front = Front()
-    front.asks(body_of(deadline_s=2.0) if other.get("deadline_s") == 2.5 else body_of())
+    front.asks(body_of(["four", "more"]))
     assert front.asks(other)
 
 
 @pytest.mark.parametrize("other", [
-    body_of("longer"), body_of(["four", "more"]), body_of(user="somebody"), body_of(encoding_format="base64"),
+    body_of("longer"), body_of("no"), body_of(["four", "more"]), body_of(user="somebody"), body_of(encoding_format="base64"),
 ], ids=str)  # fmt: skip
-def test_who_asks_for_as_much_is_refused(other: dict[str, Any]) -> None:
+def test_who_asks_for_as_many_texts_finds_no_room_either(other: dict[str, Any]) -> None:
     front = Front()
     front.asks(body_of())
     assert not front.asks(other)
 
 
-def test_many_texts_that_are_refused_say_nothing_of_a_long_one() -> None:
+@pytest.mark.parametrize(("other", "is_asked"), [
+    (body_of(deadline_s=2.4), False), (body_of(deadline_s=2.5), True), (body_of(), True),
+    (body_of("for", deadline_s=2.3), False), (body_of("for", deadline_s=2.4), True),
+    (body_of("fours", deadline_s=2.5), False), (body_of("fours", deadline_s=2.7), True),
+    (body_of(["fo", "ur"], deadline_s=2.4), False),
+])  # fmt: skip
+def test_who_has_less_time_than_is_needed_is_refused(other: dict[str, Any], is_asked: bool) -> None:
+    """2.5 s would have done for the first, and every character of a text makes that 0.125 s more."""
+    front = Front(needs_s=(2.5, 0.125))
+    assert front.asks(body_of(deadline_s=1.0))
+    assert front.asks(other) == is_asked
+
+
+def test_many_texts_that_are_late_say_nothing_of_one() -> None:
     """The one is read in its turn, while each of the many waits for a turn of its own."""
-    front = Front()
-    front.asks(body_of(["four", "more"]))
-    assert front.asks(body_of("as long as all of them together"))
-
-
-def test_a_sooner_deadline_is_refused_with_a_later_one_and_not_the_other_way_round() -> None:
-    front = Front()
-    front.asks(body_of(deadline_s=2.0))
-    assert not front.asks(body_of(deadline_s=1.0))
-    front.clock.now = HOLD_S
-    front.asks(body_of(deadline_s=1.0))
-    assert front.asks(body_of(deadline_s=2.0))
-    assert front.asks(body_of()), "what has no deadline has other limits"
-    assert front.asks(body_of(deadline_s=1000.0))
+    front = Front(needs_s=(2.5, 0.125))
+    front.asks(body_of(["four", "more"], deadline_s=1.0))
+    assert front.asks(body_of("as long as all of them together", deadline_s=1.0))
 
 
 @pytest.mark.parametrize(("path", "less", "more"), [
@@ -239,9 +242,10 @@ def test_a_repeated_refusal_is_the_same_answer_and_is_counted() -> None:
 
 
 @pytest.mark.usefixtures("_long")
-@pytest.mark.parametrize("error", [refusal("input_too_large"), refusal("deadline_unreachable", is_missed=True)], ids=str)
-def test_what_says_nothing_of_who_comes_now_is_not_repeated(error: RemoteError) -> None:
-    backend = Full(error)
+@pytest.mark.parametrize("code", ["input_too_large", "deadline_unreachable"])
+def test_what_says_nothing_of_who_comes_now_is_not_repeated(code: str) -> None:
+    """As of a request that was let in and whose turn came too late: it has no needs."""
+    backend = Full(refusal(code))
 
     async def test(client: httpx.AsyncClient) -> None:
         for _ in range(2):
@@ -301,9 +305,3 @@ def test_a_body_that_comes_slowly_is_read_to_its_end() -> None:
             assert connection.getresponse().read().count(b"overloaded") == 1
         connection.close()
     assert backend.num_asked == 1
-
-
-def test_the_message_says_whether_a_turn_was_missed() -> None:
-    failed = Failed(request_id="1", code="deadline_unreachable", message="Late.", is_missed=True)
-    assert RemoteError.of(failed).is_missed
-    assert not RemoteError.of(Failed(request_id="1", code="deadline_unreachable", message="Late.")).is_missed
