@@ -14,11 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve import refusals as refusals_module
+from archerfish.serve.admission import TooLateError
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question, RemoteError
 from archerfish.serve.refusals import HOLD_S, MAX_BODY_BYTES, STATE, Refusals
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.wire import Embed
+from archerfish.serve.wire import Embed, Failed, decode_answer, encode
 
 from .client import LIMIT_S, running, with_app
 from .fake_backend import FakeBackend
@@ -305,3 +306,12 @@ def test_a_body_that_comes_slowly_is_read_to_its_end() -> None:
             assert connection.getresponse().read().count(b"overloaded") == 1
         connection.close()
     assert backend.num_asked == 1
+
+
+def test_what_would_have_done_reaches_the_front_end() -> None:
+    failed = decode_answer(encode(Failed.of("1", TooLateError("Late.", 1.0, needs_s=(2.5, 0.125)), 1.0)))
+    assert isinstance(failed, Failed)
+    assert RemoteError.of(failed).needs_s == (2.5, 0.125)
+    missed = decode_answer(encode(Failed.of("1", TooLateError("Late.", 1.0), 1.0)))
+    assert isinstance(missed, Failed)
+    assert RemoteError.of(missed).needs_s is None
