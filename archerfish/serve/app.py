@@ -137,7 +137,7 @@ def create_app(
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
     ):  # fmt: skip
         app.router.routes.extend(routes.router.routes)  # one list: a router in a router is looked through twice
-    app.add_middleware(Refusals)
+    app.add_middleware(Refusals, registry=registry)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     blocked = Blocked()
     app.add_middleware(Identify, tenants=tenants, blocked=blocked)

@@ -198,7 +198,7 @@ class ReadingGate:
         total_s = wait_s + num_tokens * (self._speed.value or 0.0)
         margin = self.margin * (BESIDE_OTHERS if self.num_requests else 1.0)
         if deadline_s is not None and margin * total_s > deadline_s:
-            message = f"The answer is expected in {total_s:.1f} s; the deadline of {deadline_s:g} s is too near."
+            message = f"The answer is expected in {total_s:.1f} s; the deadline is too near."
             character_s = (self._speed.value or 0.0) / self._size_of_token
             needs_s = margin * total_s, margin * character_s
             raise TooLateError(message, min(total_s - deadline_s / margin, wait_s), needs_s=needs_s)

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.client import RemoteError
 from archerfish.serve.identity import tenant_in
 from archerfish.serve.middleware import stated_length
@@ -20,6 +21,7 @@ FULL = "overloaded"  # the code of a refusal that says something of the model, a
 PATHS = frozenset(("/v1/embeddings", "/v1/rerank", "/similarity"))
 MAX_BODY_BYTES = 1 << 16  # what a server hands over as one piece
 STATE = "refusal"
+REPEATED = "Refusals that a front end gave again, which the engine process has not counted."
 Texts = str | list[str]
 
 
@@ -74,8 +76,9 @@ class Refusals:
     is not read here, is asked for.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, app: ASGIApp, registry: MetricRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.app, self._clock = app, clock
+        self._repeated = registry.counter("archerfish_repeated_refusals_total", REPEATED, ("route",))
         self._heard: dict[tuple[str, str, str | None], Refusal] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +93,7 @@ class Refusals:
             body = b""
         refusal = self._find(scope, body) if self._heard else None
         if refusal is not None:
+            self._repeated.add(route=scope["path"])
             scope["route"] = refusal.route  # under which it counts
             for message in refusal.messages:
                 await send(message)

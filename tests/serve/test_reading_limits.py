@@ -175,7 +175,8 @@ def reading(clock: Clock, **options: float) -> ReadingGate:
 def test_what_cannot_be_in_time_is_refused_at_once() -> None:
     gate = reading(Clock())
     gate.admit(ANONYMOUS, 1, num_tokens=100, deadline_s=1.0)
-    with pytest.raises(TooLateError) as caught:
+    message = r"^The answer is expected in 2\.0 s; the deadline is too near\. "  # true of all to whom it is repeated
+    with pytest.raises(TooLateError, match=message) as caught:
         gate.admit(ANONYMOUS, 1, num_tokens=100, deadline_s=2.0)  # which is 1.25 times too near, beside another
     assert caught.value.status == 503 and caught.value.retry_after_s == pytest.approx(0.4)
     gate.admit(ANONYMOUS, 1, num_tokens=100, deadline_s=2.6)

@@ -61,7 +61,7 @@ class Front:
 
     def __init__(self, needs_s: tuple[float, float] | None = None) -> None:
         self.clock, self.engine = Clock(), Engine(refusal(needs_s=needs_s))
-        self.layer = Refusals(self.engine, self.clock)
+        self.layer = Refusals(self.engine, MetricRegistry(), self.clock)
 
     def asks(self, body: dict[str, Any] | bytes, *, path: str = EMBEDDINGS, pieces: int = 1, has_length: bool = True) -> bool:
         """Whether the engine is asked by a request, which must be answered with a refusal while it is full."""
@@ -237,6 +237,8 @@ def test_a_repeated_refusal_is_the_same_answer_and_is_counted() -> None:
         assert answer.headers == answers[0].headers
     counted = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
     assert counted.value(route=EMBEDDINGS, status="503") == 3
+    repeated = registry.counter("archerfish_repeated_refusals_total", refusals_module.REPEATED, ("route",))
+    assert repeated.value(route=EMBEDDINGS) == 2
     timed = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
     assert timed.count(route=EMBEDDINGS) == 3
     assert registry.gauge("archerfish_requests_running", "Requests being answered.").value() == 0
