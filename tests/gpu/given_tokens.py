@@ -122,14 +122,21 @@ def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
+def unused_pieces() -> list[int]:
+    """Bytes of what torch holds and can give away again, the largest piece first; small tensors have a pool of their own."""
+    blocks = [block for segment in torch.cuda.memory._snapshot()["segments"] for block in segment["blocks"]]
+    return sorted((block["size"] for block in blocks if block["state"] == "inactive" and block["size"] > MIB), reverse=True)
+
+
 @contextmanager
 def card_filled(left_bytes: int) -> Iterator[None]:
-    """Take all of the card's memory but some."""
+    """Take all of the card's memory but some, and what torch has left between the tensors of others."""
     gc.collect()  # or what others have left behind is given back when it is least wanted
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    taken = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in unused_pieces()]
     free, _ = torch.cuda.mem_get_info()
-    taken = [torch.empty(max(0, free - left_bytes), dtype=torch.uint8, device="cuda")]
+    taken.append(torch.empty(max(0, free - left_bytes), dtype=torch.uint8, device="cuda"))
     try:
         yield
     finally:
