@@ -38,12 +38,11 @@ from archerfish.kernels.triton_places import (
     choose_splits,
     decode_tile,
     find_places,
-    head_block,
     lay_mask,
     shared_tile,
 )
 from archerfish.kernels.triton_rope import load_heads, turn_heads, turning_factors
-from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
+from archerfish.kernels.triton_tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
@@ -344,7 +343,7 @@ def attend_shared(
     shared_kernel[(num_tiles, heads.num_kv_heads, num_parts)](
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, places.shared_len, partials, levels, scale, cap, num,
         num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
-        rows=tile.rows, width=head_block(head_dim), step=tile.step, has_cap=heads.softcap > 0,
+        rows=tile.rows, width=dot_block(head_dim), step=tile.step, has_cap=heads.softcap > 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
     )
     return SharedParts(partials, levels, num_parts, tile.step)
@@ -381,7 +380,7 @@ def attend_decodes(
     shared_len = places.context_lens if shared is None or places.shared_len is None else places.shared_len
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
-    width = head_block(head_dim)
+    width = dot_block(head_dim)
     turn = turning or Turning(None, None, None, 0.0)
     table = places.context_lens if turn.rotary is None else turn.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from archerfish.kernels.ops import EncoderInputs, Ids, Pooling, Segments
 from archerfish.kernels.triton_places import Tile, cut, to_device
-from archerfish.kernels.triton_tiles import cdiv, next_power_of_2
+from archerfish.kernels.triton_tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
 LAYOUT = "triton layout"  # key in Segments.derived
@@ -256,7 +256,7 @@ def attention(qkv: Tensor, segments: Segments, num_heads: int, bias: Tensor | No
     attention_kernel[(len(layout.tile_firsts) * num_heads,)](
         qkv, layout.starts, layout.tile_sequences, layout.tile_firsts, qkv if bias is None else bias, out,
         LOG2_E * head_dim**-0.5, qkv.stride(0), *strides, num_heads=num_heads, head_dim=head_dim, rows=layout.rows,
-        width=max(16, next_power_of_2(head_dim)), step=tile.step, has_bias=bias is not None,
+        width=dot_block(head_dim), step=tile.step, has_bias=bias is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
     return out

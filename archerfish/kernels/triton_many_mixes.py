@@ -28,7 +28,7 @@ from archerfish.kernels.triton_mixes import (
     multiply_parts,
     norm_and_shift,
 )
-from archerfish.kernels.triton_tiles import LinearTile, cdiv, next_power_of_2, share_tile, shared_bytes
+from archerfish.kernels.triton_tiles import LinearTile, cdiv, dot_block, share_tile, shared_bytes
 
 Tensor = torch.Tensor
 PARTS_ROWS = 256  # up to which one kernel for all parts is quicker than cuBLAS for each
@@ -77,7 +77,7 @@ def raise_rows(low: Tensor, few: FewWeights, num_rows: int, width: int) -> Tenso
     grid = (num_parts, cdiv(width, RAISED_OUTPUTS), cdiv(num_rows, RAISED_ROWS))
     raise_rows_kernel[grid](
         low, *few.ups, *few.biases, out, num_rows, width=width, rows=RAISED_ROWS, outputs=RAISED_OUTPUTS, **few.ranks,
-        block=max(16, next_power_of_2(max(ranks))), is_even=all(rank % 16 == 0 for rank in ranks), num_warps=4,
+        block=dot_block(max(ranks)), is_even=all(rank % 16 == 0 for rank in ranks), num_warps=4,
         **early_start(low.device),
     )
     return out

@@ -25,7 +25,7 @@ GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
 LONE_DECODE, FEW_DECODES, HALF_BUSY = 16, 48, 99  # sequences times KV heads, up to which a tile of a split decode is best
 SOME_DECODES, MANY_DECODES, MOST_DECODES = 768, 1024, 1664  # and of one that is not split
 ALIGNED_WORDS = 4  # 16 bytes
-MIN_ROWS, SHORT_ROWS = 16, 64  # or columns of a tile that tl.dot takes; of the smallest for several new tokens
+MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,6 @@ class Tile:
     step: int  # keys taken at a time
     num_warps: int
     num_stages: int
-
-
-def head_block(head_dim: int) -> int:
-    """Columns of a tile of heads: a power of 2 that tl.dot takes."""
-    return max(MIN_ROWS, next_power_of_2(head_dim))
 
 
 def decode_tile(heads: HeadShape, dtype: torch.dtype, num_sequences: int, is_split: bool) -> Tile:

@@ -20,13 +20,12 @@ from archerfish.kernels.triton_places import (
     Places,
     Tile,
     find_places,
-    head_block,
     lay_mask,
     list_tiles,
     plan_gathering,
     prefill_tile,
 )
-from archerfish.kernels.triton_tiles import next_power_of_2
+from archerfish.kernels.triton_tiles import dot_block, next_power_of_2
 
 Tensor = torch.Tensor
 GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
@@ -159,7 +158,7 @@ def attend_prefills(
         q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
         key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
         laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
-        group=group, head_dim=heads.head_dim, rows=tile.rows, width=head_block(heads.head_dim), step=tile.step,
+        group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim), step=tile.step,
         sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
         has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

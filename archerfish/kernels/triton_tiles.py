@@ -11,6 +11,7 @@ MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
 MIN_SHARES_WIDTH = 2048  # of a product whose shares are added up later
 MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
+MIN_BLOCK = 16  # columns of a tile that tl.dot takes
 DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
@@ -143,6 +144,11 @@ def cdiv(number: int, divisor: int) -> int:
 
 def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def dot_block(size: int) -> int:
+    """The least power of 2 for a size that is one of a tile's that tl.dot takes."""
+    return max(MIN_BLOCK, next_power_of_2(size))
 
 
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, is_gated: bool = False) -> LinearTile:

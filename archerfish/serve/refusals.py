@@ -52,21 +52,19 @@ class Refusal:
 
     heard_at: float
     needs_s: tuple[float, float] | None
-    deadline_s: float | None
-    num_texts: int
-    num_characters: int
+    wish: Wish
     route: Any
     messages: tuple[Message, ...]
 
     def holds_for(self, wish: Wish) -> bool:
         """Whether another wish has too many texts for the room there was, or too little time."""
-        num_texts, num_characters = wish.size()
-        if num_texts < self.num_texts:
+        (num_texts, num_characters), (least_texts, refused_characters) = wish.size(), self.wish.size()
+        if num_texts < least_texts or len(wish.query) < len(self.wish.query):  # which may be read with every document
             return False
         if self.needs_s is None:
-            return wish.deadline_s == self.deadline_s
+            return wish.deadline_s == self.wish.deadline_s
         least_s, character_s = self.needs_s
-        return wish.deadline_s is not None and wish.deadline_s < least_s + (num_characters - self.num_characters) * character_s
+        return wish.deadline_s is not None and wish.deadline_s < least_s + (num_characters - refused_characters) * character_s
 
 
 class Refusals:
@@ -128,7 +126,7 @@ class Refusals:
     def _hear(self, scope: Scope, body: bytes, error: RemoteError, messages: tuple[Message, ...]) -> None:
         if (wish := wish_of(body)) is not None:
             self._heard[scope["path"], tenant_in(scope).name, wish.model] = Refusal(
-                self._clock(), error.needs_s, wish.deadline_s, *wish.size(), scope.get("route"), messages
+                self._clock(), error.needs_s, wish, scope.get("route"), messages
             )
 
 

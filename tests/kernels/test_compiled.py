@@ -80,10 +80,10 @@ for each in built:
 """
 NARROW_HEADS = """
 from archerfish.kernels.triton_attention import decode_kernel, shared_kernel
-from archerfish.kernels.triton_places import head_block
 from archerfish.kernels.triton_prefill import prefill_kernel
+from archerfish.kernels.triton_tiles import dot_block
 
-heads = {"block_size": 16, "head_dim": 8, "width": head_block(8), "has_cap": False, "step": 16}
+heads = {"block_size": 16, "head_dim": 8, "width": dot_block(8), "has_cap": False, "step": 16}
 extra = {"sinks": 0, "mask_size": 0, "mask_span": 0, "has_window": False}
 numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "query_starts", "query_lens", "key_starts")
 types = dict.fromkeys((*numbers, "shared_len"), "i32")

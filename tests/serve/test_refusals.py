@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from archerfish.observe.metrics import MetricRegistry
@@ -149,6 +148,14 @@ def test_many_texts_that_are_late_say_nothing_of_one() -> None:
     assert front.asks(body_of("as long as all of them together", deadline_s=1.0))
 
 
+@pytest.mark.parametrize(("query", "is_asked"), [("short", True), ("as long as before", False), ("longer than it was", False)])
+def test_a_shorter_query_is_asked_for(query: str, is_asked: bool) -> None:
+    """A cross-encoder reads it once with every document, which is not known here."""
+    front = Front(needs_s=(2.5, 0.125))
+    front.asks({"query": "as long as before", "documents": ["a", "b"], "deadline_s": 0.5}, path="/v1/rerank")
+    assert front.asks({"query": query, "documents": ["a", "b"], "deadline_s": 0.5}, path="/v1/rerank") == is_asked
+
+
 @pytest.mark.parametrize(("path", "less", "more"), [
     ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}, {"query": "q", "documents": ["a", "b", "c"]}),
     ("/similarity", {"source": "q", "sentences": ["a", "b"]}, {"source": ["q", "r"], "sentences": ["a", "b"]}),
@@ -215,10 +222,6 @@ def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals_module, "HOLD_S", 1e6)
 
 
-def app_over(backend: FakeBackend, **options: Any) -> FastAPI:
-    return create_app(backend, **options)
-
-
 @pytest.mark.usefixtures("_long")
 def test_a_repeated_refusal_is_the_same_answer_and_is_counted() -> None:
     backend, registry = Full(), MetricRegistry()
@@ -227,7 +230,7 @@ def test_a_repeated_refusal_is_the_same_answer_and_is_counted() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         answers.extend([await client.post(EMBEDDINGS, json={"model": "lab/vectors", "input": "x"}) for _ in range(3)])
 
-    with_app(test, app_over(backend, registry=registry))
+    with_app(test, create_app(backend, registry=registry))
     assert backend.num_asked == 1
     for answer in answers:
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "3")
@@ -254,7 +257,7 @@ def test_what_says_nothing_of_who_comes_now_is_not_repeated(code: str) -> None:
         for _ in range(2):
             assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 503
 
-    with_app(test, app_over(backend))
+    with_app(test, create_app(backend))
     assert backend.num_asked == 2
 
 
@@ -269,14 +272,14 @@ def test_keys_come_first_and_refusals_are_a_tenants_own() -> None:
             statuses.append((await client.post(EMBEDDINGS, json={"input": "x"}, headers=headers)).status_code)
         assert statuses == [503, 503, 503, 401, 401]
 
-    with_app(test, app_over(backend, tenants=Tenants.from_text(f"alice={ALICE}, bob={BOB}")))
+    with_app(test, create_app(backend, tenants=Tenants.from_text(f"alice={ALICE}, bob={BOB}")))
     assert backend.num_asked == 2
 
 
 @pytest.mark.usefixtures("_long")
 def test_a_connection_is_kept_over_refusals() -> None:
     backend = Full()
-    with running(app_over(backend)) as address:
+    with running(create_app(backend)) as address:
         connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
         for _ in range(3):
             connection.request("POST", EMBEDDINGS, json.dumps({"input": "x"}), {"Content-Type": "application/json"})
@@ -293,7 +296,7 @@ def test_a_connection_is_kept_over_refusals() -> None:
 @pytest.mark.usefixtures("_long")
 def test_a_body_that_comes_slowly_is_read_to_its_end() -> None:
     backend = Full()
-    with running(app_over(backend)) as address:
+    with running(create_app(backend)) as address:
         connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
         connection.connect()
         body = b'{"input":"x"}'
