@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -32,6 +33,7 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
+from archerfish.kernels.prompting import Word
 from archerfish.kernels.quant import dequantize_rows, quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
@@ -284,6 +286,12 @@ class TorchOps(Ops[Tensor]):
         )
         return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
 
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> tuple[PagedBatch[Tensor], Tensor]:
+        rows = PromptRows.of(inputs, num_rows, block_size, torch.arange(num_rows, device=self.device))
+        num_new = int(inputs[Word.NUM_NEW])
+        lens = np.array([num_new])
+        return rows.batch(num_new, lens, lens + int(inputs[Word.START]), block_size), rows.last
+
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens
 
@@ -298,6 +306,37 @@ class TorchOps(Ops[Tensor]):
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
         set_counts(counts, row, prompt, output)
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    last: Tensor  # (1,) the row of the last token
+
+    @classmethod
+    def of(cls, inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PromptRows:
+        num_new, first_block = inputs[Word.NUM_NEW], Word.TOKENS + num_rows
+        is_real, table = counting < num_new, inputs[first_block:]
+        positions = torch.where(is_real, counting + inputs[Word.START], 0)
+        slots = table[positions // block_size] * block_size + positions % block_size
+        return cls(
+            inputs[Word.TOKENS : first_block], positions, torch.where(is_real, slots, -1), table[None],
+            (num_new - 1).clamp_min(0)[None],
+        )
+
+    def batch(
+        self, num_tokens: int, query_lens: Ids, context_lens: Ids, block_size: int, derived: dict[Any, Any] | None = None
+    ) -> PagedBatch[Tensor]:
+        return PagedBatch(
+            num_tokens=num_tokens, num_decodes=0, query_lens=query_lens, context_lens=context_lens, token_ids=self.token_ids,
+            positions=self.positions, slots=self.slots, block_tables=self.block_tables, block_size=block_size,
+            kept_rows=self.last, derived=derived or {},
+        )
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:

@@ -32,13 +32,14 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
+from archerfish.kernels.prompting import Word
 from archerfish.kernels.quant import quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.reference import TorchOps, stack_biases
+from archerfish.kernels.reference import PromptRows, TorchOps, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_new
-from archerfish.kernels.triton_places import Tile, to_device
+from archerfish.kernels.triton_places import PLACES, SHORT_ROWS, Places, Tile, to_device
 from archerfish.kernels.triton_prefill import attend_prefills
 from archerfish.kernels.triton_sampling import TritonSampling
 from archerfish.kernels.triton_tiles import (
@@ -121,6 +122,7 @@ class TritonOps(TorchOps):
         self.linear_tile: LinearTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
+        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = device == "cuda"
 
@@ -227,6 +229,19 @@ class TritonOps(TorchOps):
         if num not in self._counting:
             self._counting[num] = torch.arange(num, device=self.device)
         return batch, sampling_batch(inputs, positions, self._counting[num])
+
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> tuple[PagedBatch[Tensor], Tensor]:
+        if num_rows not in self._counting:
+            self._counting[num_rows] = torch.arange(num_rows, device=self.device)
+        rows = PromptRows.of(inputs, num_rows, block_size, self._counting[num_rows])
+        num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
+        contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
+        places = Places(
+            contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
+            tiles=self._prompt_tiles.setdefault(num_rows, {}),
+        )
+        all_rows = np.array([num_rows])
+        return rows.batch(num_rows, all_rows, all_rows, block_size, {PLACES: places}), rows.last
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)

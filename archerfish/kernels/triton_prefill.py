@@ -60,7 +60,8 @@ def prefill_kernel(
     query_positions = first_position + members // group
 
     acc, top, total = start_softmax(rows, width)
-    end = tl.minimum(first_position + rows // group, context_len)
+    num_keys = tl.where(first_query < query_len, context_len, 0)  # none for a tile that is all filling
+    end = tl.minimum(first_position + rows // group, num_keys)
     last_position = end - 1
     key_row = tl.load(key_starts + sequence)
     if not is_gathered:
@@ -77,7 +78,7 @@ def prefill_kernel(
                 mask_span, is_gathered, True, True, has_cap,
             )
     else:  # what all queries of the tile see needs no mask
-        begin = (first_position + 1) // step * step
+        begin = tl.minimum(first_position + 1, num_keys) // step * step
         acc, top, total = attend(
             query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
             scale, cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position,

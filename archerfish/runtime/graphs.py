@@ -68,19 +68,21 @@ class DecodeGraphs(Generic[T]):
         self._num_known[row] = 0
         self._members = b""
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Record batches that share nothing and draw from all tokens, the largest first, whose memory the others use after it,
         and one of each other kind. The sizes between powers of two follow at once where kernels had to be compiled, which
-        nobody should wait for later, and else when they are used or in idle time."""
+        nobody should wait for later, and else when they are used or in idle time. Gives whether kernels had to be compiled."""
         began = time.perf_counter()
         plain, *others = self._wanted()
         early = [kind for kind in plain if kind.size & (kind.size - 1) == 0 or kind is plain[0]]
         for kind in early + [kinds[0] for kinds in others if kinds]:
             self._record(kind)
-        if time.perf_counter() - began > COMPILING_S:
+        has_compiled = time.perf_counter() - began > COMPILING_S
+        if has_compiled:
             for kind in plain:
                 if kind not in self._recorded:
                     self._record(kind)
+        return has_compiled
 
     def record_next(self) -> bool:
         """Record one more batch, in time that nobody needs; False: all are recorded."""

@@ -22,6 +22,7 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.graphs import DecodeGraphs
 from archerfish.runtime.pool import MemoryPool
+from archerfish.runtime.prompt_graphs import Prompt, PromptGraphs
 from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
 from archerfish.runtime.token_masks import MaskFinder
 from archerfish.sequence import Plan, Sequence, StepResult
@@ -38,7 +39,7 @@ class Pass(Generic[T]):
     """One forward pass of a step: which sequences of the plan it computes, and what must be filled in before."""
 
     members: list[int]  # indices into the plan
-    batch: PagedBatch[T] | RecurrentBatch[T]
+    batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
     pending_places: Ids  # tokens of the batch that the step before chooses
     pending_rows: Ids  # rows of their sequences
     last_places: Ids  # of members that are sampled: where their last token stands
@@ -84,11 +85,13 @@ class ModelRunner(Generic[T]):
         self.num_forward_passes = 0
         self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
         self._graphs: DecodeGraphs[T] | None = None
+        self._prompts: PromptGraphs[T] | None = None
         self._thread: Executor | None = None
         self._owns_thread = executor is None
         if self.ops.is_async:
             if not is_deterministic and pool.records_decodes:
                 self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
+                self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
         elif executor is not None:
             executor.submit(self.ops.start_thread, num_threads).result()
             self._thread = executor
@@ -139,21 +142,22 @@ class ModelRunner(Generic[T]):
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), host_ids([0])))
                 ops.sample(logits, SamplingBatch())
                 ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero, has_uncut=True))
-            if self._graphs is not None:
-                self._graphs.warm_up()
+            has_compiled = self._graphs is not None and self._graphs.warm_up()
+            while has_compiled and self._prompts is not None and self._prompts.record_next():
+                pass  # nobody should wait for a compiler later
 
     def use_idle_time(self) -> bool:
         """Do a piece of what later steps would have to do; False: nothing is left."""
         if self._graphs is None:
             return False
         with self.ops.computing():
-            return self._graphs.record_next()
+            return self._graphs.record_next() or (self._prompts is not None and self._prompts.record_next())
 
     def close(self) -> None:
         """End the thread and give the memory of blocks and recorded steps back; weights go with the runner."""
         if self._thread is not None and self._owns_thread:
             self._thread.shutdown(wait=True)
-        self._graphs = None
+        self._graphs = self._prompts = None
         self.pool.close()
         self.ops.free_unused()
 
@@ -202,6 +206,9 @@ class ModelRunner(Generic[T]):
             if plan.samples[index]:
                 last_places.append(place - 1)
                 sampled.append(index)
+        if len(members) == 1 and not (spans or pending_places) and self._prompts and self._prompts.takes(place):
+            prompt = Prompt(tokens[0], plan.starts[members[0]], plan.sequences[members[0]].blocks)
+            return Pass(members, prompt, host_ids([]), host_ids([]), host_ids(last_places), sampled)
         is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
         keeps_all = bool(spans) or self.is_deterministic or len(last_places) == place or not self.model.gives_kept_rows
         batch = self.pool.build_batch(
@@ -244,6 +251,10 @@ class ModelRunner(Generic[T]):
         """Logits of the pass's sampled members: none, or one tensor."""
         ops, batch = self.ops, one.batch
         self.num_forward_passes += 1
+        if isinstance(batch, Prompt):
+            assert self._prompts is not None
+            logits = self._prompts.start(batch)
+            return [logits] if one.sampled else []
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
         hidden = self.model.forward(batch, self.pool.layers)

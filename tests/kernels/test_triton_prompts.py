@@ -1,0 +1,109 @@
+"""A pass over one prompt whose length lies on the device, recorded where there is a card, against a batch of the host's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.tiny_llama import TINY
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
+
+from archerfish.kernels.triton_ops import TritonOps  # isort: skip (triton must interpret)
+from archerfish.kernels.ops import KVLayer  # isort: skip
+from archerfish.kernels.prompting import Word  # isort: skip
+from archerfish.layers.weights import Weights  # isort: skip
+from archerfish.models.adapter import model_class  # isort: skip
+from archerfish.models.config import Config  # isort: skip
+from archerfish.runtime.batch import build_batch  # isort: skip
+
+pytestmark = untraced
+Tensor = torch.Tensor
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 40, 30
+BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[:MAX_BLOCKS].tolist()  # block 0 is nobody's
+TOKENS = [3 + (7 * i + i * i) % 90 for i in range(110)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "windowed": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16,
+    },
+}  # fmt: skip
+
+
+class Passes:
+    """Logits behind the last token of passes over one sequence, by either way, over memory that is NaN at first."""
+
+    def __init__(self, changes: dict[str, Any], dtype: str) -> None:
+        config = {**TINY, **changes}
+        self.ops, values = TritonOps(DEVICE, dtype), Config(config)
+        weights = self.ops.random_weights(model_class(values).dummy_shapes(values))
+        self.model = model_class(values)(Weights(weights, self.ops), values, BLOCK_SIZE * MAX_BLOCKS)
+        self.ops.prepare()
+        shape: Any = self.model.memory_shape(values)
+        self.layers: list[KVLayer[Tensor]] = []
+        for _ in range(shape.num_layers):
+            layer = self.ops.new_kv_layer(NUM_BLOCKS, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
+            self.layers.append(layer)
+
+    def of_host(self, start: int, end: int) -> Tensor:
+        with torch.inference_mode():
+            batch = build_batch(
+                self.ops, tokens=[TOKENS[start:end]], starts=[start], blocks=[BLOCKS[: -(-end // BLOCK_SIZE)]],
+                block_size=BLOCK_SIZE,
+            )
+            hidden = self.model.forward(batch, self.layers)
+            found: Tensor = self.model.logits(self.ops.rows(hidden, np.array([end - start - 1])))
+            return found
+
+    def of_device(self, size: int, spans: list[tuple[int, int]]) -> list[Tensor]:
+        """Passes of a size over some spans of tokens, one after the other."""
+        inputs = self.ops.ids(np.zeros(Word.TOKENS + size + MAX_BLOCKS, dtype=np.int64))
+
+        def step() -> Tensor:
+            batch, _ = self.ops.prompt_batch(inputs, size, BLOCK_SIZE)
+            found: Tensor = self.model.logits(self.model.forward(batch, self.layers))
+            return found
+
+        found = []
+        with torch.inference_mode():
+            repeat = self.ops.capture(step) or step
+            for start, end in spans:
+                words = np.zeros(len(inputs), dtype=np.int64)
+                words[Word.NUM_NEW], words[Word.START] = end - start, start
+                words[Word.TOKENS : Word.TOKENS + end - start] = TOKENS[start:end]
+                num_blocks = -(-end // BLOCK_SIZE)
+                words[Word.TOKENS + size :][:num_blocks] = BLOCKS[:num_blocks]
+                self.ops.send(words, inputs)
+                found.append(repeat().clone())
+        return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("size", "spans"), [(16, [(0, 2), (2, 18), (18, 30)]), (48, [(0, 48), (48, 65), (65, 100), (100, 110)])]
+)
+def test_logits_and_keys_are_those_of_the_host_s_batch(name: str, size: int, spans: list[tuple[int, int]]) -> None:
+    plain, recorded = Passes(VARIANTS[name], "float32"), Passes(VARIANTS[name], "float32")
+    expected = [plain.of_host(*span) for span in spans]
+    for own, other in zip(recorded.of_device(size, spans), expected, strict=True):
+        assert own.shape == other.shape == (1, TINY["vocab_size"])
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+    for layer, other_layer in zip(recorded.layers, plain.layers, strict=True):
+        for memory, other in ((layer.keys, other_layer.keys), (layer.values, other_layer.values)):
+            torch.testing.assert_close(memory, other, rtol=1e-4, atol=1e-4, equal_nan=True)  # fillings left nothing
+
+
+@pytest.mark.skipif(not HAS_CUDA, reason="bfloat16 is wrong in the interpreter")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bfloat16(name: str) -> None:
+    plain, recorded = Passes(VARIANTS[name], "bfloat16"), Passes(VARIANTS[name], "bfloat16")
+    spans = [(0, 64), (64, 100)]
+    expected = [plain.of_host(*span) for span in spans]
+    for own, other in zip(recorded.of_device(64, spans), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)

@@ -1,0 +1,177 @@
+"""Recorded passes over one prompt against passes that are not: on the CPU over a backend that only claims to record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from archerfish import LLMEngine, SamplingParams
+from archerfish.engine import llm_loading
+from archerfish.kernels.reference import TorchOps
+from archerfish.runtime.prompt_graphs import SIZES, PromptGraphs
+from tests.engine.tiny_llama import TINY
+from tests.engine.tiny_rwkv import save_tiny_rwkv
+from tests.runtime.test_graphs import RecordingOps
+
+USUAL: dict[str, Any] = {
+    "dtype": "float32", "load_format": "dummy", "num_threads": 1, "block_size": 4, "max_cache_tokens": 2048,
+}  # fmt: skip
+LENGTHS = (1, 2, 15, 16, 17, 100, 511, 512, 513)
+PROMPTS = [[3 + (7 * j + j * j + length) % 90 for j in range(length)] for length in LENGTHS]
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 600}))
+    return tmp_path
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+
+
+def prompts_of(engine: LLMEngine) -> PromptGraphs[torch.Tensor]:
+    found = engine.runner._prompts
+    assert found is not None
+    return found
+
+
+def one_by_one(
+    model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, ops: type[TorchOps], **options: Any
+) -> tuple[list[Any], set[int]]:
+    """Tokens and logprobs of each prompt alone, twice, and the sizes that were recorded."""
+    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
+    with LLMEngine(str(model), **USUAL, **options) as engine:
+        outputs = [engine.generate([prompt], params)[0] for prompt in PROMPTS * 2]
+        recorded = set(engine.runner._prompts._recorded) if engine.runner._prompts is not None else set()
+    return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], recorded
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4, seed=3, logprobs=2, ignore_eos=True)])
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"enable_prefix_caching": has_cache}
+    plain, none = one_by_one(model, params, monkeypatch, TorchOps, **options)
+    found, recorded = one_by_one(model, params, monkeypatch, RecordingOps, **options)
+    assert not none and recorded == ({16, 512} if has_cache else {16, 32, 128, 512})
+    for (tokens, logprobs), (plain_tokens, plain_logprobs) in zip(found, plain, strict=True):
+        assert tokens == plain_tokens
+        assert (logprobs is None) == (params.logprobs is None)
+        for own, other in zip(logprobs or [], plain_logprobs or [], strict=True):
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4) and own.rank == other.rank
+
+
+@pytest.mark.usefixtures("records")
+def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, int]] = []
+    start = PromptGraphs.start
+
+    def noted(self: PromptGraphs[torch.Tensor], prompt: Any) -> torch.Tensor:
+        taken.append((prompt.start, len(prompt.tokens)))
+        return start(self, prompt)
+
+    monkeypatch.setattr(PromptGraphs, "start", noted)
+    with LLMEngine(str(model), **USUAL) as engine:
+        while engine.use_idle_time():
+            pass
+        engine.generate([PROMPTS[5]], GREEDY)
+        cached = engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids
+    with LLMEngine(str(model), **USUAL) as engine:
+        assert engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids == cached
+    assert taken == [(0, 100), (100, 3)]
+
+
+@pytest.mark.usefixtures("records")
+def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
+    with LLMEngine(str(model), **USUAL, enable_prefix_caching=False) as engine:
+        found = []
+        for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[3], PROMPTS[2]):  # of sizes 16, 32, 16 and 16
+            engine.generate([prompt], GREEDY)
+            found.append(set(prompts_of(engine)._recorded))
+        assert found == [set(), set(), {16}, {16}]
+
+
+@pytest.mark.usefixtures("records")
+def test_prompts_in_company_and_those_that_ask_for_more_are_not_recorded(model: Path) -> None:
+    with LLMEngine(str(model), **USUAL) as engine:
+        for _ in range(3):
+            engine.generate([PROMPTS[2], PROMPTS[3]], GREEDY)
+            engine.generate([PROMPTS[4]], SamplingParams(max_tokens=2, prompt_logprobs=1))
+        assert not prompts_of(engine)._recorded
+
+
+def test_parts_of_a_prompt_that_is_cut_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "enable_prefix_caching": False}
+    plain, _ = one_by_one(model, GREEDY, monkeypatch, TorchOps, **options)
+    found, recorded = one_by_one(model, GREEDY, monkeypatch, RecordingOps, **options)
+    assert found == plain and recorded == {16, 32, 128}
+
+
+@pytest.mark.usefixtures("records")
+def test_fillings_leave_the_memory_of_others_alone(model: Path) -> None:
+    with LLMEngine(str(model), **USUAL, enable_prefix_caching=False) as engine:
+        while engine.use_idle_time():
+            pass
+        for layer in engine.runner.pool.layers:
+            layer.keys.fill_(float("nan"))
+        engine.generate([PROMPTS[4]], SamplingParams(max_tokens=1, temperature=0.0))
+        written = [int((~layer.keys.isnan()).any(-1).any(-1).sum()) for layer in engine.runner.pool.layers]
+        assert written == [17] * len(written)
+
+
+def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = one_by_one(model, GREEDY, monkeypatch, TorchOps)
+
+    def capture(self: RecordingOps, call: Callable[[], torch.Tensor]) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(RecordingOps, "capture", capture)
+    assert one_by_one(model, GREEDY, monkeypatch, RecordingOps)[0] == plain
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_sizes_are_recorded_in_idle_time_or_where_kernels_are_compiled(
+    compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
+    with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
+        assert set(prompts_of(engine)._recorded) == (set(SIZES) if compiles else set())
+        while engine.use_idle_time():
+            pass
+        assert set(prompts_of(engine)._recorded) == set(SIZES)
+
+
+@pytest.mark.usefixtures("records")
+def test_no_size_is_much_longer_than_the_longest_prompt(model: Path) -> None:
+    with LLMEngine(str(model), **USUAL, max_model_len=100) as engine:
+        assert prompts_of(engine).sizes[-1] == 128
+        for _ in range(2):
+            assert len(engine.generate([PROMPTS[5][:96]], GREEDY)[0].token_ids) == 4
+
+
+@pytest.mark.usefixtures("records")
+def test_models_with_states_have_none(tmp_path: Path) -> None:
+    with LLMEngine(str(save_tiny_rwkv(tmp_path)), dtype="float32", load_format="dummy", num_threads=1) as engine:
+        assert engine.runner._prompts is None and engine.runner._graphs is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
+def test_recorded_prompts_on_a_card(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32, each twice, some of them recorded, and interleaved with recorded decodes over the same memory."""
+    options: dict[str, Any] = {**USUAL, "device": "cuda", "max_num_seqs": 4, "enable_prefix_caching": False}
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    with LLMEngine(str(model), **options) as engine:
+        recorded = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
+        assert prompts_of(engine)._recorded.keys() >= {16, 32, 128, 512}
+    monkeypatch.setattr(PromptGraphs, "takes", lambda self, num_new: False)
+    with LLMEngine(str(model), **options) as engine:
+        plain = [engine.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS * 2]
+    assert [one.token_ids for one in recorded] == [one.token_ids for one in plain]
