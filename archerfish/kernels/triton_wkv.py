@@ -170,7 +170,8 @@ def mix_decodes_kernel(
 ):
     """One token of each sequence, in the row of its number. height: of a piece of the state, which has values down.
 
-    A row without a sequence goes on from the empty state, and leaves nothing but what it gives.
+    A row without a sequence goes on from the empty state, and leaves nothing but what it gives. States are read and
+    written once a step, and take no room in caches that others could use.
     """
     sequence = tl.program_id(0)
     columns = tl.arange(0, dim)
@@ -181,7 +182,8 @@ def mix_decodes_kernel(
     matrix = states + first * dim + lines[:, None] * dim + columns[None, :]
     pieces = ()
     for start in tl.static_range(0, dim, height):
-        pieces = append(pieces, tl.load(matrix + tl.maximum(source, 0) * state_stride + start * dim))
+        source_piece = matrix + tl.maximum(source, 0) * state_stride + start * dim
+        pieces = append(pieces, tl.load(source_piece, cache_modifier=".cg"))
     own_removal = tl.load(removal + first + columns)
     own_replacement = tl.load(replacement + first + columns)
     own_bonus = tl.load(bonus + first + columns)
@@ -214,7 +216,8 @@ def mix_decodes_kernel(
     for piece in tl.static_range(0, dim // height):
         taken = tl.sum(pieces[piece] * removed[None, :], 1)
         state = pieces[piece] * kept[None, :] - taken[:, None] * added[None, :] + values[piece][:, None] * own_key[None, :]
-        tl.store(matrix + target * state_stride + piece * height * dim, state, mask=source >= 0)
+        target_piece = matrix + target * state_stride + piece * height * dim
+        tl.store(target_piece, state, mask=source >= 0, cache_modifier=".cs")
         y = tl.sum(state * own[None, :], 1)
         total += tl.sum(y, 0)
         results = append(results, y)
