@@ -182,8 +182,7 @@ def mix_decodes_kernel(
     matrix = states + first * dim + lines[:, None] * dim + columns[None, :]
     pieces = ()
     for start in tl.static_range(0, dim, height):
-        source_piece = matrix + tl.maximum(source, 0) * state_stride + start * dim
-        pieces = append(pieces, tl.load(source_piece, cache_modifier=".cg"))
+        pieces = append(pieces, tl.load(matrix + tl.maximum(source, 0) * state_stride + start * dim, cache_modifier=".cg"))
     own_removal = tl.load(removal + first + columns)
     own_replacement = tl.load(replacement + first + columns)
     own_bonus = tl.load(bonus + first + columns)
