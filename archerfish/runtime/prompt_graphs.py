@@ -25,7 +25,8 @@ SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # beyond the last, comput
 
 @dataclass(frozen=True)
 class Prompt:
-    """New tokens of the only sequence of a pass."""
+    """New tokens of the only sequence of a pass, up to its last one: the step waits for what is drawn behind it, and so for the
+    copy out of the host's buffer."""
 
     tokens: Sequence[int]
     start: int

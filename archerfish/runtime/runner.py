@@ -206,7 +206,8 @@ class ModelRunner(Generic[T]):
             if plan.samples[index]:
                 last_places.append(place - 1)
                 sampled.append(index)
-        if len(members) == 1 and not (spans or pending_places) and self._prompts and self._prompts.takes(place):
+        is_prompt = len(members) == len(sampled) == 1 and not (spans or pending_places)
+        if is_prompt and self._prompts and self._prompts.takes(place):
             prompt = Prompt(tokens[0], plan.starts[members[0]], plan.sequences[members[0]].blocks)
             return Pass(members, prompt, host_ids([]), host_ids([]), host_ids(last_places), sampled)
         is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
@@ -253,8 +254,7 @@ class ModelRunner(Generic[T]):
         self.num_forward_passes += 1
         if isinstance(batch, Prompt):
             assert self._prompts is not None
-            logits = self._prompts.start(batch)
-            return [logits] if one.sampled else []
+            return [self._prompts.start(batch)]
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
         hidden = self.model.forward(batch, self.pool.layers)

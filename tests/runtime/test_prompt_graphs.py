@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
+from archerfish.kernels.ops import Ids
 from archerfish.kernels.reference import TorchOps
 from archerfish.runtime.prompt_graphs import SIZES, PromptGraphs
 from tests.engine.tiny_llama import TINY
@@ -112,6 +115,46 @@ def test_parts_of_a_prompt_that_is_cut_up(model: Path, monkeypatch: pytest.Monke
     plain, _ = one_by_one(model, GREEDY, monkeypatch, TorchOps, **options)
     found, recorded = one_by_one(model, GREEDY, monkeypatch, RecordingOps, **options)
     assert found == plain and recorded == {16, 32, 128}
+
+
+class LateOps(RecordingOps):
+    """Copies of a buffer are done when something that was queued after them is waited for."""
+
+    def __init__(self, device: str, dtype: str) -> None:
+        super().__init__(device, dtype)
+        self.under_way: list[tuple[Ids, Ids]] = []  # buffers, and what they held
+        self.num_sent = self.num_spoilt = 0
+
+    def send(self, values: Ids, target: torch.Tensor) -> None:
+        self.under_way.append((values, values.copy()))
+        super().send(values, target)
+
+    def fetch(self, x: torch.Tensor) -> Callable[[], npt.NDArray[Any]]:
+        before, found = list(self.under_way), super().fetch(x)
+
+        def wait() -> npt.NDArray[Any]:
+            late = [copy for copy in before if any(copy is other for other in self.under_way)]
+            self.under_way = self.under_way[len(late) :]
+            self.num_sent += len(late)
+            self.num_spoilt += sum(not np.array_equal(values, held) for values, held in late)
+            return found()
+
+        return wait
+
+
+def test_no_buffer_is_written_while_it_is_copied(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LateOps] = []
+
+    def choose(device: str, dtype: str) -> LateOps:
+        made.append(LateOps(device, dtype))
+        return made[0]
+
+    monkeypatch.setattr(llm_loading, "choose_ops", choose)
+    with LLMEngine(str(model), **USUAL, max_num_batched_tokens=100, max_num_seqs=4) as engine:
+        while engine.use_idle_time():
+            pass
+        engine.generate([PROMPTS[-1]], GREEDY)  # six parts, and only the last one has a result to wait for
+    assert made[0].num_sent > 3 and made[0].num_spoilt == 0
 
 
 @pytest.mark.usefixtures("records")
