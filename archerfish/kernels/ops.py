@@ -370,11 +370,8 @@ class Ops(ABC, Generic[T]):
         """
 
     @abstractmethod
-    def prompt_batch(self, inputs: T, num_rows: int, block_size: int) -> tuple[PagedBatch[T], T]:
-        """What inputs of so many rows, laid out as `Word` says, hold for a model, and the row of the last token, (1,).
-
-        That row is all that the batch says to keep.
-        """
+    def prompt_batch(self, inputs: T, num_rows: int, block_size: int) -> PagedBatch[T]:
+        """What inputs of so many rows, laid out as `Word` says, hold for a model; the row of the last token is to be kept."""
 
     @abstractmethod
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:

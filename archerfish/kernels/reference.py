@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -286,11 +286,11 @@ class TorchOps(Ops[Tensor]):
         )
         return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
 
-    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> tuple[PagedBatch[Tensor], Tensor]:
-        rows = PromptRows.of(inputs, num_rows, block_size, torch.arange(num_rows, device=self.device))
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
+        batch = prompt_rows(inputs, num_rows, block_size, torch.arange(num_rows, device=self.device))
         num_new = int(inputs[Word.NUM_NEW])
         lens = np.array([num_new])
-        return rows.batch(num_new, lens, lens + int(inputs[Word.START]), block_size), rows.last
+        return replace(batch, num_tokens=num_new, query_lens=lens, context_lens=lens + int(inputs[Word.START]))
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens[inputs[Input.ROW]] = tokens
@@ -308,35 +308,18 @@ class TorchOps(Ops[Tensor]):
         set_counts(counts, row, prompt, output)
 
 
-@dataclass(frozen=True)
-class PromptRows:
-    """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    last: Tensor  # (1,) the row of the last token
-
-    @classmethod
-    def of(cls, inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PromptRows:
-        num_new, first_block = inputs[Word.NUM_NEW], Word.TOKENS + num_rows
-        is_real, table = counting < num_new, inputs[first_block:]
-        positions = torch.where(is_real, counting + inputs[Word.START], 0)
-        slots = table[positions // block_size] * block_size + positions % block_size
-        return cls(
-            inputs[Word.TOKENS : first_block], positions, torch.where(is_real, slots, -1), table[None],
-            (num_new - 1).clamp_min(0)[None],
-        )
-
-    def batch(
-        self, num_tokens: int, query_lens: Ids, context_lens: Ids, block_size: int, derived: dict[Any, Any] | None = None
-    ) -> PagedBatch[Tensor]:
-        return PagedBatch(
-            num_tokens=num_tokens, num_decodes=0, query_lens=query_lens, context_lens=context_lens, token_ids=self.token_ids,
-            positions=self.positions, slots=self.slots, block_tables=self.block_tables, block_size=block_size,
-            kept_rows=self.last, derived=derived or {},
-        )
+def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:
+    """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots, and count as tokens."""
+    num_new, first_block = inputs[Word.NUM_NEW], Word.TOKENS + num_rows
+    is_real, table = counting < num_new, inputs[first_block:]
+    positions = torch.where(is_real, counting + inputs[Word.START], 0)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    lens = np.array([num_rows])
+    return PagedBatch(
+        num_tokens=num_rows, num_decodes=0, query_lens=lens, context_lens=lens, token_ids=inputs[Word.TOKENS : first_block],
+        positions=positions, slots=torch.where(is_real, slots, -1), block_tables=table[None], block_size=block_size,
+        kept_rows=(num_new - 1).clamp_min(0)[None],
+    )
 
 
 def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:

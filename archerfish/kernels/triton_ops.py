@@ -35,7 +35,7 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.prompting import Word
 from archerfish.kernels.quant import quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.reference import PromptRows, TorchOps, stack_biases
+from archerfish.kernels.reference import TorchOps, prompt_rows, stack_biases
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch_sampling import sampling_batch
 from archerfish.kernels.triton_attention import Turning, attend_decodes, takes_new
@@ -225,23 +225,23 @@ class TritonOps(TorchOps):
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
         batch, positions = triton_decode.decode_batch(inputs, state, block_size, is_shared)
-        num = inputs.shape[1]
-        if num not in self._counting:
-            self._counting[num] = torch.arange(num, device=self.device)
-        return batch, sampling_batch(inputs, positions, self._counting[num])
+        return batch, sampling_batch(inputs, positions, self._count(inputs.shape[1]))
 
-    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> tuple[PagedBatch[Tensor], Tensor]:
-        if num_rows not in self._counting:
-            self._counting[num_rows] = torch.arange(num_rows, device=self.device)
-        rows = PromptRows.of(inputs, num_rows, block_size, self._counting[num_rows])
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
+        batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
         num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
         contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
-        places = Places(
+        batch.derived[PLACES] = Places(
             contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
             tiles=self._prompt_tiles.setdefault(num_rows, {}),
         )
-        all_rows = np.array([num_rows])
-        return rows.batch(num_rows, all_rows, all_rows, block_size, {PLACES: places}), rows.last
+        return batch
+
+    def _count(self, num: int) -> Tensor:
+        """0, 1, 2 ..., made once."""
+        if num not in self._counting:
+            self._counting[num] = torch.arange(num, device=self.device)
+        return self._counting[num]
 
     def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)

@@ -91,9 +91,11 @@ class PromptGraphs(Generic[T]):
         inputs = ops.ids(np.zeros(self._num_words(size), dtype=np.int64))
 
         def step() -> T:
-            batch, last_row = ops.prompt_batch(inputs, size, self.pool.block_size)
+            batch = ops.prompt_batch(inputs, size, self.pool.block_size)
             hidden = model.forward(batch, self.pool.layers)
-            return model.logits(hidden if model.gives_kept_rows else ops.rows(hidden, last_row))
+            if not model.gives_kept_rows and batch.kept_rows is not None:
+                hidden = ops.rows(hidden, batch.kept_rows)
+            return model.logits(hidden)
 
         try:
             repeat = ops.capture(step) or step

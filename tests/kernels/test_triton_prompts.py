@@ -66,7 +66,7 @@ class Passes:
         inputs = self.ops.ids(np.zeros(Word.TOKENS + size + MAX_BLOCKS, dtype=np.int64))
 
         def step() -> Tensor:
-            batch, _ = self.ops.prompt_batch(inputs, size, BLOCK_SIZE)
+            batch = self.ops.prompt_batch(inputs, size, BLOCK_SIZE)
             found: Tensor = self.model.logits(self.model.forward(batch, self.layers))
             return found
 
