@@ -64,8 +64,9 @@ class PromptGraphs(Generic[T]):
         return self.ops.concat([recorded.repeat()])  # a copy: other recorded work has the same memory
 
     def record_next(self) -> bool:
-        """Record one more size, in time that nobody needs; False: all are recorded."""
-        size = next((size for size in self.sizes if size not in self._recorded), None)
+        """Record one more size, in time that nobody needs, the largest first, whose memory the others use after it; False: all
+        are recorded."""
+        size = next((size for size in reversed(self.sizes) if size not in self._recorded), None)
         if size is not None:
             self._record(size)
         return size is not None

@@ -193,6 +193,15 @@ def test_sizes_are_recorded_in_idle_time_or_where_kernels_are_compiled(
 
 
 @pytest.mark.usefixtures("records")
+def test_the_largest_size_is_recorded_first(model: Path) -> None:
+    with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
+        prompts = prompts_of(engine)
+        while prompts.record_next():
+            pass
+        assert list(prompts._recorded) == sorted(SIZES, reverse=True)
+
+
+@pytest.mark.usefixtures("records")
 def test_no_size_is_much_longer_than_the_longest_prompt(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_model_len=100) as engine:
         assert prompts_of(engine).sizes[-1] == 128
