@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+ARM = ("aarch64", "arm64")  # as `platform.machine` names it
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for "none"

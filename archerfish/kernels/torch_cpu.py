@@ -5,7 +5,8 @@ Attention runs in rows whose width is a multiple of 32: torch's kernel takes twi
 block-diagonal mask, and gathered back.
 
 oneDNN compiles a product anew for every number of rows that it has not seen, which takes 30 ms: ten times the product. So
-activations have one of few numbers of rows (`padded_rows`); those past the last token are filling that nobody reads.
+activations have one of few numbers of rows (`padded_rows`); those past the last token are filling that nobody reads. On ARM
+its products come from a library that compiles nothing, and filling would be all they cost more.
 
 int8 weights are widened for every product, a piece at a time, so that no matrix is ever wide as a whole. For few rows in
 bfloat16 torch has a kernel that reads them as they are, for one row in less time than bfloat16 weights take; its versions for
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from archerfish.kernels.machine import ARM
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -44,9 +46,8 @@ from archerfish.kernels.quant import row_pieces
 from archerfish.kernels.reference import TorchOps, activate, join_heads, split_heads
 
 Tensor = torch.Tensor
-MANY_ROWS, ROWS_STEP = 1024, 256
+FEW_ROWS, MANY_ROWS, ROWS_STEP = 8, 1024, 256
 ROW_STEP = 32  # of tokens side by side; of rows of a product whose results must not depend on how many there are
-ARM = ("aarch64", "arm64")
 ROW_COST = {32: 1.3, 64: 1.7, 96: 1.9, 128: 2.2}  # milliseconds for 1,024 tokens in rows of a width, measured on one AMX core
 INT8_ROWS = 8  # up to which torch's kernel for bfloat16 and int8 is quicker than widening
 INT8_COLUMNS = 64  # of which widths are a multiple, or it may read past the end of rows (it does with 100)
@@ -289,9 +290,11 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 def padded_rows(num_rows: int) -> int:
     """The least of the few numbers of rows that products are compiled for."""
+    if num_rows > FEW_ROWS and platform.machine() in ARM:
+        return num_rows
     if num_rows > MANY_ROWS:
         return -(-num_rows // ROWS_STEP) * ROWS_STEP
-    if num_rows <= 8:  # in float32 half the time of 16
+    if num_rows <= FEW_ROWS:  # in float32 half the time of 16
         return 4 if num_rows <= 4 else 8
     step = max(16, (1 << (num_rows - 1).bit_length()) // 8)
     return -(-num_rows // step) * step
