@@ -230,16 +230,42 @@ class ArrowEngine:
         if self._is_closed:
             raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
         started = time.perf_counter()
-        scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
-        is_scored = self.is_cross_encoder
-        out = np.empty((len(texts), self.core.config.num_labels if is_scored else self.core.dimension), dtype=np.float32)
-        batches = plan_batches([len(text.token_ids) for text in texts], self._batch_tokens(self.config.max_batch_size))
+        batches = self._plan(texts)
         start = self._pool.run if len(batches) == 1 else self._pool.submit
-        running = [start(self._run, batch, [texts[i] for i in batch], scaled and not is_scored) for batch in batches]
-        for batch in running:
-            rows, vectors = finish(batch.result() if isinstance(batch, Future) else batch)
+        running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
+        done = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
+        return self._collect(len(texts), done, started)
+
+    def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Future[Vectors]:
+        """`compute` on one core of several; returns when there is a core for the next."""
+        if self._is_closed:
+            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+
+        def work() -> Vectors:
+            started = time.perf_counter()
+            passes = (self._run(batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in self._plan(texts))
+            return self._collect(len(texts), map(finish, passes), started)
+
+        return self._pool.begin(work)
+
+    @property
+    def num_workers(self) -> int:
+        """How many passes may run side by side."""
+        return self._pool.num_workers
+
+    def _plan(self, texts: Sequence[TokenizedText]) -> list[list[int]]:
+        return plan_batches([len(text.token_ids) for text in texts], self._batch_tokens(self.config.max_batch_size))
+
+    def _is_scaled(self, normalize: bool | None) -> bool:
+        stated = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
+        return stated and not self.is_cross_encoder
+
+    def _collect(self, num_texts: int, done: Iterable[tuple[list[int], Vectors]], started: float) -> Vectors:
+        is_scored = self.is_cross_encoder
+        out = np.empty((num_texts, self.core.config.num_labels if is_scored else self.core.dimension), dtype=np.float32)
+        for rows, vectors in done:
             out[rows] = vectors
-        self._tell(len(texts), started)
+        self._tell(num_texts, started)
         return self._activate(out) if is_scored else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:

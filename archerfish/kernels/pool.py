@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import ParamSpec, TypeVar
 
-from archerfish.kernels.machine import cpu
+from archerfish.kernels.machine import ARM, cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,11 +31,12 @@ class ComputePool:
 
         self.num_workers = (num_threads or cpu().num_cores) if device == "cpu" else 1
         self._num_running = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         ready = threading.Barrier(self.num_workers + 1)
 
         def start() -> None:
             torch.set_num_threads(1)
+            stay_alone()
             ready.wait()
 
         before = torch.get_num_threads()
@@ -62,9 +66,24 @@ class ComputePool:
         finally:
             self._finish()
 
+    def begin(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Run in a thread of the pool; returns when a further thread is free, or this one is again."""
+        future = self.submit(work, *args, **kwargs)
+        with self._lock:
+            self._lock.wait_for(lambda: self._num_running < self.num_workers)
+        return future
+
     def _finish(self, _: Future[R] | None = None) -> None:
         with self._lock:
             self._num_running -= 1
+            self._lock.notify_all()
+
+
+def stay_alone() -> None:
+    """Keep what this thread calls from starting OpenMP threads: oneDNN's products on ARM do not ask torch how many to take."""
+    if platform.machine() in ARM:
+        with contextlib.suppress(OSError, AttributeError):  # where torch brings another library
+            ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_set_max_active_levels(0)
 
 
 @lru_cache(maxsize=8)

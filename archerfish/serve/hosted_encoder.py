@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from archerfish.serve.wire import Embed, Score, Vectors
 Array = npt.NDArray[np.float32]
 FIRST_BUDGET, LEAST_BUDGET, MOST_BUDGET = 1024, 64, 1 << 16  # tokens of a job
 ALONE = 2.0  # times the latency that a job may take while no other model computes: larger ones waste less
+BESIDE = 2.0  # times that, for a job on one of several cores: what waits behind it waits longer in any case
 COMPANY_S = 1.0  # for which a model that has computed may go on
 MAX_JOB_TEXTS = 2048
 MAX_QUICK_BYTES = 1024  # texts of so many are read by the loop itself: less work than to hand them to another thread
@@ -38,7 +39,10 @@ class Encoder(Protocol):
     @property
     def is_cross_encoder(self) -> bool: ...
     def tokenize(self, texts: Sequence[Any], /) -> list[TokenizedText]: ...
+    @property
+    def num_workers(self) -> int: ...
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = ..., /) -> Array: ...
+    def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = ..., /) -> Future[Array]: ...
     def get_embedding_dimension(self) -> int: ...
     def get_max_seq_length(self) -> int: ...
     def close(self) -> None: ...
@@ -57,6 +61,7 @@ class Encoding:
     num_taken: int = 0
     num_done: int = 0
     is_alone: bool = False  # after a job with others has failed
+    is_tried_again: bool = False  # as another one, alone: what jobs still bring for this one is too late
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +69,7 @@ class Encoding:
 
 
 Job = list[tuple[Encoding, int]]
+Done = tuple[Array, float]  # rows, and the seconds that they took, or would have taken on all cores
 
 
 def size_of(text: Any) -> int:
@@ -78,7 +84,8 @@ class HostedEncoder:
 
     Texts of all requests that wait go into jobs together, one text of each request in turn, so that a long list delays a short
     one little. A job has as many tokens as take `latency_s`, or more where so few would hardly be worth a job (`JobCost`), or
-    where no other model would have to wait for it.
+    where no other model would have to wait for it. While more than that waits, and nobody else computes, each core has a job of
+    its own: cores that wait for one another at every step lose twice what other processes take of one of them.
     """
 
     def __init__(
@@ -93,7 +100,8 @@ class HostedEncoder:
         self.num_texts = self.num_tokens = 0  # computed
         self._desk, self._figures, self._clock = desk, figures, desk.clock
         self._queue: deque[Encoding] = deque()  # those of which a job has not had all texts; requests may be over
-        self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
+        self._running: list[tuple[Job, Future[Done]]] = []
+        self._given: Future[Any] | None = None  # to the compute thread, which is free for the next when this is done
         self._cost = JobCost()
 
     @property
@@ -102,7 +110,7 @@ class HostedEncoder:
 
     @property
     def has_work(self) -> bool:
-        return self._running is not None or bool(self._queue)
+        return bool(self._running or self._queue)
 
     def card(self) -> dict[str, Any]:
         directory = str(getattr(self.engine, "directory", ""))
@@ -178,27 +186,40 @@ class HostedEncoder:
             entry.ended()
 
     def advance(self) -> bool:
-        """Take in the job that is done and start the next; whether there was anything to do."""
-        has_moved, rows = False, None
-        if self._running is not None and self._running[1].done():
-            (job, future), self._running = self._running, None
-            has_moved = True
+        """Take in the jobs that are done and start the next; whether there was anything to do."""
+        ended = [running for running in self._running if running[1].done()]
+        computed: list[tuple[Job, Array]] = []
+        if ended:
+            self._running = [running for running in self._running if running not in ended]
+        for job, future in ended:
             if (error := future.exception()) is not None:
                 self._fail(job, error)
             else:
                 rows, seconds = future.result()
                 self._learn(job, seconds)
-        if self._running is None and self._queue:
-            self._choose_budget()
-            self._drop_vain()
-        if self._running is None and self._queue:
-            following = self._next_job()
-            texts = [encoding.texts[place] for encoding, place in following]
-            self._running = following, self.lane.submit(self._compute, texts, following[0][0].normalize)
-            has_moved = True
-        if rows is not None:
+                computed.append((job, rows))
+        has_started = self._start()
+        for job, rows in computed:
             self._take_in(job, rows)  # while the next is computed
-        return has_moved
+        return has_started or bool(ended)
+
+    def _start(self) -> bool:
+        """Begin the next job, if there is one and a core for it."""
+        if not self._queue or (self._given is not None and not self._given.done()):
+            return False
+        num_beside = self._choose_budget()
+        self._drop_vain(num_beside)
+        if not self._queue:
+            return False
+        job = self._next_job()
+        texts, normalize = [encoding.texts[place] for encoding, place in job], job[0][0].normalize
+        if num_beside > 1:
+            done: Future[Done] = Future()
+            self._given = self.lane.submit(self._begin, texts, normalize, done)
+        else:
+            self._given = done = self.lane.submit(self._compute, texts, normalize)
+        self._running.append((job, done))
+        return True
 
     def use_idle_time(self) -> bool:
         return False  # nothing is left for later here
@@ -209,14 +230,44 @@ class HostedEncoder:
         rows = self.engine.compute(texts, normalize)
         return rows, self._clock() - started
 
-    def _choose_budget(self) -> None:
-        if self.num_texts:
-            seconds = self.latency_s if self.lane.has_company(COMPANY_S) else ALONE * self.latency_s
-            self.budget = max(LEAST_BUDGET, int(min(MOST_BUDGET, self._cost.worthwhile(seconds))))
+    def _begin(self, texts: list[TokenizedText], normalize: bool | None, done: Future[Done]) -> None:
+        """In the compute thread, until there is a core for the next."""
+        started = self._clock()
 
-    def _drop_vain(self) -> None:
+        def pass_on(begun: Future[Array]) -> None:
+            if (error := begun.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result((begun.result(), (self._clock() - started) / self.engine.num_workers))
+            self.lane.wake()
+
+        try:
+            self.engine.begin(texts, normalize).add_done_callback(pass_on)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _choose_budget(self) -> int:
+        """How large the next job may be, and how many are to run side by side: one a core where there is enough for each."""
+        if not self.num_texts:
+            return 1
+        has_company = self.lane.has_company(COMPANY_S)
+        seconds = self.latency_s if has_company else ALONE * self.latency_s
+        num_beside = 1 if has_company else self.engine.num_workers
+        if num_beside > 1:
+            on_core = self._cost.worthwhile(BESIDE * seconds / num_beside)
+            num_waiting = sum(encoding.num_tokens for encoding in self._queue)
+            if self._running or num_waiting > num_beside * on_core:
+                self._set_budget(min(on_core, self.gate.num_tokens / num_beside))
+                return num_beside
+        self._set_budget(self._cost.worthwhile(seconds))
+        return 1
+
+    def _set_budget(self, num_tokens: float) -> None:
+        self.budget = max(LEAST_BUDGET, int(min(MOST_BUDGET, num_tokens)))
+
+    def _drop_vain(self, num_beside: int) -> None:
         """Leave out requests that are over, and refuse those whose next job would end after their deadline."""
-        end = self._clock() + self._cost.seconds(min(self.budget, self.gate.num_tokens))
+        end = self._clock() + num_beside * self._cost.seconds(min(self.budget, self.gate.num_tokens))
         kept: deque[Encoding] = deque()
         for encoding in self._queue:
             ticket = encoding.ticket
@@ -265,7 +316,7 @@ class HostedEncoder:
 
     def _take_in(self, job: Job, rows: Array) -> None:
         for row, (encoding, place) in zip(rows, job, strict=True):
-            if encoding.ticket.is_over:
+            if encoding.ticket.is_over or encoding.is_tried_again:
                 continue
             if encoding.rows is None:
                 encoding.rows = np.empty((len(encoding.texts), rows.shape[1]), np.float32)
@@ -291,16 +342,15 @@ class HostedEncoder:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """A job that failed is tried again request by request, so that one fails alone."""
-        encodings = dict.fromkeys(encoding for encoding, _ in job)
-        if len(encodings) == 1:
-            self._desk.fail(job[0][0].ticket, error)
-            self._queue = deque(encoding for encoding in self._queue if encoding is not job[0][0])
-            return
+        encodings = dict.fromkeys(encoding for encoding, _ in job if not encoding.is_tried_again)
+        self._queue = deque(encoding for encoding in self._queue if encoding not in encodings)
+        is_one = all(encoding is job[0][0] for encoding, _ in job)
         for encoding in encodings:
-            encoding.is_alone = True
-            encoding.num_taken = encoding.num_done = 0
-            if encoding not in self._queue:
-                self._queue.append(encoding)
+            if is_one:
+                self._desk.fail(encoding.ticket, error)
+                continue
+            encoding.is_tried_again = True
+            self._queue.append(replace(encoding, rows=None, num_taken=0, num_done=0, is_alone=True, is_tried_again=False))
 
     def probe(self, ticket: Ticket) -> None:
         """Answer after a real pass over one word."""

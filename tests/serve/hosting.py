@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from archerfish.engine.fakes import word_vector
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError
+from archerfish.kernels.pool import compute_pool
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError, open_socket
 from archerfish.serve.compute import Lane
@@ -38,7 +40,8 @@ ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
 class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
-    def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
+    def __init__(self, name: str = "words", *, is_cross_encoder: bool = False, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
         self.model_name, self.is_cross_encoder = name, is_cross_encoder
         self.jobs: list[list[str]] = []
         self.gate = threading.Event()
@@ -62,14 +65,18 @@ class WordEncoder:
         return self._words.index(word)
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Array:
-        self.jobs.append([" ".join(self._words[i] for i in text.token_ids) for text in texts])
+        job = [" ".join(self._words[i] for i in text.token_ids) for text in texts]
+        self.jobs.append(job)
         self.entered.release()
         assert self.gate.wait(LIMIT_S)
-        if any("poison" in text for text in self.jobs[-1]):
+        if any("poison" in text for text in job):
             raise RuntimeError("poisoned")
         if self.is_cross_encoder:
             return np.asarray([[len(text.token_ids)] for text in texts], np.float32)
-        return np.stack([self.vector(text) for text in self.jobs[-1]])
+        return np.stack([self.vector(text) for text in job])
+
+    def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Future[Array]:
+        return compute_pool("cpu", self.num_workers).begin(self.compute, texts, normalize)
 
     @staticmethod
     def vector(text: str) -> Array:

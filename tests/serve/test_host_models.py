@@ -148,6 +148,34 @@ def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
     talk(host, test)
 
 
+def test_each_core_has_a_job_of_its_own_while_much_waits(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    encoder = WordEncoder(num_workers=2)
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        await client.ask(Embed(request_id="", texts=["first"]))
+        assert encoder.entered.acquire(timeout=LIMIT_S)
+        hosted = next(one for one in host.shelf if one.kind == "embedding")
+        hosted.latency_s = 0.0  # type: ignore[union-attr]
+        encoder.gate.clear()
+        long = " ".join(["x"] * (LEAST_BUDGET // 2))  # two a job
+        texts = [[f"{i} {long[2:]}"] for i in range(4)] + [[f"poison {long[2:]}", f"6 {long[2:]}"], [f"7 {long[2:]}"]]
+        asking = [asyncio.create_task(client.ask(Embed(request_id="", texts=each))) for each in [[long], *texts]]
+        await reached(client, "words", 8)
+        for _ in range(2):  # at once: the gate is closed
+            assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
+        encoder.gate.set()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert [isinstance(answer, Vectors) for answer in answers] == [each != texts[4] for each in [[long], *texts]]
+        for each, answer in zip([[long], *texts], answers, strict=True):
+            if isinstance(answer, Vectors):
+                np.testing.assert_array_equal(np.frombuffer(answer.data, "<f4"), WordEncoder.vector(each[0]))
+        assert (await stats(client))["models"]["words"]["queue_texts"] == 0
+
+    talk(host, test)
+
+
 def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
