@@ -16,7 +16,7 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.identity import tenant_in
 from archerfish.serve.middleware import stated_length
 
-HOLD_S = 0.05  # for which nobody else is asked: short against what waits in front of a model that refuses
+HOLD_S = 0.1  # for which nobody else is asked: short against what waits in front of a model that refuses
 FULL = "overloaded"  # the code of a refusal that says something of the model, as those do that say what a request needs
 PATHS = frozenset(("/v1/embeddings", "/v1/rerank", "/similarity"))
 MAX_BODY_BYTES = 1 << 16  # what a server hands over as one piece
