@@ -117,6 +117,15 @@ def test_many_threads_at_once_get_what_one_gets(minilm: ArrowEngine) -> None:
         assert (a * b).sum(1).min() > 0.9998
 
 
+def test_a_pass_on_one_core_gives_what_one_on_all_gives(minilm: ArrowEngine) -> None:
+    texts = minilm.tokenize([f"text {i} " + "word " * (i % 30) for i in range(90)])  # several batches
+    for normalize in (False, True):
+        together, alone = minilm.compute(texts, normalize), minilm.begin(texts, normalize).result(60)
+        lengths = np.linalg.norm(together, axis=1) * np.linalg.norm(alone, axis=1)
+        assert ((together * alone).sum(1) / lengths).min() > 0.9998
+        np.testing.assert_allclose(np.linalg.norm(alone, axis=1), np.linalg.norm(together, axis=1), rtol=0.01)
+
+
 def test_the_callers_torch_threads_are_left_alone(minilm: ArrowEngine) -> None:
     import torch
 
