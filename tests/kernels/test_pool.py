@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -28,17 +28,22 @@ def test_a_thread_of_the_pool_starts_no_others() -> None:
 
 
 def test_begin_returns_when_a_thread_is_free() -> None:
-    pool, may_end = ComputePool("cpu", 2), [threading.Event(), threading.Event()]
-    first = pool.begin(may_end[0].wait, LIMIT_S)
-    second: list[Future[bool]] = []
-    beginner = threading.Thread(target=lambda: second.append(pool.begin(may_end[1].wait, LIMIT_S)))
-    beginner.start()
-    beginner.join(0.05)
-    assert beginner.is_alive()
-    assert not first.done()
-    may_end[0].set()
-    beginner.join(LIMIT_S)
+    pool, may_end, has_begun = ComputePool("cpu", 2), [threading.Event(), threading.Event()], threading.Event()
+
+    def work() -> bool:
+        has_begun.set()
+        return may_end[1].wait(LIMIT_S)
+
+    def begin_second() -> tuple[Future[bool], bool]:
+        return pool.begin(work), may_end[0].is_set()
+
+    first = pool.begin(may_end[0].wait, LIMIT_S)  # at once: a thread is left
+    with ThreadPoolExecutor(1) as beginner:
+        beginning = beginner.submit(begin_second)
+        assert has_begun.wait(LIMIT_S)
+        may_end[0].set()
+        second, is_first_over = beginning.result(LIMIT_S)
     assert first.result(LIMIT_S)
-    assert not second[0].done()
+    assert is_first_over and not second.done()
     may_end[1].set()
-    assert second[0].result(LIMIT_S)
+    assert second.result(LIMIT_S)
