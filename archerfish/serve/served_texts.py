@@ -75,7 +75,7 @@ class ServedText:
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         tokenizer = self.need_tokenizer(param)
-        self._check_bytes([text], param)
+        self.check_bytes([text], param)
         return await aside(lambda: tokenizer.encode(text, add_special_tokens, plain=plain), len(text))
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], param: str, options: dict[str, Any]) -> list[int]:
@@ -83,7 +83,7 @@ class ServedText:
         tokenizer = self.need_tokenizer(param)
 
         def render() -> list[int]:
-            self._check_bytes(texts_in([*messages, *options.values()]), param)
+            self.check_bytes(texts_in([*messages, *options.values()]), param)
             try:
                 return self._template.get().encode(tokenizer, messages, **options)
             except InvalidInputError as error:
@@ -95,7 +95,8 @@ class ServedText:
         size = chat_size(messages, options)
         return await aside(render, size if self._template.is_made else LONG_TEXT + 1)
 
-    def _check_bytes(self, texts: Iterable[str], param: str) -> None:
+    def check_bytes(self, texts: Iterable[str], param: str) -> None:
+        """Refuse what has more bytes than the model's engine would tokenise."""
         if self.card.max_prompt_bytes:
             try:
                 check_prompt_bytes(texts, self.card.max_prompt_bytes)

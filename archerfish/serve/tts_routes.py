@@ -113,6 +113,7 @@ class TTSRoutes:
         """Global (speaker) and semantic (audio) tokens of a text."""
         text = await self.service.texts.of(await self._card(body.model))
         asked = body.request()
+        text.check_bytes([asked.text], "text")
         most = text.card.max_length
         num_bytes = len(asked.text.encode(errors="replace"))
         if num_bytes > most * LONGEST_TOKEN:

@@ -231,6 +231,21 @@ def test_what_the_engine_is_asked_for() -> None:
     with_app(test, create_app(backend))
 
 
+def test_texts_over_the_limit_of_bytes_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend("Hi", max_length=400)
+    backend.max_prompt_bytes = 20
+
+    async def test(client: httpx.AsyncClient) -> None:
+        assert (await client.post(ROUTE, json={"text": "a" * 20})).status_code == 200
+        monkeypatch.setattr(TTSRequest, "prompt", lambda request: pytest.fail("tokenised"))
+        for text in ("a" * 21, "\N{LATIN SMALL LETTER SHARP S}" * 11):
+            answer = await client.post(ROUTE, json={"text": text})
+            assert (answer.status_code, error_of(answer)["param"]) == (413, "text")
+            assert "bytes; the limit is 20" in error_of(answer)["message"]
+
+    with_app(test, create_app(backend))
+
+
 def test_a_stream_that_breaks_tells_why() -> None:
     backend = FakeBackend("Hello there")
     backend.fails[3] = RemoteError("The engine process has gone.", status=503, code="unavailable")
