@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any, Generic, Self, cast
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.kernels.ops import T
-from archerfish.params import SamplingParams
+from archerfish.params import SamplingParams, items_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,20 @@ class LogitsView(Generic[T]):
 
     def __init__(self, logits: T, start: int = 0, stop: int | None = None, *, masked: Collection[int] = ()) -> None:
         """`logits`: (vocabulary,) or (1, vocabulary) float32; `masked`: token ids of the whole vocabulary, not of the range."""
-        size = logits.shape[-1]
-        if len(logits.shape) > 2 or (len(logits.shape) == 2 and logits.shape[0] != 1):
-            raise InvalidInputError(f"A LogitsView needs one row of logits, not the shape {tuple(logits.shape)}.")
-        self.start, self.stop = start, size if stop is None else stop
+        shape = getattr(logits, "shape", None)
+        if shape is None:
+            raise InvalidInputError(f"A LogitsView needs a tensor or an array, not {type(logits).__name__}.")
+        if len(shape) not in (1, 2) or (len(shape) == 2 and shape[0] != 1):
+            raise InvalidInputError(f"A LogitsView needs one row of logits, not the shape {tuple(shape)}.")
+        size = shape[-1]
+        self.start = whole_number("The start of the range", start)
+        self.stop = size if stop is None else whole_number("The end of the range", stop)
         if not 0 <= self.start < self.stop <= size:
             raise InvalidInputError(f"The range {self.start} to {self.stop} does not lie within {size:,} logits.")
         self.logits = logits
-        self.masked = frozenset(masked)
+        self.masked = frozenset(
+            whole_number("A masked token", token_id) for token_id in items_of("masked", masked, "a list of token ids")
+        )
 
     @property
     def values(self) -> T:
@@ -81,3 +88,11 @@ class LogitsView(Generic[T]):
         for token_id, value in enumerate(rows[0].tolist(), self.start):
             if token_id not in self.masked:
                 yield token_id, value
+
+
+def whole_number(what: str, value: object) -> int:
+    """One of Python, or one of an array."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInputError(f"{what} must be a whole number, not {value!r}.") from None

@@ -36,8 +36,8 @@ from archerfish.kernels.sampling import (
     stream_key,
 )
 from archerfish.observe.sampling import SamplingMetrics
-from archerfish.params import Stage
-from archerfish.runtime.logits_view import LogitsView, SamplingConfig
+from archerfish.params import MAX_SEED, Stage, check_whole
+from archerfish.runtime.logits_view import LogitsView, SamplingConfig, whole_number
 from archerfish.runtime.token_masks import find_masks
 from archerfish.sequence import Sequence, TokenLogprobs
 
@@ -179,6 +179,9 @@ class FastSampler(Generic[T]):
         """A token of one row of float32 logits, or of a view of it, for a seed and a position."""
         started = time.perf_counter()
         view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
+        seed, position = whole_number("seed", seed), whole_number("position", position)
+        check_whole("seed", seed, 0, MAX_SEED - 1)
+        check_whole("position", position, 0, int(NEVER) - 1)
         row = np.zeros(1, dtype=ROW)
         row["key"], row["temperature"] = stream_key(seed, 0), config.temperature
         row["top_k"], row["top_p"] = _limits(config.params.top_k, config.top_p, view.stop - view.start)

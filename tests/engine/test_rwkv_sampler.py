@@ -398,10 +398,28 @@ def test_single_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any])
     assert drawn == [sampler.sample_logits(row, first=10, end=14, seed=3, position=i) for i in range(50)]
 
 
+def test_single_logits_take_the_whole_numbers_of_arrays(sampler: RwkvSampler) -> None:
+    row = [0.0, 50.0, 40.0, 30.0]
+    for kind in (np.asarray, torch.tensor):
+        first, end, seed, position, masked = kind(1), kind(4), kind(7), kind(3), kind([1, 2])
+        assert sampler.sample_logits(row, first=first, end=end, seed=seed, position=position, masked=masked) == 3
+
+
 def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
-    for logits in ("abc", [[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], None):
+    for logits in ("abc", [[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], None, 5):
         with pytest.raises(InvalidInputError):
             sampler.sample_logits(logits)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"first": 0.5}, "start of the range must be a whole number, not 0.5"),
+        ({"end": "a"}, "end of the range must be a whole number, not 'a'"),
+        ({"masked": 1}, "masked must be a list of token ids, not int"), ({"masked": ["a"]}, "masked token must be a whole number, not 'a'"),
+        ({"seed": None}, "seed must be a whole number, not None"), ({"seed": -1}, "seed must be a whole number from 0 to"),
+        ({"seed": 2**64}, "seed must be a whole number from 0 to"), ({"position": -1}, "position must be a whole number from 0"),
+        ({"position": 1.5}, "position must be a whole number, not 1.5"),
+    ]  # fmt: skip
+    for values, said in wrong:
+        with pytest.raises(InvalidInputError, match=said):
+            sampler.sample_logits([1.0, 2.0], **values)
     with pytest.raises(InvalidInputError, match="does not lie within"):
         sampler.sample_logits([1.0, 2.0], end=3)
     with pytest.raises(ArcherfishError, match="not finite"):
