@@ -18,7 +18,7 @@ from archerfish.config import EngineConfig
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine, Prompt
 from archerfish.engine.outputs import RequestOutput, TextDelta
-from archerfish.errors import InvalidOptionError, StoppedError, UnknownOptionError, did_you_mean
+from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -72,7 +72,7 @@ class StreamingInference:
 
         One that is wrong in itself is refused with an error, and then none of the others goes on.
         """
-        tasks = [asyncio.ensure_future(self._infer(request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._infer(request)) for request in checked(requests)]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -107,7 +107,7 @@ class StreamingInference:
             except Exception as error:
                 arrived.put_nowait(error)
 
-        tasks = [asyncio.ensure_future(follow(place, request)) for place, request in enumerate(requests)]
+        tasks = [asyncio.ensure_future(follow(place, request)) for place, request in enumerate(checked(requests))]
         num_open = len(tasks)
         try:
             while num_open:
@@ -130,6 +130,16 @@ class StreamingInference:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def checked(requests: Sequence[InferenceRequest]) -> Sequence[InferenceRequest]:
+    for request in requests:
+        if not isinstance(request, InferenceRequest):
+            raise InvalidInputError(
+                f"A request must be an InferenceRequest, not {type(request).__name__}.",
+                hint="Write InferenceRequest(prompt, sampling_params).",
+            )
+    return requests
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -87,6 +87,11 @@ def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: L
         async with StreamingInference(engine) as inference:
             with pytest.raises(InvalidInputError, match="empty"):
                 await inference.batch_infer([*many, InferenceRequest([])])
+            with pytest.raises(InvalidInputError, match=r"an InferenceRequest, not str\. Write InferenceRequest\(prompt"):
+                await inference.batch_infer([*many, "hello"])  # type: ignore[list-item]
+            with pytest.raises(InvalidInputError, match="must be an InferenceRequest, not list"):
+                async for _ in inference.stream([*many, [1, 2]]):  # type: ignore[list-item]
+                    pass
             with pytest.raises(InvalidInputError, match="empty"):
                 async for _ in inference.stream([InferenceRequest([]), *many]):
                     pass
