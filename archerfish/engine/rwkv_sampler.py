@@ -16,7 +16,7 @@ from archerfish.config import EngineConfig
 from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
-from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, read_output
+from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
 from archerfish.errors import (
     ArcherfishError,
     InputTooLargeError,
@@ -78,7 +78,7 @@ class RwkvSampler:
     ) -> list[TTSTokens]:
         """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice.
 
-        options: of TTSRequest, for those that are given as texts, or as tables that say nothing else.
+        options: of TTSRequest, for those that are given as texts, or as tables that say nothing else; unknown ones are raised.
         """
         found: dict[int, list[TTSTokens]] = {}
         for place, tokens in self.stream_tts_tokens_batch(requests, **options):
@@ -102,6 +102,7 @@ class RwkvSampler:
         arrived: deque[Piece] = deque()
         waiting: deque[LiveRequest] = deque()
         batch = as_batch(requests)
+        check_options(options)  # what is wrong with all of them is raised, with one is told beside the others
         for place, request in enumerate(batch):
             try:
                 own = {} if isinstance(request, TTSRequest) else options
@@ -207,6 +208,11 @@ class RwkvSampler:
         """Change options while requests run: by an OptimizationConfig, which tells what has changed, or by name."""
         if config is not None and changes:
             raise InvalidInputError("Give an OptimizationConfig or options by name, not both.")
+        if config is not None and not hasattr(config, "apply"):
+            raise InvalidInputError(
+                f"What changes options must be an OptimizationConfig, not {type(config).__name__}.",
+                hint="Give one, or options by name, such as logits_cache_mib=32.",
+            )
         return dict(config.apply(self.engine)) if config is not None else self.engine.configure(**changes)
 
     def close(self) -> None:
@@ -221,8 +227,15 @@ class RwkvSampler:
         self.close()
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    check_names(options)
+    if "text" in options:
+        raise InvalidInputError("text is given beside a request.", hint="Give each text as a request of its own.")
+
+
 def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
     """What was given as a text, a table of values or a TTSRequest."""
+    check_options(options)
     if isinstance(request, str):
         return TTSRequest(text=request, **options)
     if isinstance(request, Mapping):

@@ -10,7 +10,7 @@ the prompt: a voice is all in its global tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -71,10 +71,7 @@ class TTSRequest:
     seed: int | None = None  # None: drawn when the request arrives
 
     def __new__(cls, **values: Any) -> Self:
-        known = [spec.name for spec in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                raise UnknownOptionError(f"A TTS request has no {name!r}.", hint=did_you_mean(name, known))
+        check_names(values)
         if "text" not in values:
             raise InvalidInputError("A TTS request needs a text.")
         return super().__new__(cls)
@@ -137,6 +134,15 @@ class TTSRequest:
         )
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Refuse what a TTS request does not have."""
+    known = [spec.name for spec in dataclasses.fields(TTSRequest)]
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"It has {', '.join(known)}."
+            raise UnknownOptionError(f"A TTS request has no {name!r}.", hint=hint)
+
+
 @dataclass(frozen=True)
 class TTSTokens:
     """What came of a request, or a piece of it: `global_tokens, semantic_tokens = tokens`. Numbers from 0 on, without tags."""
@@ -180,7 +186,9 @@ def plain(name: str) -> str:
 
 
 def read_reference(name: str, values: Any, end: int) -> tuple[int, ...]:
-    token_ids = items_of(name, values, "a list of token ids")
+    """Token ids of a list, or of an array, as a codec gives them."""
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    token_ids = items_of(name, listed, "a list of token ids")
     if not token_ids:
         raise InvalidInputError(f"{name} is empty.")
     for place, token_id in enumerate(token_ids):

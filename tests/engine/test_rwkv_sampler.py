@@ -216,6 +216,13 @@ def test_tables_of_a_batch_have_its_options_where_they_say_nothing_else(sampler:
     assert found[0].semantic_tokens == found[1].semantic_tokens[:3] == found[2].semantic_tokens[:3]
 
 
+def test_what_is_wrong_with_the_options_of_a_whole_batch_is_raised(sampler: RwkvSampler) -> None:
+    """Beside each of its results it would look like an answer without tokens."""
+    for options in ({"emotoin": "SAD"}, {"text": "b"}):
+        with pytest.raises(ArcherfishError, match=r"emotoin|text is given"):
+            sampler.generate_tts_tokens_batch(["a", {"text": "b"}], **options)
+
+
 def test_a_steady_batch_makes_no_new_arrays(sampler: RwkvSampler) -> None:
     sampler.generate_tts_tokens_batch(requests(6))
     before = sampler.engine.pool_stats()
@@ -283,6 +290,8 @@ def test_a_single_request_raises_its_error(sampler: RwkvSampler) -> None:
         sampler.generate_tts_tokens_batch("Hello")
     with pytest.raises(UnknownOptionError, match="no 'sead'"):
         next(sampler.stream_tts_tokens("Hello", sead=5))
+    with pytest.raises(InvalidInputError, match="text is given beside a request"):
+        sampler.generate_tts_tokens("Hello", text="there")
     assert sampler.generate_tts_tokens_batch([]) == []
 
 
@@ -384,6 +393,9 @@ def test_options_are_changed_while_it_runs(sampler: RwkvSampler) -> None:
         sampler.update_config(temperature=3)
     with pytest.raises(InvalidInputError, match="not both"):
         sampler.update_config(before, pipeline_depth=0)
+    for other in (5, {"cache_size_mb": 3}):
+        with pytest.raises(InvalidInputError, match=r"an OptimizationConfig, not (int|dict)\. Give .* by name"):
+            sampler.update_config(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
@@ -400,9 +412,10 @@ def test_single_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any])
 
 def test_single_logits_take_the_whole_numbers_of_arrays(sampler: RwkvSampler) -> None:
     row = [0.0, 50.0, 40.0, 30.0]
-    for kind in (np.asarray, torch.tensor):
-        first, end, seed, position, masked = kind(1), kind(4), kind(7), kind(3), kind([1, 2])
-        assert sampler.sample_logits(row, first=first, end=end, seed=seed, position=position, masked=masked) == 3
+    kinds: list[Callable[[Any], Any]] = [np.asarray, torch.tensor]
+    for kind in kinds:
+        where = {"first": kind(1), "end": kind(4), "masked": kind([1, 2])}
+        assert sampler.sample_logits(row, seed=kind(7), position=kind(3), **where) == 3
 
 
 def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
@@ -412,9 +425,11 @@ def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"first": 0.5}, "start of the range must be a whole number, not 0.5"),
         ({"end": "a"}, "end of the range must be a whole number, not 'a'"),
-        ({"masked": 1}, "masked must be a list of token ids, not int"), ({"masked": ["a"]}, "masked token must be a whole number, not 'a'"),
+        ({"masked": 1}, "masked must be a list of token ids, not int"),
+        ({"masked": ["a"]}, "masked token must be a whole number, not 'a'"),
         ({"seed": None}, "seed must be a whole number, not None"), ({"seed": -1}, "seed must be a whole number from 0 to"),
-        ({"seed": 2**64}, "seed must be a whole number from 0 to"), ({"position": -1}, "position must be a whole number from 0"),
+        ({"seed": 2**64}, "seed must be a whole number from 0 to"),
+        ({"position": -1}, "position must be a whole number from 0"),
         ({"position": 1.5}, "position must be a whole number, not 1.5"),
     ]  # fmt: skip
     for values, said in wrong:

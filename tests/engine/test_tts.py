@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +50,17 @@ def test_the_prompt_of_a_given_voice() -> None:
         8196, 12291, *range(8296, 8326), 8194,
     ]  # fmt: skip
     assert request.is_zero_shot and not TTSRequest(text="a").is_zero_shot
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor])
+def test_a_voice_may_come_as_an_array(kind: Callable[[Any], Any]) -> None:
+    voiced = TTSRequest(text="Hello", ref_global_tokens=kind(VOICE), ref_semantic_tokens=kind([1, 2]))
+    assert voiced == TTSRequest(text="Hello", ref_global_tokens=VOICE, ref_semantic_tokens=[1, 2])
+    assert voiced.prompt()[-2] == GLOBAL_OFFSET + VOICE[-1] and type(voiced.prompt()[-2]) is int
+    with pytest.raises(InvalidInputError, match=r"ref_global_tokens\[0\] must be a whole number from 0 to 4095, not \["):
+        TTSRequest(text="Hello", ref_global_tokens=kind([VOICE]), ref_semantic_tokens=kind([1]))
+    with pytest.raises(InvalidInputError, match="must be a list of token ids"):
+        TTSRequest(text="Hello", ref_global_tokens=kind(VOICE[0]), ref_semantic_tokens=kind([1]))
 
 
 def test_tokens_of_properties() -> None:
@@ -132,6 +146,8 @@ def test_bad_input_is_refused_and_says_why(values: dict[str, Any], said: str) ->
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownOptionError, match=r"no 'emotions'. Did you mean 'emotion'\?"):
         TTSRequest(text="a", emotions="HAPPY")  # type: ignore[call-arg]
+    with pytest.raises(UnknownOptionError, match=r"no 'mood'\. It has text, age, gender, emotion, pitch, speed, ref_global_t"):
+        TTSRequest(text="a", mood="HAPPY")  # type: ignore[call-arg]
     with pytest.raises(InvalidInputError, match="needs a text"):
         TTSRequest()  # type: ignore[call-arg]
 
