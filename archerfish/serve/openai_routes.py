@@ -287,7 +287,8 @@ def completion_choice(answer: Answer, choice: Choice, echo: str, body: Completio
     logprobs = None
     if body.logprobs is not None:
         prompt = [(order.prompt_ids[0], None, 0, []), *(answer.prompt_logprobs or ())] if body.echo else []
-        logprobs = listed_logprobs(order.text, [*prompt, *([] if is_hidden else choice.logprobs)])
+        offset = -num_unseen(order, echo) if body.echo else 0
+        logprobs = listed_logprobs(order.text, [*prompt, *([] if is_hidden else choice.logprobs)], offset)
     shown = {
         "index": index, "text": echo + ("" if is_hidden else choice.text), "logprobs": logprobs,
         "finish_reason": openai_reason(choice.finish_reason, False), "stop_reason": shown_stop(choice),
@@ -299,12 +300,20 @@ def completion_choice(answer: Answer, choice: Choice, echo: str, body: Completio
     return shown
 
 
+def num_unseen(order: Order, echo: str) -> int:
+    """Characters of a token that the tokenizer puts before a text, which the text itself does not have."""
+    first, tokenizer = order.prompt_ids[0], order.text.tokenizer
+    name = order.text.token(first)[0]
+    is_added = tokenizer is not None and first in tokenizer.special_tokens and not echo.startswith(name)
+    return len(name) if is_added else 0
+
+
 def listed_logprobs(text: ServedText, logprobs: Sequence[tuple[Any, ...]], offset: int = 0) -> dict[str, Any]:
     """Logprobs in four lists, as completions have them; a first token of a prompt has none."""
     tokens = [text.token(entry[0])[0] for entry in logprobs]
     offsets: list[int] = []
     for token in tokens:
-        offsets.append(offset)
+        offsets.append(max(offset, 0))
         offset += len(token)
     top = [None if entry[1] is None else {text.token(i)[0]: finite(value) for i, value in entry[3]} for entry in logprobs]
     values = [None if entry[1] is None else finite(entry[1]) for entry in logprobs]

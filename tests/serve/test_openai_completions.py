@@ -5,6 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import Generate
+from archerfish.store.bundled import BUNDLED_MODELS, STORY_MODEL
 
 from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
 
@@ -76,6 +77,19 @@ def test_logprobs_and_echo() -> None:
     assert (choice["text"], choice["logprobs"]) == ("abyz", None)
     chunks = events(post(backend, COMPLETIONS, {"prompt": "ab", "echo": True, "stream": True}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abyz"
+
+
+def test_offsets_of_tokens_are_places_in_the_text_that_is_shown() -> None:
+    """Also where the tokenizer puts a token before a prompt, which the echo of a text does not have."""
+    backend = FakeBackend("yz")
+    backend.directory = BUNDLED_MODELS[STORY_MODEL].directory
+    for prompt in ("Once upon a time", [0, 388, 390]):
+        body = {"prompt": prompt, "logprobs": 0, "echo": True, "max_tokens": 2}
+        choice = post(backend, COMPLETIONS, body).json()["choices"][0]
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert tokens[:3] == ["<|end|>", "Once", " upon"] and offsets[0] == 0
+        for token, offset in list(zip(tokens, offsets, strict=True))[1:]:
+            assert choice["text"][offset : offset + len(token)] == token
 
 
 def test_logprobs_in_a_stream() -> None:
