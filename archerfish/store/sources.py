@@ -20,7 +20,10 @@ from archerfish.store.source import ModelSource, SourceTensor
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from archerfish.store.weight_files import find_weights, read_tensors
 
-RWKV_TENSOR = re.compile(r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$")  # as BlinkDL and Hugging Face name them
+# As BlinkDL and Hugging Face name them; the last two of versions before 7, which are refused by name.
+RWKV_TENSOR = re.compile(
+    r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$|^rwkv\.blocks\.\d+\.attention\.|^model\.layers\.\d+\.attn\.bonus$"
+)
 # Constants that old versions of transformers saved beside the weights; every model rebuilds them.
 BUFFERS = re.compile(r"(^|\.)(position_ids|embeddings\.token_type_ids|rotary_emb\.inv_freq|attn\.masked_bias)$")
 

@@ -45,6 +45,8 @@ def open_torch(path: Path) -> list[SourceTensor]:
 def load_checkpoint(path: Path) -> Any:
     import torch
 
+    if not path.stat().st_size:
+        raise CorruptFileError(f"{path} is empty.")
     mapped = zipfile.is_zipfile(path)
     if not mapped and looks_like_zip(path):
         raise CorruptFileError(f"{path} is cut off: the directory at its end is missing.")
@@ -56,7 +58,9 @@ def load_checkpoint(path: Path) -> Any:
             hint = "Save its state_dict again as safetensors: objects other than tensors are never unpickled."
             raise UnsupportedModelError(f"{path} holds more than tensors: {found.group(1)}.", hint=hint) from error
         raise CorruptFileError(f"{path} is not a sound torch checkpoint: its pickled part cannot be read.") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError, AttributeError, IndexError, TypeError) as error:
+    except (EOFError, KeyError, AttributeError, IndexError, TypeError) as error:  # whose words say nothing
+        raise CorruptFileError(f"{path} is not a sound torch checkpoint: its pickled part cannot be read.") from error
+    except (RuntimeError, ValueError, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound torch checkpoint: {first_line(error)}") from error
 
 

@@ -19,6 +19,7 @@ from archerfish.store.converter import ModelConverter
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import read_metadata
 from archerfish.store.rwkv_source import open_rwkv7, read_rwkv7
+from archerfish.store.sources import open_source
 from tests.models.recurring import SIZES, Size, blink_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -234,6 +235,21 @@ def test_older_versions_are_refused(version: int, write: Callable[[Path, Tensors
         open_rwkv7(path)
 
 
+HUB_OLDER = {
+    4: ["rwkv.embeddings.weight", "rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.key.weight"],
+    5: ["rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.ln_x.weight"],
+    6: ["model.embeddings.weight", "model.layers.0.attn.bonus", "model.layers.0.attn.w_proj.lora.0.weight"],
+}
+
+
+@pytest.mark.parametrize("version", HUB_OLDER)
+def test_older_versions_of_the_hub_are_refused_without_a_configuration_too(version: int, tmp_path: Path) -> None:
+    """Not for want of a config.json, which would not help."""
+    tensors = {each: torch.zeros(2, 2) for each in HUB_OLDER[version]}
+    with pytest.raises(UnsupportedModelError, match=rf"RWKV-{version} model.*only RWKV-7"):
+        open_source(write_safetensors(tmp_path / "a.safetensors", tensors))
+
+
 @pytest.mark.parametrize(("architecture", "words"), [("rwkv6", "RWKV-6"), ("arwkv7", "Qwen2"), ("llama", "'llama'")])
 def test_other_gguf_files_are_refused(architecture: str, words: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), architecture=architecture)
@@ -283,6 +299,16 @@ def test_the_first_version_of_the_hub_layout_is_refused(tmp_path: Path) -> None:
     made["model.layers.0.attn.x_x"] = torch.zeros(6, 128)
     with pytest.raises(UnsupportedModelError, match="x_x"):
         open_rwkv7(write_safetensors(tmp_path / "a.safetensors", made))
+
+
+NO_CHECKPOINTS = [(b"", "is empty"), (b"hello world", "is not a sound torch checkpoint: its pickled part")]
+
+
+@pytest.mark.parametrize(("content", "said"), NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_at_all_is_told_in_words(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.pth").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=rf"a\.pth {said}.*Download"):
+        open_rwkv7(tmp_path / "a.pth")
 
 
 def test_foreign_objects_are_never_unpickled(tmp_path: Path) -> None:
