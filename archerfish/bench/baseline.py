@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,13 @@ class Baseline:
     model: str  # "" where a bench has none of its own
     machine: dict[str, Any]
     metrics: dict[str, Summary]
+    words: tuple[str, ...] = ()  # behind the command that measured them
 
     @classmethod
-    def of(cls, whole: Mapping[str, Any]) -> Baseline:
+    def of(cls, whole: Mapping[str, Any], words: Sequence[str] = ()) -> Baseline:
         """Those of a report, as benches write it."""
-        return cls(whole["bench"], whole.get("model", ""), dict(whole["machine"]), dict(READERS[whole["bench"]](whole)))
+        metrics = dict(READERS[whole["bench"]](whole))
+        return cls(whole["bench"], whole.get("model", ""), dict(whole["machine"]), metrics, tuple(words))
 
     @classmethod
     def read(cls, path: Path) -> Baseline:
@@ -117,7 +119,8 @@ class Baseline:
             values = json.loads(path.read_text(encoding="utf-8"))
             metrics = {name: Summary(**{key: read_number(number) for key, number in summary.items()})
                        for name, summary in values["metrics"].items()}  # fmt: skip
-            return cls(str(values["bench"]), str(values["model"]), dict(values["machine"]), metrics)
+            words = tuple(str(word) for word in values.get("words", ()))
+            return cls(str(values["bench"]), str(values["model"]), dict(values["machine"]), metrics, words)
         except FileNotFoundError:
             raise NotFoundError(f"There is no baseline {path}.", hint="--save-baseline writes one.") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EXIT_REGRESSION = 7
 DEFAULT_TOLERANCE = 5.0
+SHOWN_FLAGS = ("--json", "--quiet", "--debug")
+REPORT_FLAGS = ("--output", "--baseline", "--save-baseline", "--tolerance", "--html")  # with a value each
 
 
 def add_report_arguments(parser: Parser) -> None:
@@ -50,6 +52,15 @@ def tolerance(text: str) -> float:
     return value
 
 
+def words_of_bench(words: Sequence[str]) -> list[str]:
+    """Those that say what is measured, without those that say what becomes of it."""
+    kept = list[str]()
+    for before, word in zip(("", *words), words, strict=False):
+        if before not in REPORT_FLAGS and word.split("=")[0] not in (*REPORT_FLAGS, *SHOWN_FLAGS):
+            kept.append(word)
+    return kept
+
+
 def finish(whole: dict[str, Any], arguments: Namespace, out: Output) -> int:
     """Write the report where it is wanted, compare it with a baseline and save one; the exit code of the comparison."""
     compared: Compared | None = None
@@ -68,7 +79,7 @@ def finish(whole: dict[str, Any], arguments: Namespace, out: Output) -> int:
     if arguments.save_baseline:
         from archerfish.bench.baseline import Baseline
 
-        Baseline.of(whole).write(Path(arguments.save_baseline))
+        Baseline.of(whole, words_of_bench(arguments.words)).write(Path(arguments.save_baseline))
     if out.as_json:
         out.result(whole)
     if compared is None:

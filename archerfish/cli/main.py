@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from archerfish import __version__
 from archerfish.cli.interrupts import EXIT_INTERRUPTED, ending_at_second
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
+
+if TYPE_CHECKING:
+    from archerfish.bench.baseline import Baseline
 
 EXIT_BROKEN_PIPE = 141
 
@@ -108,6 +112,7 @@ def dispatch(arguments: list[str]) -> int:
         parsed = parser.parse([*leading, *rest])
     except SystemExit as stop:  # argparse ends --help and --version so
         return int(stop.code or 0)
+    parsed.words = rest
     code: int = module.run(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
     return code
 
@@ -139,10 +144,10 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         name = " ".join(words[:length])
         if name in known:
             return known[name], words[length:]
-    if words[0] == "bench" and (bench := bench_of_baseline(words[1:])):
-        if f"bench {bench}" not in known:
-            raise UnknownOptionError(f"The baseline is of a bench {bench!r}, which does not exist.")
-        return known[f"bench {bench}"], words[1:]
+    if words[0] == "bench" and (baseline := baseline_in(words[1:])):
+        if f"bench {baseline.bench}" not in known:
+            raise UnknownOptionError(f"The baseline is of a bench {baseline.bench!r}, which does not exist.")
+        return known[f"bench {baseline.bench}"], [*baseline.words, *words[1:]]
     family = [name for name in known if name.startswith(f"{words[0]} ")]
     if family:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
@@ -150,14 +155,14 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
     raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
 
 
-def bench_of_baseline(flags: list[str]) -> str:
-    """The bench that the --baseline among some flags is of; empty where there is none, or where a name stands first."""
+def baseline_in(flags: list[str]) -> Baseline | None:
+    """The --baseline among some flags; None where there is none, or where a name stands first."""
     at = next((i for i, flag in enumerate(flags) if flag.split("=")[0] == "--baseline"), None)
     if at is None or not flags[0].startswith("-") or flags[-1] == "--baseline":
-        return ""
+        return None
     from archerfish.bench.baseline import Baseline
 
-    return Baseline.read(Path(flags[at].partition("=")[2] or flags[at + 1])).bench
+    return Baseline.read(Path(flags[at].partition("=")[2] or flags[at + 1]))
 
 
 def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str:

@@ -91,7 +91,7 @@ class Backend(Protocol):
         """The one answer to any other message; raises RemoteError."""
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """End one of the n sequences of a request: it is complete, by a stop string that only the client knows."""
+        """End a sequence of a request: it is complete, by a stop string that only the client knows."""
 
 
 class Waiting:
@@ -205,7 +205,7 @@ class AsyncClient:
         self._read()  # sending may have used up the signal that answers are there
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """End one of the n sequences of a request; nothing more of it is wanted."""
+        """End a sequence of a request; nothing more of it is wanted."""
         self._cancel(Cancel(request_id=request_id, index=index))
 
     def _leave(self, request_id: str, is_open: bool) -> None:

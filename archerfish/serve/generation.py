@@ -135,7 +135,7 @@ class Answer:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.writings = [Writing(order) for _ in range(order.params.n)]
-        self.end_sequence: Callable[[int], None] | None = None  # tells the engine which of several has come to its end
+        self.end_sequence: Callable[[int], None] | None = None  # tells the engine which has come to its end
         self.num_cached = 0
         self.prompt_logprobs: list[Logprob] | None = None
 
@@ -156,7 +156,7 @@ class Answer:
                 if gained.finish_reason is not None:
                     self._check(gained.finish_reason, writing.num_tokens + len(gained.token_ids), retry_after_s)
                 pieces.append(writing.take(gained.index, gained))
-                if writing.was_cut and self.end_sequence is not None and not self.is_cut:
+                if writing.was_cut and self.end_sequence is not None:
                     self.end_sequence(gained.index)
         return pieces
 
@@ -316,8 +316,7 @@ class TextService:
             )
         else:
             messages = self.catalog.backend.generate(message)
-            if order.params.n > 1:  # a cache would want whole sequences
-                answer.end_sequence = partial(self.catalog.backend.end_sequence, message.request_id)
+            answer.end_sequence = partial(self.catalog.backend.end_sequence, message.request_id)  # a cache wants them whole
         try:
             yield messages
         except RemoteError as error:

@@ -98,7 +98,7 @@ class Charge(Message, tag="charge", kw_only=True, omit_defaults=True):
 class Cancel(Message, tag="cancel", kw_only=True, omit_defaults=True):
     """Give up an earlier request of this client, the one with this request_id. Unknown ones are no error; no answer."""
 
-    index: int | None = None  # of one of its n sequences, which is complete for the client; the others go on
+    index: int | None = None  # of a sequence that is complete for the client; the others go on
 
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):

@@ -155,8 +155,9 @@ BENCH = ["bench", "scheduler", "--sequences", "4", "--steps", "4", "--nodes", "1
 @pytest.mark.no_cover
 def test_the_command_saves_compares_and_fails_at_the_third_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "b.json", tmp_path / "report.json"
-    assert main([*BENCH, "--save-baseline", str(path)]) == 0
-    assert main([*BENCH, "--baseline", str(path), "--tolerance", "1e9", "--json"]) == 0
+    assert main([*BENCH, f"--output={output}", "--quiet", "--save-baseline", str(path)]) == 0
+    assert list(Baseline.read(path).words) == BENCH[2:]
+    assert main(["bench", "--baseline", str(path), "--tolerance", "1e9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"]["num_compared"] == 6
     values = json.loads(path.read_text())
     values["metrics"] = {"plan_p50_us": {"median": 1e-9, "low": 1e-9, "high": 1e-9, "rounds": 1}}
@@ -181,12 +182,12 @@ def test_a_baseline_alone_says_which_bench_it_is_of(
     Baseline("latency", "some-model", MACHINE, {"a_ms": Summary(1, 1, 1, 1)}).write(path)
     assert main(["bench", "--baseline", str(path), "--rounds", "2"]) == 0
     assert main(["bench", "--rounds", "2", f"--baseline={path}", "--model", "other"]) == 0
-    Baseline("scheduler", "", MACHINE, {"plan_us": Summary(1, 1, 1, 1)}).write(path)
+    Baseline("scheduler", "", MACHINE, {"plan_us": Summary(1, 1, 1, 1)}, ("--steps", "3")).write(path)
     assert main(["--quiet", "bench", "--baseline", str(path)]) == 0
     assert seen == [
         ["archerfish bench latency", "--baseline", str(path), "--rounds", "2"],
         ["archerfish bench latency", "--rounds", "2", f"--baseline={path}", "--model", "other"],
-        ["archerfish bench scheduler", "--quiet", "--baseline", str(path)],
+        ["archerfish bench scheduler", "--quiet", "--steps", "3", "--baseline", str(path)],
     ]
     assert main(["bench", "--baseline", str(tmp_path / "none")]) == NotFoundError.exit_code
     for words in (["bench", "--baseline"], ["bench", "--rounds", "2"], ["bench", "latensy", "--baseline", str(path)]):

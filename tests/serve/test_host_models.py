@@ -24,6 +24,7 @@ from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     Embed,
+    Generate,
     Ping,
     Pong,
     Query,
@@ -343,6 +344,28 @@ def test_metrics_can_be_read_by_prometheus(tmp_path: Path) -> None:
         assert list(counts.values()) == [3, 21, 3, 3, 3]
 
     talk(host, test)
+
+
+def test_a_request_that_is_complete_for_its_client_is_not_counted_as_given_up(tmp_path: Path) -> None:
+    host = make_host(tmp_path)
+    engine = add_llm(host, tmp_path, max_len=4096)
+    params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
+
+    async def test(client: AsyncClient) -> None:
+        for number in range(2):
+            parts = client.generate(Generate(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
+            await anext(parts)
+            if number:
+                client.end_sequence(str(number), 0)
+            await parts.aclose()
+        report = await client.ask(Query(request_id="", about="metrics"))
+        assert isinstance(report, Report)
+        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        assert value(families["vllm:request_success"], finished_reason="stop", model_name="tiny") == 1
+
+    talk(host, test)
+    assert engine.scheduler.stats().aborted_requests == 1
+    assert engine.scheduler.stats().num_running == 0
 
 
 def value(family: Any, suffix: str = "", **labels: str) -> float:

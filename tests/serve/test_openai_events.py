@@ -259,14 +259,13 @@ def test_a_choice_that_has_met_its_stop_string_is_ended_in_the_engine(stream: bo
     backend = FakeBackend(lambda request: "one two three")
     body = {"prompt": "a", "n": 2, "stop": [" 1"], "max_tokens": 50, "stream": stream}
     assert post(backend, "/v1/completions", body).status_code == 200
-    assert not backend.ended  # it was the last: the whole request is left
-    backend = FakeBackend("one two three")
-    post(backend, "/v1/completions", {**body, "stop": ["two"]})
     [request] = backend.requests
-    assert backend.ended == [(request.request_id, 0)]
-    backend = FakeBackend("one two three")
-    post(backend, "/v1/completions", {**body, "n": 1, "stop": ["two"]})
-    assert not backend.ended  # leaving the request says it
+    assert backend.ended == [(request.request_id, 1)]
+    for num in (1, 2):
+        backend = FakeBackend("one two three")
+        post(backend, "/v1/completions", {**body, "n": num, "stop": ["two"]})
+        [request] = backend.requests
+        assert backend.ended == [(request.request_id, index) for index in range(num)]
 
 
 def test_an_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
