@@ -59,11 +59,11 @@ def biases(value: Any) -> dict[int, float] | None:
 
 
 Stops = Annotated[
-    list[str], PlainValidator(stop_strings), WithJsonSchema({"anyOf": [STRING, {"type": "array", "items": STRING}]})
+    list[str], PlainValidator(stop_strings), WithJsonSchema({"anyOf": [STRING, {"type": "array", "items": STRING}, NULL]})
 ]
 Biases = Annotated[
     dict[int, float] | None, PlainValidator(biases),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, NULL]}),
 ]
 
 

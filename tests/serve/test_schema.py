@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
+from pydantic import ValidationError
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -19,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
 
 from archerfish.serve.answers import ANSWERS
 from archerfish.serve.app import create_app
+from archerfish.serve.schemas import Body
 
 from .fake_backend import FakeBackend
 
@@ -57,15 +60,34 @@ def test_every_route_states_its_answers() -> None:
             assert "422" not in operation["responses"]
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("/v1/chat/completions", "tools"), ("/v1/chat/completions", "tool_choice"), ("/tokenize", "tools"),
-        ("/v1/cache/explain", "prompt"),
-    ],
-)
-def test_what_may_be_null_says_so(path: str, name: str) -> None:
+HI = [{"role": "user", "content": "hi"}]
+LEAST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": HI, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/embeddings": {"input": "a"}, "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/similarity": {"source": "a", "sentences": ["b"]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
+    "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"},
+}  # fmt: skip
+
+
+def bodies(kind: type[Body]) -> dict[str, type[Body]]:
+    return {kind.__name__: kind} | {name: each for child in kind.__subclasses__() for name, each in bodies(child).items()}
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_what_may_be_null_says_so_and_nothing_else(path: str) -> None:
     document = create_app(FakeBackend()).openapi()
     reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-    member = document["components"]["schemas"][reference.rpartition("/")[2]]["properties"][name]
-    assert {"type": "null"} in member["anyOf"]
+    name = reference.rpartition("/")[2]
+    model = bodies(Body)[name]
+    members = document["components"]["schemas"][name]["properties"]
+    may_be, say_so = set[str](), {key for key, member in members.items() if not member.get("type") and admits_null(member)}
+    for key in members:
+        with suppress(ValidationError):
+            model.model_validate({**LEAST[path], key: None})
+            may_be.add(key)
+    assert may_be == say_so
+
+
+def admits_null(member: dict[str, Any]) -> bool:
+    return {"type": "null"} in member.get("anyOf", [{"type": "null"}])
