@@ -45,6 +45,14 @@ class Recorded(Generic[T]):
     inputs: T
     repeat: Callable[[], T]
 
+    @classmethod
+    def of(cls, ops: Ops[T], inputs: T, step: Callable[[], T]) -> Recorded[T]:
+        """A step that reads its inputs where they lie."""
+        try:
+            return cls(inputs, ops.capture(step) or step)
+        except Exception:  # as for want of memory: the step can still be run
+            return cls(inputs, step)
+
 
 class DecodeGraphs(Generic[T]):
     """Runs plans that are only decodes of plainly sampled sequences, on a backend that can record work."""
@@ -163,11 +171,7 @@ class DecodeGraphs(Generic[T]):
             ops.keep_tokens(inputs, self.state, drawn.tokens)
             return drawn.report
 
-        try:
-            repeat = ops.capture(step) or step
-        except Exception:  # as for want of memory: the step can still be run
-            repeat = step
-        recorded = self._recorded[kind] = Recorded(inputs, repeat)
+        recorded = self._recorded[kind] = Recorded.of(ops, inputs, step)
         return recorded
 
     def _teach_blocks(self, sequences: list[Sequence], rows: Ids, positions: Ids) -> None:

@@ -90,9 +90,9 @@ class LogitsView(Generic[T]):
                 yield token_id, value
 
 
-def whole_number(what: str, value: object) -> int:
+def whole_number(what: str, value: Any) -> int:
     """One of Python, or one of an array."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except TypeError:
         raise InvalidInputError(f"{what} must be a whole number, not {value!r}.") from None

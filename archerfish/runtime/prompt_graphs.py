@@ -98,9 +98,5 @@ class PromptGraphs(Generic[T]):
                 hidden = ops.rows(hidden, batch.kept_rows)
             return model.logits(hidden)
 
-        try:
-            repeat = ops.capture(step) or step
-        except Exception:  # as for want of memory: the pass can still be run
-            repeat = step
-        recorded = self._recorded[size] = Recorded(inputs, repeat)
+        recorded = self._recorded[size] = Recorded.of(ops, inputs, step)
         return recorded

@@ -16,7 +16,7 @@ from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import read_metrics
-from archerfish.serve.hosted_encoder import LEAST_BUDGET
+from archerfish.serve.hosted_encoder import LEAST_BUDGET, HostedEncoder
 from archerfish.serve.metrics import family_of
 from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
 from archerfish.serve.tenants import add_key
@@ -157,8 +157,8 @@ def test_each_core_has_a_job_of_its_own_while_much_waits(tmp_path: Path) -> None
     async def test(client: AsyncClient) -> None:
         await client.ask(Embed(request_id="", texts=["first"]))
         assert encoder.entered.acquire(timeout=LIMIT_S)
-        hosted = next(one for one in host.shelf if one.kind == "embedding")
-        hosted.latency_s = 0.0  # type: ignore[union-attr]
+        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
+        hosted.latency_s = 0.0
         encoder.gate.clear()
         rest = " ".join(["x"] * (LEAST_BUDGET // 2 - 1))  # of a text: two make a job
         firsts = [["0"], ["1"], ["2"], ["3"], ["4"], ["poison", "5"], ["6"]]
@@ -192,9 +192,9 @@ def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(one for one in host.shelf if one.kind == "embedding")
-        hosted.latency_s = 0.0  # type: ignore[union-attr]
-        hosted.budget = LEAST_BUDGET  # type: ignore[union-attr]
+        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
+        hosted.latency_s = 0.0
+        hosted.budget = LEAST_BUDGET
         texts: list[str | list[int]] = [f"{i} " * LEAST_BUDGET for i in range(200)]  # a job each
         burst = asyncio.create_task(client.ask(Embed(request_id="", texts=texts)))
         await reached(client, "words", 201)
