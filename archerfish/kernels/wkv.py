@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +48,8 @@ Tensor = torch.Tensor
 DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
 LEAST_LENGTH = 1e-12  # that a removal key is divided by
 CHUNK = 32  # tokens
+TOGETHER = 32  # sequences
+TURNS = "turns of a CPU"  # with their sequences, a key in RecurrentBatch.derived
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class WkvInputs:
 
     def part(self, begin: int, end: int | None = None) -> WkvInputs:
         return WkvInputs(*(each[begin:end] for each in self.all()))
+
+    def rows(self, rows: Tensor) -> WkvInputs:
+        return WkvInputs(*(each.index_select(0, rows) for each in self.all()))
 
     def all(self) -> tuple[Tensor, ...]:
         return self.receptance, self.log_decay, self.key, self.value, self.removal, self.added
@@ -86,27 +90,65 @@ def wkv_sequential(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tens
     return out
 
 
-def wkv_in_place(
-    inputs: WkvInputs, states: Tensor, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
-    """As `wkv_sequential`, on the states where they lie: that of one sequence stays in a core's cache while it is worked on.
+@dataclass(frozen=True)
+class Turn:
+    """Pieces of some sequences that are worked on together, a token of each at a time. The longest stand first."""
+
+    sources: Tensor
+    targets: Tensor
+    place: slice | None  # where their states lie one behind the other and stay, if they do
+    rows: Tensor  # first tokens of all, second tokens of those that have one, and so on
+    nums: list[int]  # how many have a first token, a second one, and so on
+
+    @classmethod
+    def all_of(cls, batch: RecurrentBatch[Tensor], num_sequences: int) -> list[Turn]:
+        """Those of the first sequences: their first pieces, their second ones, and so on."""
+        lengths, counts = batch.piece_lens, batch.piece_counts[:num_sequences]
+        sources, targets = batch.sources.cpu().numpy(), batch.targets.cpu().numpy()
+        begins, firsts = np.cumsum(lengths) - lengths, np.cumsum(counts) - counts
+        turns: list[Turn] = []
+        for number in range(int(counts.max(initial=0))):
+            pieces = firsts[counts > number] + number
+            pieces = pieces[np.lexsort((targets[pieces], -lengths[pieces]))]
+            for group in np.split(pieces, range(TOGETHER, len(pieces), TOGETHER)):
+                has_token = lengths[group] > np.arange(lengths[group[0]])[:, None]
+                times, members = has_token.nonzero()
+                first, rows = int(sources[group[0]]), begins[group[members]] + times
+                stays = all((slots[group] == first + np.arange(len(group))).all() for slots in (sources, targets))
+                source, target, row = (
+                    torch.from_numpy(each).to(batch.sources.device) for each in (sources[group], targets[group], rows)
+                )
+                place = slice(first, first + len(group)) if stays else None
+                turns.append(cls(source, target, place, row, has_token.sum(1).tolist()))
+        return turns
+
+
+def wkv_together(inputs: WkvInputs, states: Tensor, turns: Sequence[Turn]) -> Tensor:
+    """As `wkv_sequential`, some sequences at a time: few calls, on what a core's cache can hold.
 
     What a token gives does not depend on other sequences, nor on how its own is cut into steps.
     """
-    writes = torch.stack((inputs.added, inputs.key), -2)
-    decay, removal = inputs.log_decay.exp().unsqueeze(-2), inputs.removal.neg().unsqueeze(-1)
-    receptance, value = inputs.receptance.unsqueeze(-1), inputs.value.unsqueeze(-1)
-    out = torch.empty_like(receptance)
-    tokens = zip(decay, removal, value, writes, receptance, out, strict=True)
-    for source, target, length in zip(sources, targets, lengths, strict=True):
-        state = states[target]
-        if source != target:
-            state.copy_(states[source])
-        for w, z, v, write, r, y in islice(tokens, length):
-            removed = torch.bmm(state, z)
-            state.mul_(w).baddbmm_(torch.cat((removed, v), -1), write)
-            torch.bmm(state, r, out=y)
-    return out.squeeze(-1)
+    out = torch.empty_like(inputs.value)
+    for turn in turns:
+        mine = inputs.rows(turn.rows)
+        state = states[turn.place] if turn.place else states.index_select(0, turn.sources)
+        results, place = torch.empty_like(mine.value), 0
+        for num in turn.nums:
+            advance(state[:num], mine.part(place, place + num), results[place : place + num])
+            place += num
+        if not turn.place:
+            states.index_copy_(0, turn.targets, state)
+        out.index_copy_(0, turn.rows, results)
+    return out
+
+
+def advance(state: Tensor, inputs: WkvInputs, out: Tensor) -> None:
+    """Each state by one token. Passes over vectors: a CPU takes longer for products with a single column."""
+    removed = torch.linalg.vecdot(state, inputs.removal.unsqueeze(-2)).neg_()
+    state.mul_(inputs.log_decay.exp().unsqueeze(-2))
+    state.addcmul_(removed.unsqueeze(-1), inputs.added.unsqueeze(-2))
+    state.addcmul_(inputs.value.unsqueeze(-1), inputs.key.unsqueeze(-2))
+    torch.linalg.vecdot(state, inputs.receptance.unsqueeze(-2), out=out)
 
 
 def wkv_chunked(
@@ -268,22 +310,22 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
 
 
 class ChunkedRecurrentOps(TorchRecurrentOps):
-    """Decodes of all sequences together, longer inputs in chunks."""
+    """Decodes of all sequences together, longer inputs in chunks if this machine multiplies many small matrices in one call."""
+
+    has_batched_products = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # elsewhere a call for each
 
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        lengths, counts = batch.piece_lens, batch.piece_counts
-        num_single = len(lengths) if batch.is_deterministic else batch.num_decodes  # pieces
-        parts: list[Tensor] = []
-        num_tokens = int(lengths[:num_single].sum())
-        if num_single:
-            sources, targets = batch.sources[:num_single].tolist(), batch.targets[:num_single].tolist()
-            parts.append(wkv_in_place(inputs.part(0, num_tokens), states, sources, targets, lengths[:num_single].tolist()))
-        if num_single < len(lengths):
-            rest = batch.sources[num_single:], batch.targets[num_single:]
-            parts.append(
-                wkv_chunked(inputs.part(num_tokens), states, *rest, lengths[num_single:], counts[batch.num_decodes :])
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        is_chunked = not batch.is_deterministic and (self.has_batched_products or states.device.type != "cpu")
+        num_single = batch.num_decodes if is_chunked else batch.num_sequences
+        key = TURNS, num_single
+        if key not in batch.derived:
+            batch.derived[key] = Turn.all_of(batch, num_single)
+        turns: list[Turn] = batch.derived[key]
+        if num_single == batch.num_sequences:
+            return wkv_together(inputs, states, turns)
+        decodes = wkv_together(inputs.part(0, num_single), states, turns)
+        rest = batch.sources[num_single:], batch.targets[num_single:], batch.piece_lens[num_single:]
+        return torch.cat((decodes, wkv_chunked(inputs.part(num_single), states, *rest, batch.piece_counts[num_single:])))
 
 
 def prepare_heads(

@@ -16,11 +16,11 @@ from archerfish.kernels.recurrent import HeadInputs
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.wkv import (
     CHUNK,
+    TOGETHER,
     ChunkedRecurrentOps,
     TorchRecurrentOps,
     WkvInputs,
     wkv_chunked,
-    wkv_in_place,
     wkv_sequential,
 )
 from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
@@ -90,11 +90,25 @@ def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
     assert_same(chunked(case), expected, 2e-4 * float(expected[0].abs().max()))
 
 
-def test_states_changed_in_place_are_the_same_however_tokens_are_cut() -> None:
-    case, lengths = make_case([9, 30, 4]), [9, 30, 4]
-    inputs, states = case.prepared(), case.states.clone()
-    out = wkv_in_place(inputs, states, case.targets, case.targets, lengths)
-    assert_same((out, states), sequential(case))
+def together(case: MixCase) -> tuple[Tensor, Tensor]:
+    states, batch = case.states.clone(), replace(case.batch, is_deterministic=True)
+    return ChunkedRecurrentOps(TorchOps()).wkv(case.prepared(), states, batch), states
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=TOGETHER + 3), seed=st.integers(0, 99),
+    block_size=st.sampled_from([8, 10, WHOLE]), is_new=st.booleans(),
+)
+def test_sequences_together_equal_the_loop(lengths: list[int], seed: int, block_size: int, is_new: bool) -> None:
+    lengths.sort(key=lambda length: length != 1)
+    case = make_case(lengths, head_dim=8, seed=seed, block_size=block_size, is_new=is_new)
+    assert_same(together(case), sequential(case))
+
+
+def test_sequences_together_give_the_same_bits_however_tokens_are_cut() -> None:
+    case = make_case([9, 30, 4])
+    inputs, (out, states) = case.prepared(), together(case)
     alone, slot = case.states.clone(), case.targets[1]
     parts = []
     for begin, end in ((9, 10), (10, 26), (26, 39)):  # the second sequence alone, in three parts
@@ -105,7 +119,7 @@ def test_states_changed_in_place_are_the_same_however_tokens_are_cut() -> None:
 
 
 def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
-    lengths = [1, 1, 1, 9, 33]
+    lengths = [1] * TOGETHER + [1, 9, 33]
     case, recurrent = make_case(lengths), ChunkedRecurrentOps(TorchOps())
     states = case.states.clone()
     out = recurrent.mix_heads(case.inputs, case.weights, states, replace(case.batch, is_deterministic=True))
@@ -120,9 +134,13 @@ def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
         start += length
 
 
+@pytest.mark.parametrize("has_batched_products", [True, False])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 40, 3], [33, 2]])
 @pytest.mark.parametrize(("has_value_mix", "block_size"), [(True, WHOLE), (False, WHOLE), (True, 9)])
-def test_mixing_heads(lengths: list[int], has_value_mix: bool, block_size: int) -> None:
+def test_mixing_heads(
+    lengths: list[int], has_value_mix: bool, block_size: int, has_batched_products: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChunkedRecurrentOps, "has_batched_products", has_batched_products)
     case = make_case(lengths, has_value_mix=has_value_mix, num_filling=3, block_size=block_size)
     results = []
     for backend in (TorchRecurrentOps, ChunkedRecurrentOps):

@@ -14,7 +14,7 @@ from archerfish.kernels.wkv import WkvInputs, prepare_heads
 from archerfish.runtime.batch import build_recurrent_batch
 
 Tensor = torch.Tensor
-NUM_SLOTS = 40
+NUM_SLOTS = 90
 WHOLE = 1 << 20  # tokens of a block that no sequence comes to the end of
 
 
