@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from archerfish.kernels.machine import ARM, cpu
 
+SOFT = 1  # omp_pause_soft: settings stay
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -81,9 +83,31 @@ class ComputePool:
 
 def stay_alone() -> None:
     """Keep what this thread calls from starting OpenMP threads: oneDNN's products on ARM do not ask torch how many to take."""
-    if platform.machine() in ARM:
-        with contextlib.suppress(OSError, AttributeError):  # where torch brings another library
-            ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_set_max_active_levels(0)
+    library = openmp()
+    if library and platform.machine() in ARM:
+        library.omp_set_max_active_levels(0)
+
+
+def let_team_go() -> None:
+    """End the OpenMP threads that this one has started.
+
+    Once a process has more of them than cores, they all sleep whenever they wait, and waking them takes longer than a small
+    operation: a thread that has loaded a model would slow down the one that computes with it.
+    """
+    library = openmp()
+    if library:
+        library.omp_pause_resource_all(SOFT)
+
+
+@lru_cache(maxsize=1)
+def openmp() -> ctypes.CDLL | None:
+    """GNU's OpenMP, if torch has brought it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if Path(path).name.startswith("libgomp"):
+                return ctypes.CDLL(path)
+    return None
 
 
 @lru_cache(maxsize=8)

@@ -33,6 +33,7 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
+from archerfish.kernels.pool import let_team_go
 from archerfish.kernels.prompting import Word
 from archerfish.kernels.quant import dequantize_rows, quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
@@ -229,6 +230,10 @@ class TorchOps(Ops[Tensor]):
     def start_thread(self, num_threads: int) -> None:
         if self.device == "cpu":
             torch.set_num_threads(num_threads or cpu().num_cores)
+
+    def leave_thread(self) -> None:
+        if self.device == "cpu":
+            let_team_go()
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

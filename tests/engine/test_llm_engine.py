@@ -40,6 +40,13 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
         yield made
 
 
+def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving: list[int] = []
+    monkeypatch.setattr("archerfish.kernels.reference.let_team_go", lambda: leaving.append(threading.get_ident()))
+    with make(tiny):
+        assert leaving == [threading.get_ident()]
+
+
 def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
 

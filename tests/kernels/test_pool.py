@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
 from archerfish.kernels.machine import ARM
-from archerfish.kernels.pool import ComputePool
+from archerfish.kernels.pool import ComputePool, let_team_go, openmp
 
 LIMIT_S = 60
 
 
 def max_active_levels() -> int:
-    return int(ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_get_max_active_levels())
+    library = openmp()
+    assert library
+    return int(library.omp_get_max_active_levels())
 
 
 @pytest.mark.skipif(platform.machine() not in ARM, reason="elsewhere products take as many threads as torch says")
@@ -25,6 +28,31 @@ def test_a_thread_of_the_pool_starts_no_others() -> None:
     pool = ComputePool("cpu", 2)
     assert pool.submit(max_active_levels).result(LIMIT_S) == 0
     assert max_active_levels() > 0
+
+
+def other_threads() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/task").iterdir()} - {str(threading.get_native_id())}
+
+
+@pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
+def test_a_team_ends_with_all_its_threads() -> None:
+    def work() -> set[str]:
+        torch.set_num_threads(3)
+        before = other_threads()
+        torch.ones(1 << 20).mul_(2.0)
+        team = other_threads() - before
+        let_team_go()
+        deadline = time.monotonic() + LIMIT_S
+        while team & other_threads() and time.monotonic() < deadline:
+            pass
+        assert len(team) == 2
+        return team & other_threads()
+
+    num_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as alone:
+        assert not alone.submit(work).result(LIMIT_S * 2)
+        assert alone.submit(lambda: float(torch.ones(1 << 20).sum())).result(LIMIT_S) == 1 << 20  # a new one, if it is wanted
+    torch.set_num_threads(num_threads)
 
 
 def test_begin_returns_when_a_thread_is_free() -> None:
