@@ -23,7 +23,7 @@ from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
-from archerfish.serve.hosted_encoder import Encoder, HostedEncoder
+from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
 from archerfish.serve.ticket import Desk, Ticket
@@ -263,14 +263,14 @@ def make_slot(
             engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=writer)
             return HostedLLM(engine, lane, desk, figures, gate_of(engine))
         config = EmbedConfig(**spec.options)
-        encoder: Encoder = ArrowEngine(config, hub=hub)
+        encoder = ArrowEngine(config, hub=hub)
         hosted = HostedEncoder(
             encoder, lane, desk, figures, reading_gate(), latency_s=latency_s, max_queue_texts=max_queue_texts
         )
         if hosted.kind != spec.kind:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
         encoder.core.ops.leave_thread()
-        lane.submit(encoder.core.ops.start_thread, config.num_threads).result()  # type: ignore[attr-defined]
+        lane.submit(encoder.core.ops.start_thread, config.num_threads).result()
         warm = ("warm", "up") if encoder.is_cross_encoder else "warm up"
         lane.submit(encoder.compute, encoder.tokenize([warm])).result()
         return hosted
