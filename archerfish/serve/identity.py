@@ -45,7 +45,11 @@ class Identify:
 
 
 def header_of(scope: Scope, wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
+    for name, value in scope["headers"]:
+        if name == wanted:
+            found: str = value.decode("latin-1")
+            return found
+    return None
 
 
 def note_blocked(app: FastAPI, blocked: Blocked) -> None:
