@@ -88,14 +88,15 @@ def stay_alone() -> None:
         library.omp_set_max_active_levels(0)
 
 
-def let_team_go() -> None:
+def let_team_go(has_company: bool) -> None:
     """End the OpenMP threads that this one has started.
 
     Once a process has more of them than cores, they all sleep whenever they wait, and waking them takes longer than a small
-    operation: a thread that has loaded a model would slow down the one that computes with it.
+    operation: a thread that has loaded a model would slow down the one that computes with it. Where other processes want the
+    cores too, sleeping is right for x86, whose threads wait for milliseconds before they do; on ARM it is less than one.
     """
     library = openmp()
-    if library:
+    if library and (not has_company or platform.machine() in ARM):
         library.omp_pause_resource_all(SOFT)
 
 

@@ -231,9 +231,9 @@ class TorchOps(Ops[Tensor]):
         if self.device == "cpu":
             torch.set_num_threads(num_threads or cpu().num_cores)
 
-    def leave_thread(self) -> None:
+    def leave_thread(self, *, has_company: bool) -> None:
         if self.device == "cpu":
-            let_team_go()
+            let_team_go(has_company)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

@@ -96,8 +96,9 @@ class Turn:
 
     sources: Tensor
     targets: Tensor
-    place: slice | None  # where their states lie one behind the other and stay, if they do
+    place: slice | None  # of states that stay where they are, one behind the other
     rows: Tensor  # first tokens of all, second tokens of those that have one, and so on
+    run: slice | None  # of rows that stand one behind the other
     nums: list[int]  # how many have a first token, a second one, and so on
 
     @classmethod
@@ -113,14 +114,19 @@ class Turn:
             for group in np.split(pieces, range(TOGETHER, len(pieces), TOGETHER)):
                 has_token = lengths[group] > np.arange(lengths[group[0]])[:, None]
                 times, members = has_token.nonzero()
-                first, rows = int(sources[group[0]]), begins[group[members]] + times
-                stays = all((slots[group] == first + np.arange(len(group))).all() for slots in (sources, targets))
+                rows = begins[group[members]] + times
+                place = run_of(targets[group]) if (sources[group] == targets[group]).all() else None
                 source, target, row = (
                     torch.from_numpy(each).to(batch.sources.device) for each in (sources[group], targets[group], rows)
                 )
-                place = slice(first, first + len(group)) if stays else None
-                turns.append(cls(source, target, place, row, has_token.sum(1).tolist()))
+                turns.append(cls(source, target, place, row, run_of(rows), has_token.sum(1).tolist()))
         return turns
+
+
+def run_of(numbers: Ids) -> slice | None:
+    """Numbers that count up one by one, as a slice."""
+    first = int(numbers[0])
+    return slice(first, first + len(numbers)) if (numbers == first + np.arange(len(numbers))).all() else None
 
 
 def wkv_together(inputs: WkvInputs, states: Tensor, turns: Sequence[Turn]) -> Tensor:
@@ -130,15 +136,17 @@ def wkv_together(inputs: WkvInputs, states: Tensor, turns: Sequence[Turn]) -> Te
     """
     out = torch.empty_like(inputs.value)
     for turn in turns:
-        mine = inputs.rows(turn.rows)
+        mine = inputs.part(turn.run.start, turn.run.stop) if turn.run else inputs.rows(turn.rows)
+        results = out[turn.run] if turn.run else torch.empty_like(mine.value)
         state = states[turn.place] if turn.place else states.index_select(0, turn.sources)
-        results, place = torch.empty_like(mine.value), 0
+        place = 0
         for num in turn.nums:
             advance(state[:num], mine.part(place, place + num), results[place : place + num])
             place += num
         if not turn.place:
             states.index_copy_(0, turn.targets, state)
-        out.index_copy_(0, turn.rows, results)
+        if not turn.run:
+            out.index_copy_(0, turn.rows, results)
     return out
 
 

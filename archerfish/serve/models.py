@@ -269,7 +269,6 @@ def make_slot(
         )
         if hosted.kind != spec.kind:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
-        encoder.core.ops.leave_thread()
         lane.submit(encoder.core.ops.start_thread, config.num_threads).result()
         warm = ("warm", "up") if encoder.is_cross_encoder else "warm up"
         lane.submit(encoder.compute, encoder.tokenize([warm])).result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,16 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
 
 
 def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving: list[int] = []
-    monkeypatch.setattr("archerfish.kernels.reference.let_team_go", lambda: leaving.append(threading.get_ident()))
+    leaving: list[tuple[int, bool]] = []
+
+    def leave(has_company: bool) -> None:
+        leaving.append((threading.get_ident(), has_company))
+
+    monkeypatch.setattr("archerfish.kernels.reference.let_team_go", leave)
     with make(tiny):
-        assert leaving == [threading.get_ident()]
+        assert leaving == [(threading.get_ident(), False)]
+    with ThreadPoolExecutor(1) as computing, make(tiny, executor=computing):  # as where other engines compute too
+        assert leaving[1:] == [(threading.get_ident(), True)]
 
 
 def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
