@@ -95,19 +95,20 @@ def let_team_go(has_company: bool) -> None:
     operation: a thread that has loaded a model would slow down the one that computes with it. Where other processes want the
     cores too, sleeping is right for x86, whose threads wait for milliseconds before they do; on ARM it is less than one.
     """
-    library = openmp()
-    if library and (not has_company or platform.machine() in ARM):
-        library.omp_pause_resource_all(SOFT)
+    end = getattr(openmp(), "omp_pause_resource_all", None)  # older libraries have none
+    if end and not _is_forked and (not has_company or platform.machine() in ARM):
+        end(SOFT)
 
 
 @lru_cache(maxsize=1)
 def openmp() -> ctypes.CDLL | None:
-    """GNU's OpenMP, if torch has brought it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[-1]
-            if Path(path).name.startswith("libgomp"):
-                return ctypes.CDLL(path)
+    """GNU's OpenMP that torch computes with; other packages may have brought their own."""
+    import torch
+
+    home = Path(torch.__file__).parent
+    for path in (*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*"), "libgomp.so.1"):
+        with contextlib.suppress(OSError, AttributeError):  # not there, or a system without such flags
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
     return None
 
 

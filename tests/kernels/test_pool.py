@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from archerfish.kernels.machine import ARM
-from archerfish.kernels.pool import ComputePool, let_team_go, openmp
+from archerfish.kernels.pool import ComputePool, openmp
 
 LIMIT_S = 60
 
@@ -30,29 +31,51 @@ def test_a_thread_of_the_pool_starts_no_others() -> None:
     assert max_active_levels() > 0
 
 
-def other_threads() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/task").iterdir()} - {str(threading.get_native_id())}
+def in_a_process(code: str) -> str:
+    """What a program prints that has imported torch, and whatever else is in the code."""
+    script = f"import os, sys, threading, time, torch\nfrom archerfish.kernels.pool import *\n{code}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
 def test_a_team_ends_with_all_its_threads() -> None:
-    def work() -> set[str]:
-        torch.set_num_threads(3)
-        before = other_threads()
-        torch.ones(1 << 20).mul_(2.0)
-        team = other_threads() - before
-        let_team_go(has_company=False)
-        deadline = time.monotonic() + LIMIT_S
-        while team & other_threads() and time.monotonic() < deadline:
-            pass
-        assert len(team) == 2
-        return team & other_threads()
+    out = in_a_process(
+        """
+def others(): return set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+torch.set_num_threads(3)
+before = others()
+torch.ones(1 << 20).mul_(2.0)
+team = others() - before
+let_team_go(has_company=False)
+while team & others():
+    pass
+print(len(team), int(torch.ones(1 << 20).sum()))  # a new one, if it is wanted
+"""
+    )
+    assert out == f"2 {1 << 20}\n"
 
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1) as alone:
-        assert not alone.submit(work).result(LIMIT_S * 2)
-        assert alone.submit(lambda: float(torch.ones(1 << 20).sum())).result(LIMIT_S) == 1 << 20  # a new one, if it is wanted
-    torch.set_num_threads(num_threads)
+
+@pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
+def test_a_forked_process_does_not_wait_for_the_team_of_its_parent() -> None:
+    out = in_a_process(
+        """
+torch.set_num_threads(2)
+torch.ones(1 << 20).mul_(2.0)
+child = os.fork()
+if not child:
+    let_team_go(has_company=False)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    assert out == "7\n"
+
+
+@pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
+def test_the_threads_are_those_of_torch_whoever_brings_others() -> None:
+    pytest.importorskip("sklearn", reason="as it does")
+    out = in_a_process("import sklearn.utils._openmp_helpers\nprint(openmp()._name)")
+    assert Path(out.strip()).parent in (Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs")
 
 
 def test_begin_returns_when_a_thread_is_free() -> None:
