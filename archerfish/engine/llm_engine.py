@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import random
 import threading
 from collections import OrderedDict, deque
@@ -96,7 +97,7 @@ class LLMEngine:
         self._turn = threading.Condition(self._lock)  # notified after every step and every submission
         self._is_stepping = False
         self._has_idle_work = True
-        self._is_closed = False
+        self._is_closed, self._process = False, os.getpid()
         gc.freeze()  # what was loaded stays: collections that come in the middle of steps need not look at it
 
     # Submitting
@@ -175,11 +176,16 @@ class LLMEngine:
             raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
         return token_ids, prompt if isinstance(prompt, str) else None
 
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
+        if os.getpid() != self._process:
+            raise StoppedError("This LLMEngine was left behind by a fork.", hint="Make one in every process, after the fork.")
+
     def submit(self, live: LiveRequest) -> None:
         """Queue a request that `prepare_request` has made."""
         with self._turn:
-            if self._is_closed:
-                raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
+            self._check_usable()
             self.scheduler.add(live.request)
             self._live[live.request.request_id] = live
             self._turn.notify_all()
@@ -328,8 +334,7 @@ class LLMEngine:
                     self._turn.wait()
                 if is_done():
                     return
-                if self._is_closed:
-                    raise StoppedError("This LLMEngine has been closed.", hint="Make a new one.")
+                self._check_usable()
                 self._is_stepping = True
             try:
                 self._step()

@@ -232,7 +232,7 @@ class TorchOps(Ops[Tensor]):
             torch.set_num_threads(num_threads or cpu().num_cores)
 
     def leave_thread(self, *, has_company: bool) -> None:
-        if self.device == "cpu":
+        if self.device == "cpu" and torch.get_num_threads() > 1:  # else there is no team, or one that was lost in a fork
             let_team_go(has_company)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -216,11 +217,11 @@ def content_blocks(choice: Choice) -> list[dict[str, Any]]:
     if choice.text or not choice.calls:
         blocks.append({"type": "text", "text": choice.text})
     for call in choice.calls:
-        try:
+        arguments: Any = None  # cut off, or no JSON
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = {"arguments": call.arguments}  # cut off, or no JSON: an object is due here
-        blocks.append({"type": "tool_use", "id": new_use_id(), "name": call.name, "input": arguments})
+        given = arguments if isinstance(arguments, dict) else {}
+        blocks.append({"type": "tool_use", "id": new_use_id(), "name": call.name, "input": given})
     return blocks
 
 

@@ -53,6 +53,15 @@ def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypat
         assert leaving[1:] == [(threading.get_ident(), True)]
 
 
+def test_an_engine_is_of_no_use_behind_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(tiny) as engine:
+        assert engine.generate(prompts(1), greedy(1))
+        with monkeypatch.context() as child:
+            child.setattr("archerfish.engine.llm_engine.os.getpid", lambda: -1)
+            with pytest.raises(StoppedError, match="fork"):
+                engine.generate(prompts(1), greedy(1))
+
+
 def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
 

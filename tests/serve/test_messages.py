@@ -164,3 +164,8 @@ def test_refusals_and_failures(status: int, kind: str) -> None:
     backend.fails = {2: backend.fails[0]}
     last = events(post(backend, MESSAGES, asked(stream=True)))[-1]
     assert last == {"type": "error", "error": {"type": kind, "message": "No."}}
+
+
+def test_the_input_of_a_call_that_was_cut_off_has_nothing_that_nobody_wrote() -> None:
+    body = post(FakeBackend(CALL[:-24]), MESSAGES, asked(tools=[TOOL])).json()
+    assert [(block["type"], block.get("input")) for block in body["content"]] == [("tool_use", {})]
