@@ -231,15 +231,15 @@ class AsyncClient:
         """Return when there is a connection. Only a first one is waited for; one that broke is told at once."""
         if self._closed is not None:
             raise StoppedError(self._closed.message, hint=self._closed.hint)
-        if self._socket is None:
-            self._open()
         if self.is_connected:
             return
-        if self._was_connected:
-            raise self._gone("The engine process is not there; it is being waited for.")
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._arrivals.append(arrival)
+        self._arrivals.append(arrival)  # before there is anything to be told
         try:
+            if self._socket is None:
+                self._open()
+            if self._was_connected and not self.is_connected:
+                raise self._gone("The engine process is not there; it is being waited for.")
             await asyncio.wait_for(arrival, self._connect_s)
         except TimeoutError:
             what = f"Nothing answers at {self.address} after {self._connect_s:g} s"

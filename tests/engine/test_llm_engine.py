@@ -47,6 +47,7 @@ def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypat
         leaving.append((threading.get_ident(), has_company))
 
     monkeypatch.setattr("archerfish.kernels.reference.let_team_go", leave)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     with make(tiny):
         assert leaving == [(threading.get_ident(), False)]
     with ThreadPoolExecutor(1) as computing, make(tiny, executor=computing):  # as where other engines compute too

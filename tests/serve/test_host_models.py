@@ -24,6 +24,7 @@ from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     Embed,
+    Failed,
     Generate,
     Ping,
     Pong,
@@ -511,6 +512,22 @@ def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, A
 def keys() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
+
+
+def test_a_client_that_is_refused_at_once_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client = AsyncClient(f"ipc://{tmp_path}/nobody", connect_s=0.3)
+        really_open = client._open
+
+        def open_and_hear() -> None:
+            really_open()
+            client._arrive(Failed(request_id="", code="not_allowed", message="No.", status=403))
+
+        monkeypatch.setattr(client, "_open", open_and_hear)
+        async with client:
+            assert (await failure(client, Ping(request_id=""))).status == 403
+
+    asyncio.run(main())
 
 
 def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
