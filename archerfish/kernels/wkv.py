@@ -130,7 +130,7 @@ def run_of(numbers: Ids) -> slice | None:
 
 
 def wkv_together(inputs: WkvInputs, states: Tensor, turns: Sequence[Turn]) -> Tensor:
-    """As `wkv_sequential`, some sequences at a time: few calls, on what a core's cache can hold.
+    """As `wkv_sequential`, some sequences at a time: few calls, each with enough to do for all cores.
 
     What a token gives does not depend on other sequences, nor on how its own is cut into steps.
     """
@@ -320,7 +320,7 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
 class ChunkedRecurrentOps(TorchRecurrentOps):
     """Decodes of all sequences together, longer inputs in chunks if this machine multiplies many small matrices in one call."""
 
-    has_batched_products = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]  # elsewhere a call for each
+    has_batched_products = torch._C.has_mkl  # elsewhere PyTorch calls its products one by one
 
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
         is_chunked = not batch.is_deterministic and (self.has_batched_products or states.device.type != "cpu")

@@ -485,9 +485,10 @@ def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
     async def test(client: AsyncClient) -> None:
         while not all(slot.hosted is not None for slot in host.shelf.slots):
             await client.ask(Ping(request_id=""))
+        assert sorted(one.name for one in host.shelf) == ["a", "b"]
 
     assert all(slot.hosted is None for slot in host.shelf.slots)
-    talk(host, test)  # which ends when all are loaded, or by its limit
+    talk(host, test)
 
 
 # Addresses and keys
