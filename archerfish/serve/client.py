@@ -238,7 +238,10 @@ class AsyncClient:
         try:
             if self._socket is None:
                 self._open()
-            if self._was_connected and not self.is_connected:
+            if arrival.done():  # no turn of the loop then, in which later requests would pass this one
+                arrival.result()
+                return
+            if self._was_connected:
                 raise self._gone("The engine process is not there; it is being waited for.")
             await asyncio.wait_for(arrival, self._connect_s)
         except TimeoutError:

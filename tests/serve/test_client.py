@@ -103,6 +103,30 @@ def test_answers_reach_who_asked(address: str) -> None:
     run(test)
 
 
+class AtOnce(AsyncClient):
+    """A client whose connection is there when it first looks."""
+
+    def _open(self) -> None:
+        super()._open()
+        while not self.is_connected:
+            assert self._monitor is not None
+            assert self._monitor.poll(LIMIT_S * 1000)
+            self._watch()
+
+
+@pytest.mark.parametrize("make", [AsyncClient, AtOnce])
+def test_requests_leave_in_the_order_in_which_they_came(address: str, make: type[AsyncClient]) -> None:
+    async def test() -> None:
+        engine = Scripted(address, echo)
+        async with make(address) as client:
+            words = ["first", "second", "third"]
+            await asyncio.gather(*(texts_of(client, word) for word in words))
+        engine.die()
+        assert [message.prompt for message in engine.received] == words
+
+    run(test)
+
+
 def test_bundles_are_taken_apart_and_strangers_ignored(address: str) -> None:
     held: list[str] = []
 
