@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,10 +20,16 @@ MAX_STAGES = 16
 MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, MAX_CHOICES = 1 << 17, 2000, 1024  # compiling takes up to their square
 PLAIN = (int, float, bool, str, type(None))  # types of values that cannot change
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
-MAX_SEED = 2**64
+MIN_SEED, MAX_SEED = -(2**63), 2**64  # as signed numbers of 64 bits, and as ones without a sign
+NO_SEED = -1  # as others write it
 # Names that others have and what to do instead; and what to say beside a bound.
 NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
 ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
+WHOLE = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
+OPTIONAL = {
+    "max_tokens": (1, None), "seed": (MIN_SEED, MAX_SEED - 1), "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}  # fmt: skip
 FLOATS = {
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0),
@@ -78,7 +85,7 @@ class SamplingParams:
     min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
     top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0
-    seed: int | None = None  # None: drawn when the request arrives
+    seed: int | None = None  # None or -1: drawn when the request arrives
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -101,12 +108,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else items_of("stop", self.stop, "a string or a list of strings")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", items_of("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        token_ids = items_of("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(map(plain_number, token_ids)))
+        for name in (*WHOLE, *OPTIONAL, *FLOATS):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be true or false, not {getattr(self, name)!r}.")
         self._check_numbers()
+        object.__setattr__(self, "seed", None if self.seed in (None, NO_SEED) else self.seed % MAX_SEED)
         self._check_stops(stop)
         self._check_bias()
         if self.grammar is not None:
@@ -117,14 +128,10 @@ class SamplingParams:
             self._settle_stages()
 
     def _check_numbers(self) -> None:
-        whole = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
-        optional = {"max_tokens": (1, None), "seed": (0, MAX_SEED - 1), "logprobs": (0, MAX_LOGPROBS),
-                    "prompt_logprobs": (0, MAX_LOGPROBS)}
-        for name, (low, high) in {**whole, **optional}.items():
+        for name, (low, high) in {**WHOLE, **OPTIONAL}.items():
             value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            check_whole(name, value, low, high)
+            if value is not None or name in WHOLE:
+                check_whole(name, value, low, high)
         for name in FLOATS:
             check_number(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -152,8 +159,9 @@ class SamplingParams:
             raise InvalidInputError(f"logit_bias must map token ids to numbers, not be a {type(self.logit_bias).__name__}.")
         if len(self.logit_bias) > MAX_BIASES:
             raise InvalidInputError(f"logit_bias has {len(self.logit_bias):,} tokens; the limit is {MAX_BIASES:,}.")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        for token_id, bias in self.logit_bias.items():
+        plain = {plain_number(token_id): plain_number(bias) for token_id, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", plain)
+        for token_id, bias in plain.items():
             if type(token_id) is not int or token_id < 0:
                 raise InvalidInputError(f"logit_bias must map token ids to numbers; {token_id!r} is no token id.")
             if not is_number(bias) or not -100 <= bias <= 100:
@@ -209,6 +217,15 @@ class SamplingParams:
 def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
     """By types too: 1, 1.0 and True are equal, but not all of them are right everywhere."""
     return SamplingParams(**{name: [] if kind is list else value for name, kind, value in items})
+
+
+def plain_number(value: Any) -> Any:
+    """A number of an array as one of Python; anything else as it is."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def is_number(value: object) -> bool:

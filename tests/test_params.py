@@ -8,10 +8,11 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from archerfish.errors import InvalidInputError, UnknownOptionError
-from archerfish.params import MAX_N, MAX_SEED, MAX_STOP_STRINGS, SamplingParams
+from archerfish.params import MAX_N, MAX_SEED, MAX_STOP_STRINGS, MIN_SEED, SamplingParams
 
 NAN = math.nan
 FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
@@ -36,7 +37,7 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("value", [1.0, "1", True, -2, NAN, [1]])
+@pytest.mark.parametrize("value", [1.0, "1", True, MIN_SEED - 1, NAN, [1]])
 def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"{name} must be a whole number"):
         SamplingParams(**{name: value})
@@ -52,6 +53,7 @@ def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
         ({"n": 0}, "n must be"),
         ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
         ({"seed": MAX_SEED}, "seed"),
+        ({"seed": MIN_SEED - 1}, "seed"),
         ({"logprobs": 65}, "from 0 to 64"),
         ({"stop": [f"s{i}" for i in range(10_000)]}, f"10,000 strings; the limit is {MAX_STOP_STRINGS}"),
         ({"stop": [""]}, "not empty"),
@@ -114,6 +116,34 @@ def test_values_are_kept_in_one_form() -> None:
     absent: Any = None  # as JSON has it
     assert SamplingParams(stop=absent, stop_token_ids=absent) == SamplingParams()
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
+
+
+def test_seeds_of_other_engines() -> None:
+    assert SamplingParams(seed=-1).seed is None, "what others write for none"
+    assert SamplingParams(seed=-2).seed == MAX_SEED - 2
+    assert SamplingParams(seed=MIN_SEED).seed == MAX_SEED // 2
+    assert SamplingParams(seed=MAX_SEED - 1).seed == MAX_SEED - 1
+
+
+def test_numbers_of_arrays_are_numbers() -> None:
+    given: dict[str, Any] = {
+        "n": np.int64(2), "max_tokens": np.int32(7), "seed": np.uint64(MAX_SEED - 1), "top_k": np.int8(-1),
+        "min_p": np.float16(0.5), "temperature": np.float32(0.5), "logprobs": np.int16(3), "stop_token_ids": np.arange(2),
+        "logit_bias": {np.int64(3): np.float32(2.0)},
+    }  # fmt: skip
+    plain = SamplingParams(
+        n=2, max_tokens=7, seed=MAX_SEED - 1, top_k=-1, min_p=0.5, temperature=0.5, logprobs=3, stop_token_ids=[0, 1],
+        logit_bias={3: 2.0},
+    )
+    params = SamplingParams(**given)
+    assert params == plain
+    for value in dataclasses.asdict(params).values():
+        assert not isinstance(value, np.generic)
+    assert {type(value) for value in params.stop_token_ids} == {int}
+    wrong: dict[str, Any] = {"max_tokens": np.float32(2), "n": np.True_}
+    for name, value in wrong.items():
+        with pytest.raises(InvalidInputError, match=f"{name} must be a whole number"):
+            SamplingParams(**{name: value})
 
 
 def test_what_is_given_can_be_changed_afterwards() -> None:

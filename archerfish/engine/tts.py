@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from archerfish.engine.world_tokenizer import WorldTokenizer
 from archerfish.errors import InputTooLargeError, InvalidInputError, UnknownOptionError, did_you_mean
-from archerfish.params import SamplingParams, Stage, check_whole, items_of
+from archerfish.params import SamplingParams, Stage, check_whole, items_of, plain_number
 from archerfish.sequence import FinishReason
 
 NUM_SEMANTIC, EOS = 8192, 8192
@@ -68,7 +68,7 @@ class TTSRequest:
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = None  # semantic ones; never more than MAX_SEMANTIC
-    seed: int | None = None  # None: drawn when the request arrives
+    seed: int | None = None  # None or -1: drawn when the request arrives
 
     def __new__(cls, **values: Any) -> Self:
         check_names(values)
@@ -93,6 +93,7 @@ class TTSRequest:
             semantic_tokens = read_reference("ref_semantic_tokens", self.ref_semantic_tokens, NUM_SEMANTIC)
             object.__setattr__(self, "ref_global_tokens", global_tokens)
             object.__setattr__(self, "ref_semantic_tokens", semantic_tokens)
+        object.__setattr__(self, "max_tokens", plain_number(self.max_tokens))
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1)
         _ = self.params()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from archerfish.kernels.ops import Ops, T
 from archerfish.kernels.recurrent import StateShape
 from archerfish.layers.weights import NotedWeights, Weights
 from archerfish.models.config import Config
+from archerfish.models.known import ENCODERS, MODELS, class_of
 
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
@@ -100,39 +100,24 @@ class NoOps:
         return lambda *args, **options: None
 
 
-_MODELS: dict[str, str | type[ModelAdapter[Any]]] = {
-    "llama": "archerfish.models.llama:LlamaModel",
-    "mistral": "archerfish.models.mistral:MistralModel",
-    "qwen2": "archerfish.models.qwen2:Qwen2Model",
-    "qwen3": "archerfish.models.qwen3:Qwen3Model",
-    "gemma2": "archerfish.models.gemma2:Gemma2Model",
-    "gemma3_text": "archerfish.models.gemma3:Gemma3Model",
-    "phi3": "archerfish.models.phi3:Phi3Model",
-    "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
-}
-
-
 def register_model(model_type: str, adapter: type[ModelAdapter[Any]]) -> None:
     """Add an architecture, or replace one, under the `model_type` of its config.json."""
-    _MODELS[model_type] = adapter
+    MODELS[model_type] = adapter
 
 
 def model_class(config: Config) -> type[ModelAdapter[Any]]:
     """The class for a configuration: a registered one, else an installed package's; an unknown one is refused."""
-    found: str | type[ModelAdapter[Any]] | EntryPoint | None = _MODELS.get(config.model_type)
-    if isinstance(found, type):
-        return found
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        loaded: type[ModelAdapter[Any]] = getattr(importlib.import_module(module), name)
-        return loaded
+    if config.model_type in MODELS:
+        return class_of(MODELS[config.model_type])
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if config.model_type in installed:
         return load_entry_point(installed[config.model_type])
-    known = [*_MODELS, *installed]
+    known = [*MODELS, *installed]
     hint = did_you_mean(config.model_type, known) or f"Known: {', '.join(known)}."
     if config.model_type.startswith("rwkv"):
         hint = "Of the RWKV family only RWKV-7 is supported."
+    elif config.model_type in ENCODERS:
+        hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
 
 

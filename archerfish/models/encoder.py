@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
@@ -12,6 +11,7 @@ from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.layers.encoder import BlockShape, ClassifierHead
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
+from archerfish.models.known import ENCODERS, MODELS, class_of
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,17 @@ class Encoder(ABC, Generic[T]):
         return config.integer("max_position_embeddings")
 
 
-_ENCODERS: dict[str, str | type[Encoder[Any]]] = {
-    "bert": "archerfish.models.bert:BertEncoder",
-    "distilbert": "archerfish.models.distilbert:DistilBertEncoder",
-    "roberta": "archerfish.models.roberta:RobertaEncoder",
-    "xlm-roberta": "archerfish.models.roberta:RobertaEncoder",
-    "camembert": "archerfish.models.roberta:RobertaEncoder",
-    "mpnet": "archerfish.models.mpnet:MPNetEncoder",
-}
-
-
 def register_encoder(model_type: str, encoder: type[Encoder[Any]]) -> None:
     """Add an architecture, or replace one, under the `model_type` of its config.json."""
-    _ENCODERS[model_type] = encoder
+    ENCODERS[model_type] = encoder
 
 
 def encoder_class(config: Config) -> type[Encoder[Any]]:
     """The class for a configuration; an unknown architecture is refused with the known ones."""
-    found = _ENCODERS.get(config.model_type)
+    found = ENCODERS.get(config.model_type)
     if found is None:
-        hint = did_you_mean(config.model_type, _ENCODERS) or f"Known: {', '.join(_ENCODERS)}."
+        hint = did_you_mean(config.model_type, ENCODERS) or f"Known: {', '.join(ENCODERS)}."
+        if config.model_type in MODELS:
+            hint = "It writes text: LLMEngine and `archerfish generate` take it."
         raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
-    if isinstance(found, str):
-        module, _, name = found.partition(":")
-        loaded: type[Encoder[Any]] = getattr(importlib.import_module(module), name)
-        return loaded
-    return found
+    return class_of(found)

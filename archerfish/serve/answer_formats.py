@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from archerfish.errors import did_you_mean
-from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.errors import InvalidParameterError, kind_of
 from archerfish.serve.json_schemas import schema_complaint
-from archerfish.serve.schemas import kind_of
 
 SCHEMA_KEYS = ("name", "description", "schema", "strict")
 FORMATS = {  # by type, as they are written

@@ -15,14 +15,21 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Route
 
-from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError
+from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError, did_you_mean
 from archerfish.serve.limits import retry_after
 
 logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 413: "input_too_large"}
 RETRY_AFTER_S = 1.0  # where an error that will pass does not say when
 MAX_MESSAGE = 1000  # characters: a message may repeat what a client sent, which may be long
+EXCERPT = 24  # characters of a body in what is said of it
+EXPECTED = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a string", "list": "an array",
+    "dict": "an object", "model": "an object",
+}  # fmt: skip
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -139,6 +146,28 @@ async def _invalid(request: Request, error: Exception) -> Response:
     return error_response(400, message, code, param, path=request.scope["path"])
 
 
+def kind_of(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def expected_of(first: Mapping[str, Any]) -> str | None:
+    """What a value must be by a validator's complaint; None where the validator's own words have to do."""
+    context = first.get("ctx") or {}
+    if first["type"] == "literal_error":
+        return str(context["expected"])
+    bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
+    return bounds[0] if bounds else EXPECTED.get(first["type"].partition("_")[0])
+
+
+def shown(value: Any) -> str:
+    """A value in an error: what was sent if that is short."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        text = repr(value)
+        return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
+    return kind_of(value)
+
+
 def complaint(error: RequestValidationError) -> tuple[str, str, str | None]:
     """Message, code and parameter of the first of what is wrong with a body."""
     first = error.errors()[0]
@@ -151,20 +180,35 @@ def complaint(error: RequestValidationError) -> tuple[str, str, str | None]:
         message = str(context["message"])
     elif first["type"] == "missing":
         message = f"The parameter {param!r} is missing."
+    elif expected := expected_of(first):
+        message = f"{param} must be {expected}, not {shown(first['input'])}."
     else:
         message = f"{param}: {first['msg']}."
     return message, "unknown_parameter" if first["type"] == "unknown_parameter" else "invalid_value", param
 
 
+def paths_of(app: FastAPI) -> list[str]:
+    return sorted({route.path for route in app.routes if isinstance(route, Route)})
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """What may be asked of a path; a route of its own may stand behind each."""
+    found = [route.methods or () for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for methods in found for method in methods})
+
+
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
     message, path = str(error.detail), request.scope["path"]
+    headers = dict(error.headers or {})
     if error.status_code == 404:
-        message = f"There is no route {request.method} {path}; GET /openapi.json lists them."
+        nearest = f"{did_you_mean(path, paths_of(request.app))} " if len(path) <= MAX_MESSAGE else ""
+        message = f"There is no route {request.method} {path}. {nearest.lstrip()}GET /openapi.json lists all."
     elif error.status_code == 405:
-        message = f"{path} does not take {request.method}."
+        headers["Allow"] = ", ".join(methods_of(request.app, path))
+        message = f"{path} does not take {request.method}; it takes {headers['Allow']}."
     code = getattr(error, "code", None) or CODES.get(error.status_code, "http_error")
-    return error_response(error.status_code, message, code, headers=error.headers, path=path)
+    return error_response(error.status_code, message, code, headers=headers, path=path)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

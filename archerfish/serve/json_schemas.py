@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from archerfish.errors import did_you_mean
-from archerfish.serve.schemas import kind_of
+from archerfish.serve.errors import kind_of
 
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 # Keywords by what they hold. Others are passed on as they are.

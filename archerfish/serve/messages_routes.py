@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.serve.charges import charge, set_right
-from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response
+from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response, kind_of
 from archerfish.serve.generation import Answer, Choice, Piece, TextService, checked_params
 from archerfish.serve.openai_routes import chat_order
 from archerfish.serve.openai_schemas import (
@@ -27,7 +27,7 @@ from archerfish.serve.openai_schemas import (
     lines_of,
     parts_of,
 )
-from archerfish.serve.schemas import STRING, UNUSED, BodyRoute, kind_of, text_at, wrong
+from archerfish.serve.schemas import STRING, UNUSED, BodyRoute, text_at, wrong
 from archerfish.serve.served_texts import chat_size
 from archerfish.serve.sse import dumped, quoted
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from archerfish.errors import did_you_mean
-from archerfish.params import MAX_LOGPROBS, MAX_N
+from archerfish.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MIN_SEED
 from archerfish.serve.answer_formats import response_grammar
-from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.errors import InvalidParameterError, kind_of
 from archerfish.serve.json_schemas import schema_complaint
-from archerfish.serve.schemas import INPUTS, NULL, STRING, UNUSED, Body, inputs_at, kind_of, text_at, wrong
+from archerfish.serve.schemas import INPUTS, NULL, STRING, UNUSED, Body, inputs_at, text_at, wrong
 
 TEXT_KINDS = ("text", "input_text", "output_text")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -58,12 +58,23 @@ def biases(value: Any) -> dict[int, float] | None:
     return {int(token_id): bias for token_id, bias in value.items()}
 
 
+def schema_of(value: Any) -> dict[str, Any] | str | None:
+    """guided_json: a JSON schema, as it is or written down."""
+    if value is not None and not isinstance(value, dict | str):
+        raise wrong(f"guided_json must be a JSON schema, which is an object, not {kind_of(value)}.")
+    return value
+
+
 Stops = Annotated[
     list[str], PlainValidator(stop_strings), WithJsonSchema({"anyOf": [STRING, {"type": "array", "items": STRING}, NULL]})
 ]
 Biases = Annotated[
     dict[int, float] | None, PlainValidator(biases),
     WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, NULL]}),
+]
+
+Schema = Annotated[
+    dict[str, Any] | str | None, PlainValidator(schema_of), WithJsonSchema({"anyOf": [{"type": "object"}, STRING, NULL]})
 ]
 
 
@@ -86,14 +97,14 @@ class TextBody(Body):
     presence_penalty: float | None = stated(minimum=-100, maximum=100)
     frequency_penalty: float | None = stated(minimum=-100, maximum=100)
     repetition_penalty: float | None = stated(minimum=0.01, maximum=100)
-    seed: int | None = stated(minimum=0, maximum=2**64 - 1)
+    seed: int | None = stated(minimum=MIN_SEED, maximum=MAX_SEED - 1, description="Left out or -1: another each time.")
     min_tokens: int | None = stated(minimum=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: Biases = None
-    guided_json: dict[str, Any] | str | None = Field(None, description="A JSON schema that the answer follows.")
+    guided_json: Schema = Field(None, description="A JSON schema that the answer follows.")
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
     guided_choice: list[str] | None = None

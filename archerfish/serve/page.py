@@ -16,12 +16,18 @@ MOST_TOKENS = 512  # of an answer in the page's chat
 EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of model, method, path, body
     ("generation", "POST", "/v1/chat/completions", CHAT),
     ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
+    ("generation", "POST", "/v1/responses", {"input": "What does an archerfish do?", "max_output_tokens": 64}),
+    ("generation", "POST", "/v1/messages", CHAT),
     ("tts", "POST", "/v1/tts/tokens", {"text": "An archerfish spits water.", "gender": "female"}),
     ("embedding", "POST", "/v1/embeddings", {"input": ["An archerfish spits water.", "射水鱼"]}),
     ("", "POST", "/v1/rerank", {"query": "fish that shoot", "documents": ["Archerfish hunt insects.", "Bread needs yeast."]}),
     ("embedding", "POST", "/similarity", {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]}),
+    ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
+    ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
+    ("generation", "POST", "/v1/cache/explain", {"prompt": "Once upon a time"}),
     ("", "GET", "/v1/models", None),
     ("", "GET", "/health", None),
+    ("", "GET", "/ready", None),
     ("", "GET", "/stats", None),
     ("", "GET", "/metrics", None),
 )

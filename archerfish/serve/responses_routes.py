@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve.errors import failure_body, json_response
+from archerfish.serve.errors import failure_body, json_response, kind_of
 from archerfish.serve.generation import Answer, Call, Logprob, Order, Piece, TextService
 from archerfish.serve.openai_routes import chat_order, chosen_logprobs, new_call_id
 from archerfish.serve.openai_schemas import (
@@ -25,7 +25,7 @@ from archerfish.serve.openai_schemas import (
     function_call,
     stated,
 )
-from archerfish.serve.schemas import STRING, UNUSED, Body, BodyRoute, kind_of, text_at, wrong
+from archerfish.serve.schemas import STRING, UNUSED, Body, BodyRoute, text_at, wrong
 from archerfish.serve.sse import dumped, quoted
 
 LOGPROBS = "message.output_text.logprobs"

@@ -17,20 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.errors import did_you_mean
-from archerfish.serve.errors import BadJSONError
+from archerfish.serve.errors import EXCERPT, BadJSONError, kind_of
 
 MAX_TOKEN_ID = 2**31 - 1
-EXCERPT = 24  # characters of a body in what is said of it
 
 
 def wrong(message: str) -> PydanticCustomError:
     # The message goes in as a value, because a template would give braces in it a meaning. Half a character has no UTF-8 form.
     return PydanticCustomError("wrong_value", "{message}", {"message": message.encode("utf-8", "backslashreplace").decode()})
-
-
-def kind_of(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def text_at(value: Any, where: str) -> str:

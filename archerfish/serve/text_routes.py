@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.serve.charges import charge, set_right
-from archerfish.serve.errors import InvalidParameterError, json_response
+from archerfish.serve.errors import InvalidParameterError, json_response, kind_of
 from archerfish.serve.generation import TextService
 from archerfish.serve.openai_schemas import Messages, Tools
 from archerfish.serve.presence import unless_gone
-from archerfish.serve.schemas import IDS, NULL, STRING, Body, BodyRoute, kind_of, text_at, token_ids_at, wrong
+from archerfish.serve.schemas import IDS, NULL, STRING, Body, BodyRoute, text_at, token_ids_at, wrong
 from archerfish.serve.served_texts import ServedText, aside, chat_size
 from archerfish.serve.wire import Explain, Report
 

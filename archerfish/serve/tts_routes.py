@@ -24,12 +24,13 @@ from archerfish.engine.tts import (
     read_output,
 )
 from archerfish.errors import InvalidInputError
+from archerfish.params import MAX_SEED, MIN_SEED
 from archerfish.serve.catalog import ModelCard
-from archerfish.serve.errors import InvalidParameterError, failure_body, json_response
+from archerfish.serve.errors import InvalidParameterError, failure_body, json_response, kind_of
 from archerfish.serve.generation import Answer, Order, Piece, TextService, checked_order
 from archerfish.serve.openai_routes import DONE, usage_of
 from archerfish.serve.openai_schemas import stated
-from archerfish.serve.schemas import STRING, Body, BodyRoute, kind_of, text_at, wrong
+from archerfish.serve.schemas import STRING, Body, BodyRoute, text_at, wrong
 from archerfish.serve.served_texts import ContextLengthError, aside, blamed
 from archerfish.serve.sse import dumped, quoted
 
@@ -78,7 +79,7 @@ class TTSBody(Body):
     top_p: float | None = stated(exclusiveMinimum=0, maximum=1)
     top_k: int | None = stated(minimum=-1)
     max_tokens: int | None = stated(None, f"Semantic tokens; never more than {MAX_SEMANTIC:,}.", minimum=1)
-    seed: int | None = stated(minimum=0, maximum=2**64 - 1)
+    seed: int | None = stated(minimum=MIN_SEED, maximum=MAX_SEED - 1)
     priority: int = Field(0, description="Higher runs first.")
     deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
     stream: bool | None = False

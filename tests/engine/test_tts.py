@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 1.5}, "max_tokens"), ({"temperature": -0.1}, "temperature must be"),
     ({"temperature": float("nan")}, "temperature"),
     ({"top_p": 0}, "top_p must be above 0"), ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1.5}, "top_k"),
-    ({"seed": -1}, "seed must be"), ({"seed": 2**64}, "seed must be"),
+    ({"seed": -(2**63) - 1}, "seed must be"), ({"seed": 2**64}, "seed must be"),
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
 from archerfish.layers.weights import Weights
-from archerfish.models import adapter
+from archerfish.models import adapter, known
 from archerfish.models.adapter import KVShape, ModelAdapter, model_class, register_model
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
@@ -130,6 +130,7 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
     [
         ({"model_type": "lama"}, "Did you mean 'llama'"),
         ({"model_type": "zzzzzzzz"}, "Known: .*llama"),
+        ({"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs a number 'factor', but has None"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
@@ -187,7 +188,7 @@ def test_a_wrong_shape_is_named_with_both_shapes() -> None:
 
 
 def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_MODELS", dict(adapter._MODELS))
+    monkeypatch.setattr(adapter, "MODELS", dict(known.MODELS))
     register_model("mine", LlamaModel)
     assert model_class(Config({"model_type": "mine"})) is LlamaModel
 

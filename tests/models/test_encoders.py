@@ -138,6 +138,7 @@ def test_a_wrong_shape_is_named_with_both_shapes() -> None:
     [
         ({"model_type": "brt"}, "Did you mean 'bert'"),
         ({"model_type": "mamba"}, "Known: bert"),
+        ({"model_type": "rwkv7"}, "LLMEngine and `archerfish generate` take it"),
         ({"hidden_act": "swoosh"}, "swoosh"),
         ({"num_attention_heads": 5}, "5 heads"),
         ({"hidden_size": "big"}, "hidden_size"),
@@ -157,10 +158,10 @@ def test_unknown_pooling_is_refused() -> None:
 
 
 def test_an_architecture_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from archerfish.models import encoder
+    from archerfish.models import encoder, known
     from archerfish.models.bert import BertEncoder
 
-    monkeypatch.setattr(encoder, "_ENCODERS", dict(encoder._ENCODERS))
+    monkeypatch.setattr(encoder, "ENCODERS", dict(known.ENCODERS))
     encoder.register_encoder("mine", BertEncoder)
     model, config = make("bert", "Model")
     core = InferenceCore(model.state_dict(), {**config, "model_type": "mine"}, dtype="float32")

@@ -52,17 +52,20 @@ def test_bodies_mean_the_same_whatever_way_they_are_read(body: Any) -> None:
         (EMBEDDINGS, {"input": [1, -1]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
         (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
-        (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "valid integer"),
-        (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
-        (EMBEDDINGS, {"input": "x", "model": 3}, "model", "valid string"),
+        (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0."),
+        (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "dimensions must be a whole number, not '3'."),
+        (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64', not 'int8'."),
+        (EMBEDDINGS, {"input": "x", "model": 3}, "model", "model must be a string, not 3."),
         (RERANK, {"query": "x", "texts": ["y"]}, "texts", "Unknown parameter 'texts'."),
         (RERANK, {"query": "x", "documents": []}, "documents", "not empty"),
         (RERANK, {"query": "x", "documents": [{"txt": "y"}]}, "documents", "documents[0] must be a string, not an object."),
         (RERANK, {"query": "x", "documents": [{"text": 1}]}, "documents", "documents[0].text must be a string"),
         (RERANK, {"query": ["x"], "documents": ["y"]}, "query", "query must be a string, not an array."),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "greater than or equal to 1"),
-        (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "valid boolean"),
+        (RERANK, {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "top_n must be at least 1, not 0."),
+        (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "true or false, not"),
+        (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", "not 'aaaaaaaaaaaaaaaaaaaaaaa..."),
+        (RERANK, {"query": "x", "documents": ["y"], "top_n": [1]}, "top_n", "must be a whole number, not an array."),
+        ("/v1/completions", {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
         (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
         (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
         (SIMILARITY, {"source": 1, "sentences": ["y"]}, "source", "source must be a string, not a number."),
@@ -115,9 +118,18 @@ def test_unknown_routes_and_methods() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/audio/speech", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
-        assert "POST /v1/audio/speech" in error_of(answer)["message"]
+        assert error_of(answer)["message"] == "There is no route POST /v1/audio/speech. GET /openapi.json lists all."
+        near = {"/chat/completions": "/v1/chat/completions", "/v1/v1/embeddings": EMBEDDINGS, "/v1/message": "/v1/messages"}
+        for path, meant in near.items():
+            assert f"Did you mean '{meant}'" in error_of(await client.post(path, json={}))["message"]
+        answer = await client.post(f"/{'long' * 5000}")
+        assert answer.status_code == 404 and "Did you mean" not in answer.text
         answer = await client.get(EMBEDDINGS)
         assert (answer.status_code, error_of(answer)["code"]) == (405, "method_not_allowed")
+        assert error_of(answer)["message"] == "/v1/embeddings does not take GET; it takes POST."
+        answer = await client.delete("/v1/models/a/b")
+        assert error_of(answer)["message"] == "/v1/models/a/b does not take DELETE; it takes GET, HEAD."
+        assert answer.headers["Allow"] == "GET, HEAD"
 
     with_client(test)
 

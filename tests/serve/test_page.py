@@ -20,8 +20,9 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.page import EXAMPLES, MOST_TOKENS, curl, examples, page, template
 from archerfish.serve.tenants import Tenants
 
-from .client import LIMIT_S, PASS, WORDS, app_of, running, with_app, with_client, words_host
+from .client import LIMIT_S, PASS, WORDS, app_of, host_with, running, with_app, with_client, words_host
 from .fake_backend import MODEL, FakeBackend
+from .hosting import WordEncoder, add_llm
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
@@ -121,7 +122,8 @@ def test_names_are_shown_as_they_are_written() -> None:
     assert "<i>" not in text
 
 
-OF_TEXTS, OF_VECTORS = {"/v1/chat/completions", "/v1/completions"}, {"/v1/embeddings", "/similarity"}
+OF_TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/cache/explain"}
+OF_VECTORS = {"/v1/embeddings", "/similarity"}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,30 @@ def test_examples_are_calls_that_are_answered(kinds: set[str], first: str, absen
     shown = [path for _, path, _ in examples(kinds)]
     assert shown[0] == first
     assert {path for _, _, path, _ in EXAMPLES} - set(shown) == absent
+
+
+def test_every_route_for_users_is_shown() -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        told = {(method.upper(), path) for path in paths for method in paths[path] if not path.startswith("/admin")}
+        shown = {(method, path) for _, method, path, _ in EXAMPLES}
+        assert told - shown == {("GET", "/v1/models/{model_id}"), ("POST", "/v1/messages/count_tokens")}
+        assert shown <= told
+
+    with_app(test, create_app(FakeBackend()))
+
+
+def test_examples_are_answered(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS))
+    add_llm(host, tmp_path, has_text=True)
+    (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for method, path, body in examples({"generation", "embedding"}):
+            answer = await client.request(method, path, json=body)
+            assert answer.status_code == 200, (path, answer.text)
+
+    with_client(test, host)
 
 
 def test_a_shell_reads_an_example_as_it_is_meant() -> None:
