@@ -37,7 +37,7 @@ class HitRecord:
         if self.reason == "evicted":
             return f"{found}; the next ones were evicted {_ago(self.evicted_seconds_ago)} to make room."
         if self.reason == "between_states":
-            return f"{found}; behind the next ones no state is kept that could be gone on from."
+            return f"{found}; the state behind them is the nearest that is kept, and the rest is computed from there."
         if self.reason == "adapter_differs":
             return f"{found}; the next ones are cached under another adapter only, whose results differ."
         if self.cleared_seconds_ago is not None:

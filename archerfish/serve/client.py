@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator
+from collections.abc import AsyncIterator, Awaitable, Generator
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -119,6 +119,56 @@ class Waiting:
         return answer
 
 
+class Answers:
+    """Answers to one request as they come, the last of which is no Chunk. Who leaves or loses them cancels the request.
+
+    What can be sent when they are made is on its way then, while their reader is still getting ready.
+    """
+
+    __slots__ = ("_client", "_is_open", "_message", "_waiting")
+
+    def __init__(self, client: AsyncClient, message: Message) -> None:
+        self._client, self._message = client, message
+        self._is_open = True
+        self._waiting: Waiting | None = None  # None: not sent yet
+        if client.can_send_now():
+            with contextlib.suppress(ArcherfishError):  # which is raised when it is tried again
+                self._waiting = client.put(message)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if not self._is_open:
+            raise StopAsyncIteration
+        try:
+            if self._waiting is None:
+                await self._client.reach()
+                self._waiting = self._client.put(self._message)
+            answer = await self._waiting.get()
+        except RemoteError:
+            self._end(is_complete=True)
+            raise
+        except BaseException:
+            self._end(is_complete=False)
+            raise
+        if type(answer) is not Chunk:
+            self._end(is_complete=True)
+        return answer
+
+    async def aclose(self) -> None:
+        self._end(is_complete=False)
+
+    def _end(self, *, is_complete: bool) -> None:
+        if self._is_open and self._waiting is not None:
+            self._client.leave(self._message.request_id, is_complete=is_complete)
+        self._is_open = False
+
+    def __del__(self) -> None:
+        if self._is_open and self._waiting is not None:
+            self._client.lose(self._message.request_id)  # in whatever thread this happens
+
+
 class AsyncClient:
     """A connection to one engine process, for one event loop; it begins with the first request.
 
@@ -141,20 +191,21 @@ class AsyncClient:
         self._ids = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # which the socket belongs to
         self._was_connected = False
         self._closed: StoppedError | None = None
 
     # Requests
 
-    def generate(self, request: Generate) -> AsyncGenerator[Part, None]:
+    def generate(self, request: Generate) -> Answers:
         """Chunks if request.stream, then one Generated. Leaving the iterator cancels the request."""
         named = self._named(request)
         named.takes_bundles = True
-        return self._answers(named)
+        return Answers(self, named)
 
     async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
         """The one answer to any other message."""
-        answers = self._answers(self._named(message))
+        answers = Answers(self, self._named(message))
         try:
             async with asyncio.timeout(timeout_s):
                 answer: Answer = await anext(answers)
@@ -164,27 +215,12 @@ class AsyncClient:
         finally:
             await answers.aclose()
 
-    async def _answers(self, message: Message) -> AsyncGenerator[Any, None]:
-        """All of them, the last of which is no Chunk."""
-        waiting = await self._send(message)
-        is_open = True
-        try:
-            while is_open:
-                answer = await waiting.get()
-                is_open = type(answer) is Chunk
-                yield answer
-        except RemoteError:
-            is_open = False
-            raise
-        finally:
-            self._leave(message.request_id, is_open)
-
     def _named(self, message: M) -> M:
         """A copy with a request_id; the caller's own stays as it is."""
         return msgspec.structs.replace(message, request_id=message.request_id or f"#{next(self._ids)}")
 
-    async def _send(self, message: Message) -> Waiting:
-        await self._reach()
+    def put(self, message: Message) -> Waiting:
+        """Send a request over the connection that there is; RemoteError where there is none any more."""
         if message.request_id in self._waiting:
             raise InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
         payload = wire.encode(message)
@@ -208,10 +244,17 @@ class AsyncClient:
         """End a sequence of a request; nothing more of it is wanted."""
         self._cancel(Cancel(request_id=request_id, index=index))
 
-    def _leave(self, request_id: str, is_open: bool) -> None:
+    def leave(self, request_id: str, *, is_complete: bool = False) -> None:
+        """Nobody waits for a request any more."""
         self._waiting.pop(request_id, None)
-        if is_open:
+        if not is_complete:
             self._cancel(Cancel(request_id=request_id))
+
+    def lose(self, request_id: str) -> None:
+        """The same from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self.leave, request_id)
 
     def _cancel(self, message: Cancel) -> None:
         if self.is_connected:
@@ -227,7 +270,14 @@ class AsyncClient:
 
     # The connection
 
-    async def _reach(self) -> None:
+    def can_send_now(self) -> bool:
+        """Whether there is a connection, which belongs to the loop that runs here."""
+        try:
+            return self.is_connected and asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    async def reach(self) -> None:
         """Return when there is a connection. Only a first one is waited for; one that broke is told at once."""
         if self._closed is not None:
             raise StoppedError(self._closed.message, hint=self._closed.hint)
@@ -259,7 +309,7 @@ class AsyncClient:
             set_keys(opened, CURVE_SERVERKEY=self._server_key, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret)
         self._socket = opened
         self._monitor = self._socket.get_monitor_socket(EVENTS)
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.FD, self._read)
         loop.add_reader(self._monitor.FD, self._watch)
         try:

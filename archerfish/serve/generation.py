@@ -236,6 +236,14 @@ def openai_reason(finish_reason: str, has_calls: bool) -> str:
     return "length"
 
 
+@dataclass(slots=True)
+class Asked:
+    """What the backend will say to an order."""
+
+    messages: AsyncIterator[Chunk | Generated]
+    end_sequence: Callable[[int], None] | None  # tells the engine which has come to its end
+
+
 class EventWriter(Protocol):
     """How a route writes an answer as events."""
 
@@ -262,9 +270,10 @@ class TextService:
         return await unless_gone(request, all_of([self._complete(request, order) for order in orders]))
 
     async def _complete(self, request: Request, order: Order) -> tuple[Answer, list[Choice]]:
+        asked = self._ask(request, order)
         answer = Answer(order)
         pieces: list[list[Piece]] = [[] for _ in answer.writings]
-        async with self._messages(request, answer) as messages:
+        async with self._reading(asked, answer) as messages:
             async for message in messages:
                 for piece in await aside(partial(answer.take, message), size_of(message)):
                     pieces[piece.index].append(piece)
@@ -274,6 +283,7 @@ class TextService:
 
     async def stream(self, request: Request, orders: Sequence[Order], writer: EventWriter) -> EventStream:
         """Events as the answers come."""
+        asked = [self._ask(request, order) for order in orders]  # first of all: the rest is made while they are computed
 
         async def produce(outbox: Outbox) -> None:
             answers = [Answer(order) for order in orders]
@@ -282,7 +292,7 @@ class TextService:
             async def pump(number: int) -> None:
                 nonlocal is_begun
                 answer = answers[number]
-                async with self._messages(request, answer) as messages:
+                async with self._reading(asked[number], answer) as messages:
                     async for message in messages:
                         has_ended = False
                         for piece in answer.take(message):
@@ -303,20 +313,21 @@ class TextService:
 
         return await EventStream(produce, writer.error, keep_alive_s=self.keep_alive_s).start(request)
 
-    @asynccontextmanager
-    async def _messages(self, request: Request, answer: Answer) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
-        """The backend's messages; leaving them cancels what is still to come."""
-        order = answer.order
-        message = order.message(self.catalog.address(request, order.text.card))
+    def _ask(self, request: Request, order: Order) -> Asked:
+        """The backend's messages to an order."""
+        backend, message = self.catalog.backend, order.message(self.catalog.address(request, order.text.card))
         if self.results.is_enabled:
             control = parse_cache_control(request.headers.get("cache-control"))
-            messages = generate_cached(
-                self.results, self.catalog.backend.generate, message, model=order.model_id, namespace=message.tenant,
-                control=control,
-            )
-        else:
-            messages = self.catalog.backend.generate(message)
-            answer.end_sequence = partial(self.catalog.backend.end_sequence, message.request_id)  # a cache wants them whole
+            return Asked(generate_cached(
+                self.results, backend.generate, message, model=order.model_id, namespace=message.tenant, control=control
+            ), None)  # a cache wants all sequences whole
+        return Asked(backend.generate(message), partial(backend.end_sequence, message.request_id))
+
+    @asynccontextmanager
+    async def _reading(self, asked: Asked, answer: Answer) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
+        """Messages to an order; leaving them cancels what is still to come."""
+        order, messages = answer.order, asked.messages
+        answer.end_sequence = asked.end_sequence
         try:
             yield messages
         except RemoteError as error:

@@ -127,6 +127,33 @@ def test_requests_leave_in_the_order_in_which_they_came(address: str, make: type
     run(test)
 
 
+def test_what_is_asked_is_sent_before_it_is_read_and_cancelled_where_it_never_is(address: str) -> None:
+    async def test() -> None:
+        engine = Scripted(address, lambda message: [Pong(request_id=message.request_id)] if isinstance(message, Ping) else [])
+        async with AsyncClient(address) as client:
+            early = client.generate(Generate(request_id="early", prompt="one"))  # no connection yet: sent when it is read
+            await client.ask(Ping(request_id="first"))
+            asked = client.generate(Generate(request_id="asked", prompt="two"))
+            await client.ask(Ping(request_id="second"))
+            assert [message.request_id for message in engine.received] == ["first", "asked", "second"]
+            await asked.aclose()
+            await asked.aclose()
+            held = [early, client.generate(Generate(request_id="lost", prompt="three"))]
+            del early
+            thread = threading.Thread(target=held.clear)  # a collector may work in any
+            thread.start()
+            thread.join()
+            await asyncio.sleep(0)
+            await client.ask(Ping(request_id="third"))
+            received = [(type(message).__name__, message.request_id) for message in engine.received[3:]]
+            assert received == [("Cancel", "asked"), ("Generate", "lost"), ("Cancel", "lost"), ("Ping", "third")]
+            with pytest.raises(StopAsyncIteration):
+                await anext(asked)
+        engine.die()
+
+    run(test)
+
+
 def test_bundles_are_taken_apart_and_strangers_ignored(address: str) -> None:
     held: list[str] = []
 

@@ -199,7 +199,7 @@ def test_roles_parts_and_calls() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
         ({"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
         ({"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
-        ({"messages": HI, "temperature": "1"}, "temperature", "valid number"),
+        ({"messages": HI, "temperature": "1"}, "temperature", "must be a number, not '1'."),
         ({"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
         ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "different"),
         ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),

@@ -120,7 +120,7 @@ def test_bad_requests_name_their_parameter(host: EngineHost) -> None:
             assert answer.status_code == 400, values
             assert error["param"] in values or error["param"] in ("ref_global_tokens", "ref_semantic_tokens"), (values, error)
             if values.keys().isdisjoint(("text", "speed", "gender", "top_k", "ref_global_tokens", "ref_semantic_tokens")):
-                assert said in error["message"] or "must be" in error["message"] or "should be" in error["message"]
+                assert said in error["message"] or "must be" in error["message"]
         for body, param in (
             ({}, "text"), ({"text": "a", "emotions": "SAD"}, "emotions"), ({"text": "a", "model": "tiny"}, "model"),
             ({"text": "a", "priority": 2**40}, "priority"), ({"text": "a" * 400_000}, "text"),
