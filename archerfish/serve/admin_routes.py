@@ -48,6 +48,7 @@ class AdminRoutes:
 
     async def show(self, model: str | None = None) -> Response:
         """The options in force."""
+        await self.share.tell()  # another front end may have been told of a change
         engine = await self._configure(await self.catalog.find(model, "generation"), {})
         return json_response(OptimizationConfig.of(engine, self.results).as_dict())
 
@@ -55,10 +56,11 @@ class AdminRoutes:
         """Change some, by either of their names; the answer has all of them, and what they were before."""
         body = await request.json()  # of a StrictRequest
         card = await self.catalog.find(model, "generation")
+        await self.share.tell()
         engine = await self._configure(card, {})
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
+        await self.share.tell_change()  # at once: what is heard meanwhile is older
         engine = await self._configure(card, engine.wanted)
-        await self.share.tell_change()
         shown = OptimizationConfig.of(engine, self.results).as_dict()
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
 

@@ -1,6 +1,7 @@
 """What the front ends of a service tell each other, by way of the engine process: their figures, and options that were changed.
 
-So /metrics says the same whichever of them answers, and a change of the result cache reaches all of them, within SHARE_S.
+So /metrics says the same whichever of them answers, and a change of the result cache reaches all of them, within SHARE_S. Of
+two changes that do not know of each other the one that the engine process hears of first is in force everywhere.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FrontShare:
         """A report of the engine process, which learns our figures with the question."""
         values = {
             "metrics": {metric.name: as_values(metric) for metric in self.own()}, "version": self._version,
-            "options": {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds},
+            "options": self._options(),
         }  # fmt: skip
         answer = await self._catalog.backend.ask(Query(
             request_id=self._catalog.new_id(), about=about, credentials=self._catalog.credentials, source=self.source,
@@ -55,12 +56,16 @@ class FrontShare:
         assert isinstance(answer, Report)
         return answer.values
 
+    def _options(self) -> dict[str, Any]:
+        return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
+
     async def tell(self) -> None:
-        """Tell our figures and options, and take over options that are newer."""
+        """Tell our figures and options, and take over those that the engine process has, unless ours are newer."""
         found = await self.ask("options")
-        if found.get("version", 0) > self._version:
+        if found.get("version", 0) >= max(1, self._version):
             self._version = found["version"]
-            self._results.resize(**found["options"])
+            if found["options"] != self._options():
+                self._results.resize(**found["options"])
 
     async def tell_change(self) -> None:
         """Our options have been changed: all others are to have them."""

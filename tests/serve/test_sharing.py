@@ -157,6 +157,28 @@ def test_a_change_of_the_result_cache_reaches_all(tmp_path: Path, monkeypatch: p
         asyncio.run(main())
 
 
+def test_changes_by_way_of_two_front_ends_at_once_leave_them_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # neither hears of the other by itself
+    host = host_with(tmp_path)
+    add_llm(host, tmp_path, has_text=True)
+    admin = "/admin/optimization"
+
+    async def main() -> None:
+        async with two_front_ends(host, result_cache_mib=2) as (one, other):
+            assert (await one.patch(admin, json={"result_cache_mib": 8})).status_code == 200
+            assert (await other.get(admin)).json()["result_cache_mib"] == 8
+            assert (await one.patch(admin, json={"result_cache_mib": 0})).status_code == 200
+            assert (await other.patch(admin, json={"max_queue_size": 100})).json()["result_cache_mib"] == 0
+            await asyncio.gather(*(
+                client.patch(admin, json={"result_cache_mib": mib}) for client, mib in ((one, 16), (other, 32))
+            ))  # fmt: skip
+            found = [(await client.get(admin)).json()["result_cache_mib"] for client in (one, other)]
+            assert found in ([16, 16], [32, 32])
+
+    with host:
+        asyncio.run(main())
+
+
 def test_front_ends_share_the_bytes_of_the_result_cache() -> None:
     answer = Generated(request_id="", outputs=[Output(text="x" * 3000, finish_reason="stop")])
     caches = [ResultCache(40_000, max_tenants=2, num_front_ends=4) for _ in range(4)]
