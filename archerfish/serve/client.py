@@ -119,17 +119,21 @@ class Waiting:
         return answer
 
 
+CLOSED = Failed(request_id="", code="cancelled", message="The answers were closed.")
+
+
 class Answers:
     """Answers to one request as they come, the last of which is no Chunk. Who leaves or loses them cancels the request.
 
-    What can be sent when they are made is on its way then, while their reader is still getting ready.
+    They have one reader, who hears of their end where another task closes them. What can be sent when they are made is on its
+    way then, while their reader is still getting ready.
     """
 
-    __slots__ = ("_client", "_is_open", "_message", "_waiting")
+    __slots__ = ("_client", "_is_awaited", "_is_open", "_message", "_waiting")
 
     def __init__(self, client: AsyncClient, message: Message) -> None:
         self._client, self._message = client, message
-        self._is_open = True
+        self._is_open, self._is_awaited = True, False
         self._waiting: Waiting | None = None  # None: not sent yet
         if client.can_send_now():
             with contextlib.suppress(ArcherfishError):  # which is raised when it is tried again
@@ -139,24 +143,35 @@ class Answers:
         return self
 
     async def __anext__(self) -> Any:
+        if self._is_awaited:
+            raise InvalidInputError("The next of these answers is being waited for already.", hint="Read them in one place.")
         if not self._is_open:
             raise StopAsyncIteration
+        self._is_awaited = True
         try:
             if self._waiting is None:
                 await self._client.reach()
+                if not self._is_open:
+                    raise StopAsyncIteration
                 self._waiting = self._client.put(self._message)
             answer = await self._waiting.get()
         except RemoteError:
+            if not self._is_open:
+                raise StopAsyncIteration from None
             self._end(is_complete=True)
             raise
         except BaseException:
             self._end(is_complete=False)
             raise
+        finally:
+            self._is_awaited = False
         if type(answer) is not Chunk:
             self._end(is_complete=True)
         return answer
 
     async def aclose(self) -> None:
+        if self._is_awaited and self._waiting is not None:
+            self._waiting.put(CLOSED)
         self._end(is_complete=False)
 
     def _end(self, *, is_complete: bool) -> None:

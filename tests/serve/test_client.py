@@ -239,6 +239,31 @@ def test_who_leaves_cancels(address: str, way: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, is_connected: bool) -> None:
+    async def test() -> None:
+        engine = Scripted(address, lambda message: [Pong(request_id="first")] if isinstance(message, Ping) else [])
+        async with AsyncClient(address) as client:
+            if is_connected:
+                await client.ask(Ping(request_id="first"))
+            answers = client.generate(Generate(request_id="7", stream=True))
+            reader = asyncio.create_task(anext(answers, None))
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidInputError, match="already"):
+                await anext(answers)
+            assert not reader.done()
+            await answers.aclose()
+            assert await reader is None
+            assert await anext(answers, None) is None
+            names = ["Ping", "Generate", "Cancel"] if is_connected else []
+            for _ in names:
+                await asyncio.to_thread(engine.has_received.acquire)
+        engine.die()
+        assert [type(message).__name__ for message in engine.received] == names
+
+    run(test)
+
+
 def test_a_request_id_in_use_is_refused_and_messages_stay_the_callers(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, lambda message: [Pong(request_id="7")] if isinstance(message, Ping) else [])
