@@ -221,11 +221,14 @@ def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
 
 def plain_number(value: Any) -> Any:
     """A number of an array as one of Python; anything else as it is."""
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
+    try:
+        return float(value) if isinstance(value, numbers.Real) else value
+    except OverflowError:
+        return value
 
 
 def is_number(value: object) -> bool:

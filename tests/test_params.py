@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -129,11 +130,11 @@ def test_numbers_of_arrays_are_numbers() -> None:
     given: dict[str, Any] = {
         "n": np.int64(2), "max_tokens": np.int32(7), "seed": np.uint64(MAX_SEED - 1), "top_k": np.int8(-1),
         "min_p": np.float16(0.5), "temperature": np.float32(0.5), "logprobs": np.int16(3), "stop_token_ids": np.arange(2),
-        "logit_bias": {np.int64(3): np.float32(2.0)},
+        "top_p": np.float64(0.5), "presence_penalty": Fraction(1, 2), "logit_bias": {np.int64(3): np.float32(2.0)},
     }  # fmt: skip
     plain = SamplingParams(
         n=2, max_tokens=7, seed=MAX_SEED - 1, top_k=-1, min_p=0.5, temperature=0.5, logprobs=3, stop_token_ids=[0, 1],
-        logit_bias={3: 2.0},
+        logit_bias={3: 2.0}, top_p=0.5, presence_penalty=0.5,
     )
     params = SamplingParams(**given)
     assert params == plain
@@ -144,6 +145,9 @@ def test_numbers_of_arrays_are_numbers() -> None:
     for name, value in wrong.items():
         with pytest.raises(InvalidInputError, match=f"{name} must be a whole number"):
             SamplingParams(**{name: value})
+    too_large: dict[str, Any] = {"temperature": Fraction(10**400)}  # for a float
+    with pytest.raises(InvalidInputError, match="temperature must be a number"):
+        SamplingParams(**too_large)
 
 
 def test_what_is_given_can_be_changed_afterwards() -> None:
