@@ -366,12 +366,14 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
     the answer ends with the context; it may not be more than the model takes of prompt and answer together.
     """
     named = names or {}
+    names_here = {ours: name for ours, name in named.items() if ours != "grammar"}  # which is a word of messages too
     try:
         params = SamplingParams.of(values)
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
         stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
+        error.message = re.sub(r"\w+", lambda word: names_here.get(word[0], word[0]), error.message)
         raise blamed(error, named.get(stated, stated)) if stated else error from None
     if params.max_tokens is not None and params.max_tokens > card.max_length:
         shown = named.get("max_tokens", "max_tokens")

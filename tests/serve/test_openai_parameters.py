@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -203,6 +204,18 @@ def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, 
     assert not backend.requests
     assert post(backend, route, {**BODIES[route], name: 1000}, app=create_app).status_code == 200
     assert backend.params()["max_tokens"] == 1000
+
+
+@pytest.mark.parametrize(("route", "name"), LENGTHS)
+def test_a_message_has_the_name_that_the_route_has(route: str, name: str) -> None:
+    for stated, expected in (
+        ({name: -1}, rf"^{name} must be a whole number at least 1, not -1\."),
+        ({name: 4, "min_tokens": 5}, rf"^min_tokens \(5\) is above {name} \(4\)\."),
+    ):  # fmt: skip
+        answer = post(FakeBackend(), route, {**BODIES[route], **stated}, app=create_app)
+        assert answer.status_code == 400 and re.match(expected, answer.json()["error"]["message"]), answer.text
+    body = {**BODIES[CHAT], "logprobs": True, "top_logprobs": 65}
+    assert post(FakeBackend(), CHAT, body, app=create_app).json()["error"]["message"].startswith("top_logprobs must be")
 
 
 FORMS: list[tuple[str, dict[str, Any], str]] = [
