@@ -45,6 +45,12 @@ class InvalidParameterError(InvalidInputError):
         self.param = param
 
 
+class UnsupportedParameterError(InvalidParameterError):
+    """A parameter that others have."""
+
+    code = "unsupported_parameter"
+
+
 class UnservedModelError(ModelNotFoundError):
     """A request asks for a model that this service does not have."""
 

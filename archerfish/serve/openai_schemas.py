@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from archerfish.errors import did_you_mean
 from archerfish.params import MAX_LOGPROBS, MAX_N, MAX_SEED, MIN_SEED
 from archerfish.serve.answer_formats import response_grammar
-from archerfish.serve.errors import InvalidParameterError, kind_of
+from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, kind_of
 from archerfish.serve.json_schemas import schema_complaint
 from archerfish.serve.schemas import INPUTS, NULL, STRING, UNUSED, Body, inputs_at, text_at, wrong
 
@@ -30,12 +30,6 @@ SAMPLING = (
 
 # What the answer must be, as extensions state it: by name, the kind of a grammar.
 GUIDES = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "lark", "guided_choice": "choice"}
-
-
-class UnsupportedParameterError(InvalidParameterError):
-    """A parameter that others have."""
-
-    code = "unsupported_parameter"
 
 
 def stop_strings(value: Any) -> list[str]:
@@ -86,7 +80,6 @@ def stated(default: int | None = None, description: str | None = None, **bounds:
 class TextBody(Body):
     """What all routes for text take beside what their makers defined: the rest of the engine's sampling parameters."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # by name: values that ask for nothing
     format_name: ClassVar[str] = "response_format"  # the route's own parameter for the form of an answer
 
     model: str | None = Field(None, description="Name of the served model; left out: the first that writes.")
@@ -111,17 +104,6 @@ class TextBody(Body):
     priority: int = Field(0, description="Higher runs first.")
     deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
     stream: bool | None = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in cls.unsupported.keys() & data.keys():
-            value = data[name]
-            if value is not None and value not in cls.unsupported[name]:
-                raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
-        return {name: value for name, value in data.items() if name not in cls.unsupported}
 
     def sampling(self) -> dict[str, Any]:
         """SamplingParams that the body states."""

@@ -13,13 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve.errors import failure_body, json_response, kind_of
+from archerfish.serve.errors import UnsupportedParameterError, failure_body, json_response, kind_of
 from archerfish.serve.generation import Answer, Call, Logprob, Order, Piece, TextService
 from archerfish.serve.openai_routes import chat_order, chosen_logprobs, new_call_id
 from archerfish.serve.openai_schemas import (
     Stops,
     ToolBody,
-    UnsupportedParameterError,
     chat_message,
     format_grammar,
     function_call,

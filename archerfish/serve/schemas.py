@@ -7,8 +7,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.errors import did_you_mean
-from archerfish.serve.errors import EXCERPT, BadJSONError, kind_of
+from archerfish.serve.errors import EXCERPT, BadJSONError, UnsupportedParameterError, kind_of
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -71,7 +71,7 @@ def documents_of(value: Any) -> list[str]:
         raise wrong("documents must be a list that is not empty.")
     return [
         text_at(item["text"], f"documents[{index}].text")
-        if isinstance(item, dict) and set(item) == {"text"}
+        if isinstance(item, dict) and "text" in item
         else text_at(item, f"documents[{index}]")
         for index, item in enumerate(value)
     ]
@@ -180,18 +180,23 @@ class Body(BaseModel):
     """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # what others have, by name: values that ask for nothing
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls.model_fields:
-                    param = str(name).encode("utf-8", "backslashreplace").decode()
-                    hint = did_you_mean(name, cls.model_fields)
-                    message = f"Unknown parameter '{param}'. {hint}".strip()
-                    raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "param": param})
-        return data
+    def _refuse_others(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, value in data.items():
+            if name in cls.unsupported:
+                if value is not None and value not in cls.unsupported[name]:
+                    raise UnsupportedParameterError(f"The parameter {name!r} is not supported here.", name)
+            elif name not in cls.model_fields:
+                param = str(name).encode("utf-8", "backslashreplace").decode()
+                hint = did_you_mean(name, cls.model_fields)
+                message = f"Unknown parameter '{param}'. {hint}".strip()
+                raise PydanticCustomError("unknown_parameter", "{message}", {"message": message, "param": param})
+        return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
 Deadline = Annotated[
@@ -201,6 +206,8 @@ Deadline = Annotated[
 
 class EmbeddingsBody(Body):
     """POST /v1/embeddings, as OpenAI has it."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"truncate_prompt_tokens": (-1,)}  # the model's length
 
     input: EmbeddingInput
     model: str | None = Field(None, description="Name of the served model; left out: the one there is.")
@@ -212,6 +219,10 @@ class EmbeddingsBody(Body):
 
 class RerankBody(Body):
     """POST /v1/rerank, in the common form of Jina and Cohere."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "rank_fields": ([], ["text"]), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "truncate_prompt_tokens": (-1,)
+    }  # fmt: skip
 
     query: OneText
     documents: Documents

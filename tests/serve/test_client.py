@@ -241,8 +241,11 @@ def test_who_leaves_cancels(address: str, way: str) -> None:
 
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, is_connected: bool) -> None:
+    def engine_here() -> Scripted:
+        return Scripted(address, lambda message: [Pong(request_id="first")] if isinstance(message, Ping) else [])
+
     async def test() -> None:
-        engine = Scripted(address, lambda message: [Pong(request_id="first")] if isinstance(message, Ping) else [])
+        engine = engine_here() if is_connected else None
         async with AsyncClient(address) as client:
             if is_connected:
                 await client.ask(Ping(request_id="first"))
@@ -253,6 +256,7 @@ def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, 
                 await anext(answers)
             assert not reader.done()
             await answers.aclose()
+            engine = engine or engine_here()
             assert await reader is None
             assert await anext(answers, None) is None
             names = ["Ping", "Generate", "Cancel"] if is_connected else []

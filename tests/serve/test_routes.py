@@ -5,6 +5,7 @@ import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -124,7 +125,8 @@ def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path:
     words, scorer = WordEncoder(WORDS), pairs()
 
     async def test(client: httpx.AsyncClient) -> None:
-        body = {"query": "fish", "documents": ["fish", "one two three", "one two"], "top_n": 2, "return_documents": True}
+        body: dict[str, Any] = {"query": "fish", "documents": ["fish", "one two three", "one two"], "top_n": 2}
+        body["return_documents"] = True
         for named in ({}, {"model": "pairs"}):
             answer = (await client.post(RERANK, json={**body, **named})).json()
             assert answer["model"] == "fake/pairs"
@@ -137,6 +139,8 @@ def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path:
         assert answer["model"] == WORDS
         assert answer["results"][0]["document"] == {"text": "fish"}
         assert len(scorer.jobs) == 2
+        objects = {**body, "documents": [{"text": text, "id": text} for text in body["documents"]], "rank_fields": ["text"]}
+        assert (await client.post(RERANK, json={**objects, "model": WORDS})).json()["results"] == answer["results"]
 
     with_client(test, host_with(tmp_path, words, scorer))
 
