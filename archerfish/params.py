@@ -58,6 +58,8 @@ class Stage:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            object.__setattr__(self, spec.name, plain_number(getattr(self, spec.name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         check_whole("first", self.first, 0)
         check_whole("end", self.end, self.first + 1)

@@ -52,6 +52,8 @@ def test_whole_numbers_that_are_none(name: str, value: Any) -> None:
         ({"top_p": 0}, "top_p must be above 0"),
         ({"max_tokens": 0}, "max_tokens must be a whole number at least 1, not 0. None stands for as many as"),
         ({"n": 0}, "n must be"),
+        ({"top_k": -2}, "top_k must be"),
+        ({"max_tokens": -2}, "max_tokens must be"),
         ({"n": MAX_N + 1}, f"from 1 to {MAX_N}"),
         ({"seed": MAX_SEED}, "seed"),
         ({"seed": MIN_SEED - 1}, "seed"),

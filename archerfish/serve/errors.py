@@ -166,7 +166,7 @@ def expected_of(first: Mapping[str, Any]) -> str | None:
     return bounds[0] if bounds else EXPECTED.get(first["type"].partition("_")[0])
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value in an error: what was sent if that is short."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         text = repr(value)
@@ -187,7 +187,7 @@ def complaint(error: RequestValidationError) -> tuple[str, str, str | None]:
     elif first["type"] == "missing":
         message = f"The parameter {param!r} is missing."
     elif expected := expected_of(first):
-        message = f"{param} must be {expected}, not {shown(first['input'])}."
+        message = f"{param} must be {expected}, not {shown_value(first['input'])}."
     else:
         message = f"{param}: {first['msg']}."
     return message, "unknown_parameter" if first["type"] == "unknown_parameter" else "invalid_value", param

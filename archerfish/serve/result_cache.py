@@ -13,7 +13,6 @@ import msgspec
 
 from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
-from archerfish.params import NO_SEED
 from archerfish.serve.wire import Chunk, Generate, Generated, Output
 
 OVERHEAD_BYTES = 512  # of an entry beside its payload: key, entry, places in orders
@@ -58,7 +57,7 @@ def parse_cache_control(header: str | None) -> CacheControl:
 
 def is_deterministic(params: dict[str, Any]) -> bool:
     """Whether equal requests get equal answers: the likeliest tokens, or draws from a fixed seed."""
-    return params.get("temperature", 1.0) == 0 or params.get("seed") not in (None, NO_SEED)
+    return params.get("temperature", 1.0) == 0 or params.get("seed") is not None
 
 
 def key_of(request: Generate, model: str) -> bytes | None:

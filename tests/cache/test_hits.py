@@ -158,3 +158,8 @@ def test_another_tenant_changes_nothing_that_one_is_told(other: Namespace) -> No
 @pytest.mark.parametrize(("seconds", "said"), [(1.25, "1.2 seconds"), (600.0, "10 minutes"), (36000.0, "10 hours")])
 def test_ages_are_readable(seconds: float, said: str) -> None:
     assert f"{said} ago" in HitRecord(2, 1, "evicted", seconds).explain()
+
+
+def test_between_states_says_from_where_the_rest_is_computed() -> None:
+    said = HitRecord(100, 64, "between_states").explain()
+    assert said.startswith("64 of 100 tokens came from the cache; the state behind them is the nearest that is kept")

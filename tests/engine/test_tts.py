@@ -88,6 +88,8 @@ def test_stages_and_their_defaults() -> None:
     assert (params.seed, params.max_tokens, params.stop_token_ids) == (5, 32 + 1 + 2048, (8192,))
     changed = TTSRequest(text="a", temperature=0.5, top_p=0.7, top_k=3, max_tokens=40, **REFERENCE).params()
     assert changed.stages == (Stage(first=0, end=8193, num_tokens=40, stop_id=8192, temperature=0.5, top_p=0.7, top_k=3),)
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "top_p": 0.7, "top_k": np.int64(3), "max_tokens": np.int64(40)}
+    assert TTSRequest(text="a", **numbers, **REFERENCE).params() == changed, "numbers of arrays"
     greedy = TTSRequest(text="a", temperature=0, top_k=0).params().stages
     assert [(stage.temperature, stage.top_k, stage.top_p) for stage in (greedy[0], greedy[2])] == [(0, 0, 0.95)] * 2
 

@@ -206,6 +206,13 @@ def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, 
     assert backend.params()["max_tokens"] == 1000
 
 
+def test_a_seed_that_stands_for_none_is_none_to_the_engine_and_the_result_cache() -> None:
+    for seed, told in ((-1, None), (-2, 2**64 - 2), (5, 5)):
+        backend = FakeBackend()
+        assert post(backend, CHAT, {**BODIES[CHAT], "seed": seed}, app=create_app).status_code == 200
+        assert backend.params().get("seed") == told
+
+
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
 def test_a_message_has_the_name_that_the_route_has(route: str, name: str) -> None:
     for stated, expected in (
