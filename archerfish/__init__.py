@@ -12,19 +12,18 @@ if TYPE_CHECKING:
     from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase
     from archerfish.cache.adaptive import AdaptiveCache
     from archerfish.cache.logits_cache import CacheKey, LogitsCache
+    from archerfish.compat.batch_processor import BatchProcessor
+    from archerfish.compat.batch_server import BatchInferenceServer
+    from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
     from archerfish.engine.async_engine import AsyncLLMEngine
-    from archerfish.engine.batch_processor import BatchProcessor
-    from archerfish.engine.batch_server import BatchInferenceServer
     from archerfish.engine.inference_core import InferenceCore
     from archerfish.engine.llm import LLM
     from archerfish.engine.llm_engine import LLMEngine
-    from archerfish.engine.monitor import PerformanceMonitor
     from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta
     from archerfish.engine.rwkv_sampler import RwkvSampler
-    from archerfish.engine.streaming import InferenceRequest, PrefetchConfig, StreamingInference
-    from archerfish.engine.tokenizer import FastTokenizer
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
     from archerfish.kernels.buffers import BufferPool, PoolStats
@@ -39,14 +38,15 @@ if TYPE_CHECKING:
     from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
+    from archerfish.text.tokenizer import FastTokenizer
 
 _HOME = {
     "AdaptiveCache": "cache.adaptive",
     "ArcherfishError": "errors",
     "ArrowEngine": "engine.arrow_engine",
     "AsyncLLMEngine": "engine.async_engine",
-    "BatchInferenceServer": "engine.batch_server",
-    "BatchProcessor": "engine.batch_processor",
+    "BatchInferenceServer": "compat.batch_server",
+    "BatchProcessor": "compat.batch_processor",
     "BenchmarkConfig": "bench.targets",
     "BufferPool": "kernels.buffers",
     "CacheKey": "cache.logits_cache",
@@ -56,10 +56,10 @@ _HOME = {
     "EmbedConfig": "config",
     "EngineConfig": "config",
     "FastSampler": "runtime.sampler",
-    "FastTokenizer": "engine.tokenizer",
+    "FastTokenizer": "text.tokenizer",
     "HubConfig": "config",
     "InferenceCore": "engine.inference_core",
-    "InferenceRequest": "engine.streaming",
+    "InferenceRequest": "compat.streaming",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
     "LogitsCache": "cache.logits_cache",
@@ -69,10 +69,10 @@ _HOME = {
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
     "OptimizationConfig": "serve.optimization",
-    "PerformanceMonitor": "engine.monitor",
+    "PerformanceMonitor": "compat.monitor",
     "PerformanceTarget": "bench.targets",
     "PoolStats": "kernels.buffers",
-    "PrefetchConfig": "engine.streaming",
+    "PrefetchConfig": "compat.streaming",
     "RealTimeMonitor": "observe.events",
     "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
@@ -83,7 +83,7 @@ _HOME = {
     "SamplingParams": "params",
     "ServeConfig": "config",
     "Stage": "params",
-    "StreamingInference": "engine.streaming",
+    "StreamingInference": "compat.streaming",
     "TTSRequest": "engine.tts",
     "TTSTokens": "engine.tts",
     "TestCase": "bench.targets",

@@ -1,7 +1,7 @@
 """RWKV-7 in a form that can be trained: whole rows of text at once, in plain torch, with gradients.
 
 Modules and parameters have the names of Hugging Face's files, which `archerfish/store/rwkv_source.py` reads; the formulas
-are those of `archerfish/kernels/wkv.py`. Parameters are float32, large products are done in `compute_type`, and all that
+are those of `archerfish/kernels/torch/wkv.py`. Parameters are float32, large products are done in `compute_type`, and all that
 concerns states in the parameters' type again.
 """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch
     from archerfish.kernels.sampling import SamplingBatch
-    from archerfish.kernels.triton_ops import TritonOps
+    from archerfish.kernels.triton.ops import TritonOps
 
     Tensor = torch.Tensor
 
@@ -119,7 +119,7 @@ def measure_kernels() -> list[KernelRow]:
     """All rows, on the current CUDA device in bfloat16."""
     import torch
 
-    from archerfish.kernels.triton_ops import TritonOps
+    from archerfish.kernels.triton.ops import TritonOps
 
     torch.manual_seed(0)
     ops = TritonOps("cuda", "bfloat16")
@@ -339,8 +339,8 @@ def eager_gated(x: Tensor) -> Tensor:
 
 
 def gate_product_row() -> KernelRow:
-    from archerfish.kernels.triton_linear import gate_tiles
-    from archerfish.kernels.triton_tiles import gate_tile, shared_bytes
+    from archerfish.kernels.triton.linear import gate_tiles
+    from archerfish.kernels.triton.tiles import gate_tile, shared_bytes
 
     x, weight = random(TOKENS, NARROW_WIDTH), random(2 * NARROW_FEED_FORWARD, NARROW_WIDTH)
     tile = gate_tile(TOKENS, weight, shared_bytes(weight.device))

@@ -17,8 +17,8 @@ import msgspec
 
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.text_tokenizer import byte_alphabet
 from archerfish.sequence import Plan, StepResult
+from archerfish.text.text_tokenizer import byte_alphabet
 
 NAME = "paced"
 NUM_WORDS = 4096  # a step brings the same one to every sequence, so that a reader knows which step it was

@@ -75,7 +75,7 @@ class Archerfish:
 
     def weight_bytes(self) -> dict[str, int]:
         from archerfish.bench.memory import mapped_resident_bytes, tensor_bytes
-        from archerfish.kernels.torch_cpu import lay_rows
+        from archerfish.kernels.torch.cpu import lay_rows
 
         lay_rows.cache_clear()  # masks are not weights
         mapped = mapped_resident_bytes("weights.arrow")
@@ -274,7 +274,7 @@ class Engine:
         if absent:
             return f"not installed: {', '.join(absent)}"
         if device == "cpu" and self.dtype:
-            from archerfish.kernels.torch_cpu import is_available
+            from archerfish.kernels.torch.cpu import is_available
 
             if not is_available(self.dtype):
                 return f"this CPU has no products in {self.dtype}"

@@ -20,7 +20,6 @@ from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
 from archerfish.engine.packing import pack, plan_batches
 from archerfish.engine.progress import progress_bar
-from archerfish.engine.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.errors import (
     InputTooLargeError,
     InvalidInputError,
@@ -34,6 +33,7 @@ from archerfish.kernels.pool import ComputePool, compute_pool
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
+from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
 
 TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for

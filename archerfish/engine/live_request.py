@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from archerfish.engine.output_text import OutputText
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta, request_metrics
-from archerfish.engine.tokenizer import Tokenizer
 from archerfish.sequence import Delta, Request, Sequence, TokenLogprobs
+from archerfish.text.output_text import OutputText
+from archerfish.text.tokenizer import Tokenizer
 
 Listener = Callable[[TextDelta], None]
 Watcher = Callable[[Delta, RequestOutput | None], None]  # the result comes with the last delta of a request

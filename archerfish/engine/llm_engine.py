@@ -22,8 +22,6 @@ from archerfish.background import Lazy
 from archerfish.cache.hits import HitRecord
 from archerfish.cache.radix import CacheStats
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.chat_template import ChatTemplate
-from archerfish.engine.grammar import GrammarCompiler
 from archerfish.engine.live_request import Listener, LiveRequest, Watcher
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, RequestOutput, TextDelta
@@ -39,13 +37,15 @@ from archerfish.engine.request_options import (
     is_token_ids,
     read_token_ids,
 )
-from archerfish.engine.text_tokenizer import find_text_tokenizer
 from archerfish.errors import InputTooLargeError, InvalidInputError, NotFoundError, StoppedError
 from archerfish.kernels.buffers import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
 from archerfish.sequence import Delta, Namespace, Plan, Request, StepResult
+from archerfish.text.chat_template import ChatTemplate
+from archerfish.text.grammar import GrammarCompiler
+from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.types import Progress, no_progress
 
 Prompt = str | Sequence[int]

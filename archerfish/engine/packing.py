@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.kernels.ops import Segments
 from archerfish.models.encoder import TokenBatch
+from archerfish.text.tokenizer import TokenizedText
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

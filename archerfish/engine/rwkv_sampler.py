@@ -191,7 +191,7 @@ class RwkvSampler:
     @cached_property
     def _sampler(self) -> FastSampler[torch.Tensor]:
         """One of its own: that of the engine belongs to the thread that steps."""
-        from archerfish.kernels.reference import TorchOps
+        from archerfish.kernels.torch.reference import TorchOps
         from archerfish.runtime.sampler import FastSampler
 
         return FastSampler(TorchOps(), self.engine.facts.vocab_size, 1)

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from archerfish.engine.world_tokenizer import WorldTokenizer
 from archerfish.errors import InputTooLargeError, InvalidInputError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams, Stage, check_whole, items_of, plain_number
 from archerfish.sequence import FinishReason
+from archerfish.text.world_tokenizer import WorldTokenizer
 
 NUM_SEMANTIC, EOS = 8192, 8192
 TAG_0, TAG_1, TAG_2 = 8193, 8194, 8195

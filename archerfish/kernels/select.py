@@ -11,7 +11,7 @@ from archerfish.errors import DeviceError
 from archerfish.kernels.machine import cpu, fast_cpu_dtype
 
 if TYPE_CHECKING:
-    from archerfish.kernels.reference import TorchOps
+    from archerfish.kernels.torch.reference import TorchOps
 
 logger = logging.getLogger("archerfish.kernels")
 
@@ -43,7 +43,7 @@ def choose_dtype(wanted: str, device: str) -> str:
     if wanted != "auto":
         if device != "cpu" or wanted == "float32":
             return wanted
-        from archerfish.kernels.torch_cpu import is_available
+        from archerfish.kernels.torch.cpu import is_available
 
         if is_available(wanted):
             return wanted
@@ -59,15 +59,15 @@ def choose_dtype(wanted: str, device: str) -> str:
 def choose_ops(device: str, dtype: str) -> TorchOps:
     """The fastest backend for a device and a type."""
     if device == "cpu":
-        from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+        from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 
         if is_available(dtype) and (dtype != "bfloat16" or cpu().has_fast_bfloat16):
             return TorchCpuOps(device, dtype)
     if device == "cuda" and has_triton():
-        from archerfish.kernels.triton_ops import TritonOps
+        from archerfish.kernels.triton.ops import TritonOps
 
         return TritonOps(device, dtype)
-    from archerfish.kernels.reference import TorchOps
+    from archerfish.kernels.torch.reference import TorchOps
 
     return TorchOps(device, dtype)
 
@@ -80,7 +80,7 @@ def fast_paths() -> list[FastPath]:
     """Every optional path with its state, for people to read."""
     import torch
 
-    from archerfish.kernels.torch_cpu import is_available
+    from archerfish.kernels.torch.cpu import is_available
 
     found = cpu()
     amx = "oneDNN runs bfloat16 products on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"

@@ -13,9 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from archerfish.engine.output_text import OutputText
 from archerfish.engine.request_options import check_option_values, check_vocabulary
-from archerfish.engine.tool_calls import ToolPiece
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.sequence import FinishReason
@@ -29,6 +27,8 @@ from archerfish.serve.served_texts import ServedText, ServedTexts, aside, blamed
 from archerfish.serve.sse import EventStream, Outbox
 from archerfish.serve.tool_choice import CallParser, explained
 from archerfish.serve.wire import Chunk, Generate, Generated
+from archerfish.text.output_text import OutputText
+from archerfish.text.tool_calls import ToolPiece
 
 T = TypeVar("T")
 Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane
@@ -21,6 +20,7 @@ from archerfish.serve.limits import RefusedError
 from archerfish.serve.service_rate import JobCost
 from archerfish.serve.ticket import Desk, Ticket, read_aside
 from archerfish.serve.wire import Embed, Score, Vectors
+from archerfish.text.tokenizer import TokenizedText
 
 Array = npt.NDArray[np.float32]
 FIRST_BUDGET, LEAST_BUDGET, MOST_BUDGET = 1024, 64, 1 << 16  # tokens of a job

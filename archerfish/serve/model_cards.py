@@ -9,14 +9,14 @@ from typing import Any
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import locate
 from archerfish.engine.llm_loading import ModelFacts, read_facts
-from archerfish.engine.text_tokenizer import find_text_tokenizer
-from archerfish.engine.tokenizer import read_settings, stated_max_length
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.models.config import Config
 from archerfish.models.encoder import encoder_class
 from archerfish.serve.host_config import ModelSpec
 from archerfish.store.format import ARROW_NAME
 from archerfish.store.metadata import read_metadata
+from archerfish.text.text_tokenizer import find_text_tokenizer
+from archerfish.text.tokenizer import read_settings, stated_max_length
 from archerfish.types import no_progress
 
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from archerfish.background import Lazy
-from archerfish.engine.chat_template import ChatTemplate, texts_in
 from archerfish.engine.request_options import check_prompt_bytes, read_token_ids
-from archerfish.engine.text_tokenizer import find_text_tokenizer
-from archerfish.engine.tokenizer import Tokenizer
-from archerfish.engine.tool_calls import PROMPTED_STYLE
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.schemas import MAX_TOKEN_ID
+from archerfish.text.chat_template import ChatTemplate, texts_in
+from archerfish.text.text_tokenizer import find_text_tokenizer
+from archerfish.text.tokenizer import Tokenizer
+from archerfish.text.tool_calls import PROMPTED_STYLE
 
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from archerfish.engine.tool_calls import ToolCallParser, ToolPiece, grammar_for_tools, tool_at, tool_schemas
 from archerfish.errors import InvalidInputError
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.json_schemas import path_of
 from archerfish.serve.served_texts import ServedText, blamed
+from archerfish.text.tool_calls import ToolCallParser, ToolPiece, grammar_for_tools, tool_at, tool_schemas
 
 GRAMMAR_ERROR = re.compile(
     r"^The grammar of kind lark is not valid: (?:at (?P<line>\d+)\(\d+\): )?(?:failed to compile JSON schema: )?"

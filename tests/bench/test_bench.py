@@ -164,7 +164,7 @@ def test_what_is_not_installed_is_skipped_with_its_reason(monkeypatch: pytest.Mo
     assert (results["openvino"].state, results["openvino"].reason) == ("skipped", "not installed: openvino, transformers")
     monkeypatch.undo()
     assert ENGINES["onnx"].missing("cuda") in ("does not run on cuda", "not installed: onnxruntime, onnx")
-    monkeypatch.setattr("archerfish.kernels.torch_cpu.is_available", lambda dtype: dtype != "bfloat16")
+    monkeypatch.setattr("archerfish.kernels.torch.cpu.is_available", lambda dtype: dtype != "bfloat16")
     assert ENGINES["st-bfloat16"].missing("cpu") == "this CPU has no products in bfloat16"
     assert ENGINES["st-bfloat16"].missing("cuda") == ENGINES["st-float32"].missing("cpu") == ""
 

@@ -13,7 +13,7 @@ import torch
 from archerfish.bench import kernels
 from archerfish.bench.kernels import KernelRow, as_json, as_row, as_table, compiled_us
 from archerfish.kernels.ops import HeadShape
-from archerfish.kernels.reference import TorchOps, rotate
+from archerfish.kernels.torch.reference import TorchOps, rotate
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,6 @@ from sentence_transformers import SentenceTransformer
 
 from archerfish import ArrowEngine, BatchInferenceServer, EmbedConfig, HubConfig, ModelConverter
 from archerfish.engine.packing import pack, plan_batches
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import (
     ArcherfishError,
     CorruptFileError,
@@ -31,6 +30,7 @@ from archerfish.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
+from archerfish.text.tokenizer import TokenizedText
 
 TEXTS = [
     "hello", "", "A short text.", "今天天气很好，我们去公园散步吧。", "🎉🚀 emoji ❤️ and text", "word " * 600, "x" * 300,

@@ -23,8 +23,8 @@ from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError
 from archerfish.kernels.machine import Memory
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.params import SamplingParams

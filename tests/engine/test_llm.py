@@ -13,7 +13,7 @@ from archerfish import LLM, LLMEngine, SamplingParams
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import ArcherfishError, InvalidInputError
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 VOCAB = 280
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

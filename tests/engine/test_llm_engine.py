@@ -46,7 +46,7 @@ def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypat
     def leave(has_company: bool) -> None:
         leaving.append((threading.get_ident(), has_company))
 
-    monkeypatch.setattr("archerfish.kernels.reference.let_team_go", leave)
+    monkeypatch.setattr("archerfish.kernels.torch.reference.let_team_go", leave)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     with make(tiny):
         assert leaving == [(threading.get_ident(), False)]

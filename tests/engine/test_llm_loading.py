@@ -11,7 +11,7 @@ import transformers
 
 from archerfish import HubConfig, LLMEngine, SamplingParams
 from archerfish.errors import ArcherfishError, InvalidOptionError, UnsupportedModelError
-from archerfish.kernels.torch_cpu import is_available
+from archerfish.kernels.torch.cpu import is_available
 
 PROMPT = [5, 9, 33, 7, 60, 12]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)

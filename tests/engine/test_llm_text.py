@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from archerfish import LLM, LLMEngine, SamplingParams
-from archerfish.engine import sandbox
 from archerfish.errors import ArcherfishError, InputTooLargeError, InvalidInputError
 from archerfish.store.loader import WeightLoader
+from archerfish.text import template_sandbox as sandbox
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

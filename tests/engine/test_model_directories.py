@@ -104,7 +104,7 @@ def test_prompts_of_the_model(tiny_model: Any, hub: HubConfig, tmp_path: Path) -
 def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: Any, hub: HubConfig) -> None:
     """On a CPU without bfloat16 units the weights stay at their stored size and are widened as they are used."""
     from archerfish.kernels import select
-    from archerfish.kernels.reference import TorchOps
+    from archerfish.kernels.torch.reference import TorchOps
 
     path = tiny_model()
     expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS)

@@ -16,7 +16,7 @@ from archerfish.config import HubConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import CorruptFileError, InvalidInputError, InvalidOptionError, UnsupportedModelError
-from archerfish.kernels.torch_cpu import is_available
+from archerfish.kernels.torch.cpu import is_available
 from archerfish.models.rwkv7 import ChannelMix
 from archerfish.params import SamplingParams
 from tests.engine.tiny_rwkv import prompts, rwkv_config

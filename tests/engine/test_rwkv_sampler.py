@@ -25,8 +25,8 @@ from archerfish.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from archerfish.kernels import reference
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch import reference
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.sequence import Plan
 from archerfish.serve.optimization import OptimizationConfig
 from tests.engine.test_tts import BAD, REFERENCE, VOICE

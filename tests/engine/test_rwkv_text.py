@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from archerfish.config import HubConfig
-from archerfish.engine.chat_template import PLAIN_STOPS, ChatTemplate
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.text_tokenizer import TextTokenizer, find_text_tokenizer
-from archerfish.engine.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.params import SamplingParams
+from archerfish.text.chat_template import PLAIN_STOPS, ChatTemplate
+from archerfish.text.text_tokenizer import TextTokenizer, find_text_tokenizer
+from archerfish.text.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
-from tests.engine.tiny_tokenizers import word_pieces
 from tests.models.recurring import Size, blink_weights
 from tests.store.test_rwkv_source import write_pth
+from tests.text.tiny_tokenizers import word_pieces
 
 SMALLEST = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 65536}
 

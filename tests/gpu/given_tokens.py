@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from archerfish.kernels.decoding import FILLING_POSITION, NUM_INPUTS, Input
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config

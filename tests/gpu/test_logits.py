@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from archerfish.bench.gpu import SHAPES
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from tests.gpu.given_tokens import DEVICE, DTYPE, GivenTokens, needs_card, random_weights, rms
 
 pytestmark = needs_card
@@ -76,7 +76,7 @@ def logits_of(ops: TorchOps, name: str, work: Work, *, is_recorded: bool) -> Ten
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_errors_are_those_of_bfloat16(name: str, work: str, record_property: Any) -> None:
-    from archerfish.kernels.triton_ops import TritonOps
+    from archerfish.kernels.triton.ops import TritonOps
 
     expected = logits_of(TorchOps(DEVICE, "float32"), name, WORKS[work], is_recorded=False)
     pytorch = rms(logits_of(TorchOps(DEVICE, DTYPE), name, WORKS[work], is_recorded=False) - expected)

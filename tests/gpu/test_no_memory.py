@@ -16,7 +16,7 @@ from archerfish import ArrowEngine, HubConfig, LLMEngine, SamplingParams
 from archerfish.bench.gpu import SHAPES
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import DeviceError, OutOfMemoryError
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import NoOps
 from archerfish.models.bert import BertEncoder

@@ -12,11 +12,11 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.config import HubConfig
-from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import BUILTIN_MODELS, is_intact, resolve_model, source_directory
+from archerfish.text.text_tokenizer import TextTokenizer
 from tests.gpu.given_tokens import DEVICE, DTYPE, GivenTokens, needs_card, rms
 
 MODEL = "smollm2-135m-instruct"
@@ -51,7 +51,7 @@ def converted(dtype: str) -> WeightLoader:
 
 @lru_cache(maxsize=1)
 def reference() -> Reference:
-    from archerfish.kernels.torch_cpu import TorchCpuOps
+    from archerfish.kernels.torch.cpu import TorchCpuOps
 
     loader = converted("float32")
     tokenizer = TextTokenizer.find(loader.directory, loader.config, {})
@@ -100,7 +100,7 @@ def margins(expected: Tensor, chosen: Tensor) -> npt.NDArray[np.float32]:
 
 @pytest.mark.parametrize("way", ["passes", "decodes"])
 def test_next_tokens_agree(way: str) -> None:
-    from archerfish.kernels.triton_ops import TritonOps
+    from archerfish.kernels.triton.ops import TritonOps
 
     expected = reference().logits
     error = rms(logits_of_passes(TorchOps(DEVICE, DTYPE), DTYPE) - expected)

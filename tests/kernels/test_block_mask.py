@@ -12,10 +12,10 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 
 from archerfish.errors import InvalidInputError  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # isort: skip
-from archerfish.kernels.reference import TorchOps, visible  # isort: skip
-from archerfish.kernels.torch_cpu import TorchCpuOps  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import PLACES, Places, Tile, find_places, lay_mask  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
+from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.places import PLACES, Places, Tile, find_places, lay_mask  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor

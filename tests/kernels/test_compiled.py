@@ -32,7 +32,7 @@ def build(kernel, fixed, types, other="bf16", num_warps=1):
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
 """
 PRODUCTS = """
-from archerfish.kernels.triton_products import multiply_rows_kernel as kernel
+from archerfish.kernels.triton.products import multiply_rows_kernel as kernel
 
 fixed = {
     "width": 256, "outputs": 4, "columns": 128, "num_pieces": 1, "activation": "none", "has_bias": False, "has_residual": True,
@@ -44,9 +44,9 @@ for type_name in ("fp32", "bf16"):
 """
 GATES = """
 import torch
-from archerfish.kernels.triton_linear import ROW_TILES
-from archerfish.kernels.triton_products import gate_tiles_kernel as kernel
-from archerfish.kernels.triton_tiles import SHARED_BYTES, gate_tile
+from archerfish.kernels.triton.linear import ROW_TILES
+from archerfish.kernels.triton.products import gate_tiles_kernel as kernel
+from archerfish.kernels.triton.tiles import SHARED_BYTES, gate_tile
 
 for num_rows in (17, 200, 2000):
     tile = gate_tile(num_rows, torch.empty(3072, 576, dtype=torch.bfloat16), SHARED_BYTES)
@@ -62,10 +62,10 @@ for num_rows in (17, 200, 2000):
 """
 MANY_MIXES = """
 import torch
-from archerfish.kernels.triton_many_mixes import choose_part_tile
-from archerfish.kernels.triton_mixes import PART_ROWS, multiply_parts_kernel
-from archerfish.kernels.triton_products import multiply_shares_kernel
-from archerfish.kernels.triton_tiles import SHARED_BYTES, share_tile
+from archerfish.kernels.triton.many_mixes import choose_part_tile
+from archerfish.kernels.triton.mixes import PART_ROWS, multiply_parts_kernel
+from archerfish.kernels.triton.products import multiply_shares_kernel
+from archerfish.kernels.triton.tiles import SHARED_BYTES, share_tile
 
 tile = share_tile(64, torch.empty(768, 3072, dtype=torch.bfloat16), 2, SHARED_BYTES)
 shares = {"width": 3072, "span": tile.span, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns}
@@ -79,9 +79,9 @@ for each in built:
     assert "wgmma.mma_async" in each.asm["ptx"] and "cp.async" in each.asm["ptx"]
 """
 NARROW_HEADS = """
-from archerfish.kernels.triton_attention import decode_kernel, shared_kernel
-from archerfish.kernels.triton_prefill import prefill_kernel
-from archerfish.kernels.triton_tiles import dot_block
+from archerfish.kernels.triton.attention import decode_kernel, shared_kernel
+from archerfish.kernels.triton.prefill import prefill_kernel
+from archerfish.kernels.triton.tiles import dot_block
 
 heads = {"block_size": 16, "head_dim": 8, "width": dot_block(8), "has_cap": False, "step": 16}
 extra = {"sinks": 0, "mask_size": 0, "mask_span": 0, "has_window": False}
@@ -98,9 +98,9 @@ for half in ("bf16", "fp32"):
     build(shared_kernel, {**heads, "group": 2, "rows": 16, "is_early": True}, types, half, 4)
 """
 SUMS = """
-from archerfish.kernels.triton_mixes import mix_rows_kernel, norm_shift_kernel
-from archerfish.kernels.triton_norm import lookup_kernel, rms_norm_kernel
-from archerfish.kernels.triton_products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
+from archerfish.kernels.triton.mixes import mix_rows_kernel, norm_shift_kernel
+from archerfish.kernels.triton.norm import lookup_kernel, rms_norm_kernel
+from archerfish.kernels.triton.products import multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
 
 plain = {"width": 576, "activation": "none", "has_bias": False, "is_early": True}
 after = {**plain, "has_residual": True, "is_gated": False}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch
-from archerfish.kernels.paged_cpu import SPLIT_SAVES, STEP, group_lengths, padded
-from archerfish.kernels.reference import TorchOps, activate
-from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.paged_cpu import SPLIT_SAVES, STEP, group_lengths, padded
+from archerfish.kernels.torch.reference import TorchOps, activate
 from archerfish.runtime.batch import build_batch
 
 BACKENDS = [TorchOps, TorchCpuOps]

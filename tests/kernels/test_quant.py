@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from archerfish.kernels import quant
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.quant import PIECE_ELEMENTS, dequantize_rows, quantize_rows, row_pieces
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import INT8_ROWS, TorchCpuOps, is_available
+from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps, is_available
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.types import INT8
 
 Tensor = torch.Tensor

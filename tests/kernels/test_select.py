@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from archerfish.kernels import torch_cpu
 from archerfish.kernels.select import choose_dtype
+from archerfish.kernels.torch import cpu as torch_cpu
 
 
 @pytest.mark.parametrize("wanted", ["bfloat16", "float16"])

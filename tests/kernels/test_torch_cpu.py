@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, Pooling, Segments
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, is_available, lay_rows, padded_rows
+from archerfish.kernels.torch.cpu import ROW_STEP, TorchCpuOps, best_width, fill_rows, is_available, lay_rows, padded_rows
+from archerfish.kernels.torch.reference import TorchOps
 
 TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -165,7 +165,7 @@ def test_reference_attention_sees_each_sequence_alone() -> None:
 ROUNDS = """
 import resource, sys
 import torch
-from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.kernels.torch.cpu import TorchCpuOps
 
 def num_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -9,11 +9,11 @@ import torch
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, random, untraced
 
-from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.triton import linear as triton_linear  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import PackedWeight  # isort: skip
 from archerfish.kernels.quant import quantize_rows  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import (  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import (  # isort: skip
     MAX_ADDED_ROWS,
     MIN_SHARES_WIDTH,
     SHARED_BYTES,

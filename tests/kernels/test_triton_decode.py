@@ -8,9 +8,9 @@ import torch
 from tests.kernels.triton_support import DEVICE
 
 from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, ON_DEVICE, Input  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import find_places  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.places import find_places  # isort: skip
 
 
 def test_inputs_become_the_batch_of_the_reference() -> None:

@@ -17,10 +17,10 @@ from archerfish.errors import UnreachableError  # isort: skip
 from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
 from archerfish.kernels.ops import Pooling, Segments  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_encoder import LAYOUT, FixedInputs, choose_rows, lay_out  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import Tile  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.encoder import LAYOUT, FixedInputs, choose_rows, lay_out  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.places import Tile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.encoder import TokenBatch, encoder_class  # isort: skip

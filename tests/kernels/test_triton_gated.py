@@ -8,11 +8,11 @@ from torch.nn import functional
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, random, untraced
 
-from archerfish.kernels import triton_linear  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.triton import linear as triton_linear  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.ops import Activation  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MAX_ROWS, SHARED_BYTES, SOME_GATED_ROWS  # isort: skip
-from archerfish.kernels.triton_tiles import GateTile, gate_tile  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import FEW_GATED_ROWS, MAX_GATED_WIDTH, MAX_ROWS, SHARED_BYTES, SOME_GATED_ROWS  # isort: skip
+from archerfish.kernels.triton.tiles import GateTile, gate_tile  # isort: skip
 
 pytestmark = untraced
 Tensor = torch.Tensor

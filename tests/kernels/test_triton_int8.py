@@ -11,11 +11,11 @@ from tests.kernels.triton_support import DEVICE, TYPES, combine, random, untrace
 
 from archerfish.kernels.ops import Activation, LinearWeight  # isort: skip (triton must interpret)
 from archerfish.kernels.recurrent import RecurrentOps  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps  # isort: skip
-from archerfish.kernels.triton_mixes import FewRowsRecurrentOps  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import HOPPER_BYTES, MAX_INT8_ROWS, MAX_ROWS, LinearTile, tile_of  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps  # isort: skip
+from archerfish.kernels.triton.mixes import FewRowsRecurrentOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import HOPPER_BYTES, MAX_INT8_ROWS, MAX_ROWS, LinearTile, tile_of  # isort: skip
 from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
 from archerfish.types import INT8  # isort: skip
 from tests.kernels.test_triton_linear import STREAMS, TILES, check  # isort: skip

@@ -12,9 +12,9 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, random, untraced
 
 from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_tiles import MAX_ROWS, SHARED_BYTES, LinearTile, tile_of  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps, filled_up  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.tiles import MAX_ROWS, SHARED_BYTES, LinearTile, tile_of  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps, filled_up  # isort: skip
 from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 

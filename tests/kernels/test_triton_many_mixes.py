@@ -19,11 +19,11 @@ from tests.kernels.test_triton_mixes import (  # noqa: F401 (models: a fixture)
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.recurrent import Stream  # isort: skip (triton must interpret)
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
-from archerfish.kernels.triton_mixes import FEW_ROWS, PART_ROWS  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import SHARED_BYTES  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps, choose_part_tile  # isort: skip
+from archerfish.kernels.triton.mixes import FEW_ROWS, PART_ROWS  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import SHARED_BYTES  # isort: skip
 from tests.models.recurring import SIZES, use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
@@ -56,7 +56,7 @@ def test_shares_of_a_last_product_end_in_the_stream(
     name: str, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     """Between layers, where the next norm adds them, and behind the last one."""
-    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
+    monkeypatch.setattr("archerfish.kernels.triton.tiles.MIN_SHARES_WIDTH", 150)
     shapes: list[tuple[int, ...]] = []
     add_shares_of = DecodingRecurrentOps.add_shares_of
 
@@ -75,7 +75,7 @@ def test_shares_of_a_last_product_end_in_the_stream(
 
 
 def test_a_row_does_not_depend_on_the_others(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 150)
+    monkeypatch.setattr("archerfish.kernels.triton.tiles.MIN_SHARES_WIDTH", 150)
     check_alone(*(many(models["tiny"], FEW_ROWS + 1, FEW_ROWS + 1, 64) for _ in range(2)))
 
 
@@ -84,7 +84,7 @@ def test_operations_for_all_steps_add_up_what_was_left(
     name: str, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     """Where a layer has a weight that is not as kernels read it."""
-    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", 100)
+    monkeypatch.setattr("archerfish.kernels.triton.tiles.MIN_SHARES_WIDTH", 100)
     totals: list[bool] = []
     total = DecodingRecurrentOps.total
 
@@ -111,7 +111,7 @@ def test_steps_can_be_captured(
     num_rows: int, parts_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:
     """With last products added to the stream and in shares, whose kernels follow one another in different ways."""
-    monkeypatch.setattr("archerfish.kernels.triton_tiles.MIN_SHARES_WIDTH", SIZES["small"].feed_forward)
+    monkeypatch.setattr("archerfish.kernels.triton.tiles.MIN_SHARES_WIDTH", SIZES["small"].feed_forward)
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
     recurrent = DecodingRecurrentOps(TritonOps(DEVICE, "float32"))
     recurrent.parts_rows = parts_rows

@@ -14,11 +14,11 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
 from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_mixes import FEW_ROWS, FewRowsRecurrentOps, choose_mix_tile  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import LinearTile  # isort: skip
-from archerfish.kernels.triton_wkv import TritonRecurrentOps  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.mixes import FEW_ROWS, FewRowsRecurrentOps, choose_mix_tile  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import LinearTile  # isort: skip
+from archerfish.kernels.triton.wkv import TritonRecurrentOps  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.rwkv7 import Rwkv7Model  # isort: skip

@@ -11,9 +11,9 @@ import torch
 from tests.kernels.triton_support import DEVICE, TOLERANCE, TYPES, batch_over, in_float32, random, untraced
 
 from archerfish.kernels.ops import HeadShape  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_places import PLACES, Places, Tile  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.places import PLACES, Places, Tile  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 DECODES = ((1, 37), (1, 17), (1, 1), (1, 16), (1, 2))  # a new key inside of a block, first in one, last in one, the only one

@@ -12,9 +12,9 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, in_float32, random, untraced
 
 from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_places import PLACES, Places, Tile, choose_splits, send_pieces, find_places  # isort: skip
-from archerfish.kernels.triton_ops import FLOAT32_WIDTH, TritonOps  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.places import PLACES, Places, Tile, choose_splits, send_pieces, find_places  # isort: skip
+from archerfish.kernels.triton.ops import FLOAT32_WIDTH, TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity

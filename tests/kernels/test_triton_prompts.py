@@ -11,7 +11,7 @@ import torch
 from tests.engine.tiny_llama import TINY
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip (triton must interpret)
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must interpret)
 from archerfish.kernels.ops import KVLayer  # isort: skip
 from archerfish.kernels.prompting import Word  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip

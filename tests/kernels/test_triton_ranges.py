@@ -12,10 +12,10 @@ import torch
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
-from archerfish.kernels import triton_sampling  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton import sampling as triton_sampling  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, Entries, Ranges, SamplingBatch, stream_key, uniform  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
 from tests.kernels.test_triton_sampling import OFF, batch_of, random_logits  # isort: skip
 from tests.runtime.sampling_reference import chi_square, probabilities, token_at  # isort: skip

@@ -16,11 +16,11 @@ import torch
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
-from archerfish.kernels import triton_sampling  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton import sampling as triton_sampling  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, NOT_FINITE, TOP_K_OFF, Cuts, Masks, SamplingBatch  # isort: skip
 from archerfish.kernels.sampling import stream_key, uniform  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
 from archerfish.runtime.sampler import FastSampler  # isort: skip
 from archerfish.sequence import Request, Sequence  # isort: skip

@@ -11,11 +11,11 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.ops import LinearWeight  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_many_mixes import DecodingRecurrentOps  # isort: skip
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip
-from archerfish.kernels.triton_tiles import MAX_ROWS, LinearTile  # isort: skip
-from archerfish.kernels.wkv import ChunkedRecurrentOps  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
+from archerfish.kernels.triton.tiles import MAX_ROWS, LinearTile  # isort: skip
+from archerfish.kernels.torch.wkv import ChunkedRecurrentOps  # isort: skip
 from tests.kernels.test_triton_mixes import Decodes, Model, models  # noqa: F401  # isort: skip (a fixture)
 from tests.models.decoding import Driver, make, random_tokens  # isort: skip
 from tests.models.recurring import SIZES, RecurrentDriver  # isort: skip

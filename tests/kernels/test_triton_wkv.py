@@ -19,9 +19,9 @@ from archerfish.kernels.decoding import (  # isort: skip (triton must be told to
     Input,
 )
 from archerfish.kernels.recurrent import NO_SLOT  # isort: skip
-from archerfish.kernels.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton_wkv import TritonRecurrentOps  # isort: skip
-from archerfish.kernels.wkv import TorchRecurrentOps  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.wkv import TritonRecurrentOps  # isort: skip
+from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
 from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
 from tests.kernels.wkv_cases import WHOLE, MixCase, make_case  # isort: skip
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint  # isort: skip

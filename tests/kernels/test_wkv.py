@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from archerfish.errors import DeviceError
 from archerfish.kernels.ops import Ops
 from archerfish.kernels.recurrent import HeadInputs
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.wkv import (
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.wkv import (
     CHUNK,
     TOGETHER,
     ChunkedRecurrentOps,

@@ -75,7 +75,7 @@ if not HAS_CUDA:
     describe_types_when_asked()
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402
-from archerfish.kernels.reference import TorchOps  # noqa: E402
+from archerfish.kernels.torch.reference import TorchOps  # noqa: E402
 from archerfish.runtime.batch import build_batch  # noqa: E402
 
 Tensor = torch.Tensor

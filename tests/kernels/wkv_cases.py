@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from archerfish.kernels.recurrent import FIRST_SLOT, HeadInputs, HeadWeights, RecurrentBatch
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.wkv import WkvInputs, prepare_heads
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.wkv import WkvInputs, prepare_heads
 from archerfish.runtime.batch import build_recurrent_batch
 
 Tensor = torch.Tensor

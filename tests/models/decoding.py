@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentOps
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.models import adapter, known
 from archerfish.models.config import Config
 from tests.models.decoding import LENGTH, SIZES, Driver, make_model, random_tokens, their_logits

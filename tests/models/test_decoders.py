@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from archerfish.errors import TensorError, UnsupportedModelError
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models import adapter, known
 from archerfish.models.adapter import KVShape, ModelAdapter, model_class, register_model

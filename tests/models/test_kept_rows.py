@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.kernels.torch.cpu import TorchCpuOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.store.rwkv_source import read_rwkv7
 from tests.models.decoding import Driver, make, random_tokens
 from tests.models.recurring import SIZES, RecurrentDriver, write_checkpoint

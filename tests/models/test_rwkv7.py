@@ -19,9 +19,9 @@ import torch
 
 from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.recurrent import RecurrentOps, StateShape
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import TorchCpuOps, is_available
-from archerfish.kernels.wkv import ChunkedRecurrentOps, TorchRecurrentOps
+from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.wkv import ChunkedRecurrentOps, TorchRecurrentOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model

@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from archerfish.config import HubConfig
-from archerfish.engine.tokenizer import FastTokenizer
-from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.store.converted import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
+from archerfish.text.tokenizer import FastTokenizer
 from tests.models.decoding import Driver
 
 PROMPTS = [

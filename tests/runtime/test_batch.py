@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from archerfish.kernels.reference import TorchOps
-from archerfish.kernels.torch_cpu import TorchCpuOps, padded_rows
+from archerfish.kernels.torch.cpu import TorchCpuOps, padded_rows
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.batch import build_batch, build_recurrent_batch
 from tests.calls import num_calls
 

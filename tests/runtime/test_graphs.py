@@ -15,7 +15,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, Input
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.sequence import Plan

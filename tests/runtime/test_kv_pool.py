@@ -13,7 +13,7 @@ from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, O
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
 from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
 from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, kv_pool_class, plan_memory, register_kv_pool, work_bytes

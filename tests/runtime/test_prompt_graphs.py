@@ -15,7 +15,7 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.prompt_graphs import SIZES, PromptGraphs
 from tests.engine.tiny_llama import TINY
 from tests.engine.tiny_rwkv import save_tiny_rwkv

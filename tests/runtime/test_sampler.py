@@ -10,9 +10,9 @@ import torch
 
 from archerfish.cache.logits_cache import CacheKey, LogitsCache
 from archerfish.errors import InvalidInputError, InvalidOptionError, ModelError, UnknownOptionError
-from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import stream_key, uniform
-from archerfish.kernels.torch_sampling import uniforms
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.sampling import uniforms
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler, LogitsView, Sampled, SamplingConfig, prompt_logprobs
 from archerfish.sequence import Request, Sequence

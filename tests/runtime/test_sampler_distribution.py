@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import stream_key, uniform
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler
 from archerfish.sequence import Request, Sequence

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InvalidInputError
 from archerfish.kernels.decoding import NUM_INPUTS, Input
-from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, Entries, Ranges, SamplingBatch, stream_key, uniform
-from archerfish.kernels.torch_sampling import sampling_batch
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.params import SamplingParams, Stage
 from archerfish.runtime.sampler import FastSampler
 from archerfish.sequence import Request, Sequence

@@ -13,14 +13,14 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import NO_BLOCK, Input
 from archerfish.kernels.ops import Ids
-from archerfish.kernels.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import DecodeGraphs, Kind
 from archerfish.runtime.runner import ModelRunner
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 from tests.runtime.test_graphs import PROMPTS, RecordingOps, generate
 
-from archerfish.kernels.triton_ops import TritonOps  # isort: skip (triton must be told to interpret first)
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must be told to interpret first)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from archerfish.errors import InvalidInputError
-from archerfish.kernels.reference import TorchOps
 from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, uniform
-from archerfish.kernels.torch_sampling import TorchSampling
+from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.sampling import TorchSampling
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler, Sampled
 from archerfish.runtime.token_masks import find_masks
@@ -143,7 +143,7 @@ def test_many_masks_are_found_side_by_side() -> None:
 
 
 def test_masks_are_applied_a_group_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.kernels.torch_sampling.CPU_GROUP", 128)
+    monkeypatch.setattr("archerfish.kernels.torch.sampling.CPU_GROUP", 128)
     logits = torch.zeros(9, 64)
     bits = torch.tensor([[1 << place] for place in range(5, 12)])
     masks = Masks(torch.tensor([8, 0, 1, 2, 3, 4, 5]), bits)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.kernels.torch_cpu import TorchCpuOps
+from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.store.rwkv_source import read_rwkv7
+from archerfish.text.text_tokenizer import TextTokenizer
 from scripts.rwkv7_training import DECAY_SCALE, Chunks, Rwkv7, Shape, invert_triangle, prepare, run_recurrence
 from scripts.story_data import ANSWER, END, REQUEST, train_tokenizer
 from scripts.train_rwkv7 import export
@@ -35,7 +35,7 @@ def random_products(rows: int, length: int, width: int) -> tuple[list[Tensor], l
 
 
 def token_by_token(products: list[Tensor], vectors: list[Tensor]) -> Tensor:
-    """y by the formulas of archerfish/kernels/wkv.py: (rows, length, heads, head_dim)."""
+    """y by the formulas of archerfish/kernels/torch/wkv.py: (rows, length, heads, head_dim)."""
     rows, length, width = products[0].shape
     receptance, decay, key, value, rate = (each.view(rows, length, width // HEAD_DIM, HEAD_DIM) for each in products)
     k_k, k_a = (each.view(-1, HEAD_DIM) for each in vectors[:2])

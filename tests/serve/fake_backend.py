@@ -18,7 +18,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from archerfish.config import EngineConfig, ServeConfig
 from archerfish.engine.request_options import RUNNING_OPTIONS
-from archerfish.engine.text_tokenizer import byte_alphabet
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError
@@ -44,6 +43,7 @@ from archerfish.serve.wire import (
     Score,
     Vectors,
 )
+from archerfish.text.text_tokenizer import byte_alphabet
 
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"

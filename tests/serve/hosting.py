@@ -16,7 +16,6 @@ import zmq
 
 from archerfish.engine.fakes import word_vector
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import InvalidInputError
 from archerfish.kernels.pool import compute_pool
 from archerfish.serve import wire
@@ -28,8 +27,9 @@ from archerfish.serve.hosted_encoder import Array, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, Slot
 from archerfish.serve.wire import Chunk, Generate, Generated, Message, Pong, Query, Report
+from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 LIMIT_S = 60
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}

@@ -20,7 +20,7 @@ from archerfish.config import ServeConfig
 from archerfish.serve import front
 from archerfish.serve.served_texts import ServedText
 from tests.engine.tiny_llama import save_tiny_llama
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S, app_of, host_with
 from .fake_backend import TEMPLATE

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.engine.tool_calls import grammar_for_tools, tool_at
 from archerfish.serve.answer_formats import response_grammar
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.json_schemas import TYPES, path_of, schema_complaint
 from archerfish.serve.tool_choice import explained
+from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
 from .client import error_of as http_error_of
 from .client import host_with, with_client

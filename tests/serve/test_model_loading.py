@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -25,8 +24,9 @@ from archerfish.serve.model_cards import describe
 from archerfish.serve.models import Slot
 from archerfish.serve.run import story_spec
 from archerfish.serve.wire import Embed, Ping, Query, Report, Vectors
+from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import PASS, app_of, client_of
 from .hosting import LIMIT_S, WordEncoder, add_encoder, failure, make_host, stats, talk, whole

@@ -13,9 +13,9 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from archerfish.engine.chat_template import texts_in
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
+from archerfish.text.chat_template import texts_in
 
 from .fake_backend import MODEL, FakeBackend, post
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish.engine.tokenizer import TokenizedText
 from archerfish.serve import service_rate
 from archerfish.serve.compute import ComputeThread
 from archerfish.serve.figures import Figures
@@ -24,6 +23,7 @@ from archerfish.serve.hosted_encoder import ALONE, Array, HostedEncoder
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.ticket import Ticket
 from archerfish.serve.wire import Embed, Vectors
+from archerfish.text.tokenizer import TokenizedText
 
 pytestmark = pytest.mark.no_cover
 NUM_TOKENS, TOKEN_S, ARRIVAL_S = 32, 1.4e-4, 1e-4

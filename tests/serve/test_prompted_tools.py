@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from archerfish.engine.tool_calls import tool_prompt
-from tests.engine.test_tool_prompts import SMOLLM2, WEATHER, WRITTEN
+from archerfish.text.tool_calls import tool_prompt
+from tests.text.test_tool_prompts import SMOLLM2, WEATHER, WRITTEN
 
 from .fake_backend import FakeBackend, events, ids, post, save_model
 

@@ -27,7 +27,7 @@ from archerfish.serve.model_cards import describe
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S
 

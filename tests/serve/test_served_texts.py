@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from archerfish.engine.chat_template import PLAIN_STOPS, ChatTemplate
-from archerfish.engine.text_tokenizer import TextTokenizer
-from archerfish.engine.world_tokenizer import WorldTokenizer
 from archerfish.params import SamplingParams
 from archerfish.serve.catalog import ModelCard
 from archerfish.serve.served_texts import LONG_TEXT, ContextLengthError, ServedTexts
+from archerfish.text.chat_template import PLAIN_STOPS, ChatTemplate
+from archerfish.text.text_tokenizer import TextTokenizer
+from archerfish.text.world_tokenizer import WorldTokenizer
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
 from .fake_backend import model_directory

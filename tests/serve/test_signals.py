@@ -24,7 +24,7 @@ from archerfish.serve.host_config import HostConfig
 from archerfish.serve.signals import orderly_end, start_process
 from archerfish.serve.supervisor import Supervisor
 from tests.engine.tiny_llama import save_tiny_llama
-from tests.engine.tiny_tokenizers import byte_fallback
+from tests.text.tiny_tokenizers import byte_fallback
 
 from .fake_backend import TEMPLATE
 from .test_end import STREAMS, check_told

@@ -1,0 +1,398 @@
+"""What each operation means, in plain torch. Runs on any device that torch has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
+
+from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.buffers import PoolStats
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
+from archerfish.kernels.machine import cpu
+from archerfish.kernels.ops import (
+    Activation,
+    BlockMask,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    Ops,
+    PackedWeight,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Segments,
+)
+from archerfish.kernels.pool import let_team_go
+from archerfish.kernels.prompting import Word
+from archerfish.kernels.quant import dequantize_rows, quantize_rows
+from archerfish.kernels.recurrent import RecurrentOps
+from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
+from archerfish.kernels.torch.wkv import ChunkedRecurrentOps
+from archerfish.types import INT8
+
+Tensor = torch.Tensor
+DUMMY_SCALE = 0.02  # of random weights
+
+
+class TorchOps(Ops[Tensor]):
+    """The reference backend."""
+
+    name = "torch reference"
+
+    def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
+        super().__init__()
+        self.device = device
+        self.dtype = dtype
+        self.torch_dtype: torch.dtype = getattr(torch, dtype)
+
+    def ids(self, values: Ids | Tensor) -> Tensor:
+        return values if isinstance(values, Tensor) else torch.from_numpy(values).to(self.device)
+
+    def to_numpy(self, x: Tensor) -> npt.NDArray[np.float32]:
+        array: npt.NDArray[np.float32] = x.float().cpu().numpy()
+        return array
+
+    def table(self, weight: Tensor) -> Tensor:
+        return weight.to(self.device)
+
+    def vector(self, weight: Tensor, *, plus: float = 0.0) -> Tensor:
+        vector = weight.to(self.device, torch.float32)
+        return vector + plus if plus else vector
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
+    ) -> PackedWeight[Tensor]:
+        bias = stack_biases(weights, biases)
+        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        if weight_format == INT8:
+            matrix, scales = quantize_rows(weights, self.device)
+            return PackedWeight(matrix, bias, scales)
+        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        return PackedWeight(weight.to(self.device), bias)
+
+    def wide_matrix(self, packed: PackedWeight[Tensor]) -> Tensor:
+        """A packed weight in the compute type, made anew for every call where it is quantised."""
+        if packed.scales is None:
+            return packed.matrix.to(self.torch_dtype)
+        return dequantize_rows(packed.matrix, packed.scales, self.torch_dtype)
+
+    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+        total = F.embedding(ids[0], tables[0]).float()
+        for table, index in zip(tables[1:], ids[1:], strict=True):
+            total += F.embedding(index, table)
+        return total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(self.torch_dtype)
+
+    def linear(
+        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        packed = weight.get()
+        y = F.linear(x.to(self.torch_dtype), self.wide_matrix(packed), packed.bias)
+        if residual is not None:
+            y = y + residual
+        return activate(y, activation)
+
+    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+        parts: list[Tensor] = []
+        start = 0
+        for length, group in groupby(segments.lengths):  # neighbours of equal length share a call
+            num_rows = len(list(group))
+            end = start + length * num_rows
+            q, k, v = split_heads(qkv[start:end], num_rows, num_heads)
+            mask = None if bias is None else bias[:, :length, :length].to(q.dtype)
+            parts.append(join_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+            start = end
+        return torch.cat(parts)
+
+    def relative_bias(self, table: Tensor, buckets: Ids) -> Tensor:
+        return F.embedding(self.ids(buckets), table).permute(2, 0, 1).to(self.torch_dtype).contiguous()
+
+    def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
+        if mode == "cls":
+            return x[self.ids(segments.starts[:-1])].float()
+        if mode == "lasttoken":
+            return x[self.ids(segments.starts[1:] - 1)].float()
+        lengths = self.ids(np.asarray(segments.lengths, dtype=np.int64))
+        if mode == "mean_sqrt_len_tokens":
+            total = torch.segment_reduce(x.float(), "sum", lengths=lengths)
+            return total / lengths.sqrt().unsqueeze(1)
+        return torch.segment_reduce(x.float(), mode, lengths=lengths)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return F.normalize(x.float(), dim=-1)
+
+    def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        try:
+            keys, values = (self._zeros(shape) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
+        return KVLayer(keys, values)
+
+    def free_unused(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """On a CPU memory that the system gives when it is first written to; torch.zeros would touch all of it."""
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=self.torch_dtype, device=self.device)
+        num_bytes = math.prod(shape) * self.torch_dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype).view(shape)
+
+    def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+        for layer in layers:
+            for memory in (layer.keys, layer.values):
+                memory.index_copy_(0, targets, memory.index_select(0, sources))
+
+    def lookup(self, table: Tensor, ids: Tensor, *, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(ids, table).to(self.torch_dtype)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=self.torch_dtype, device=self.device)
+
+    def rotary(self, cos_sin: npt.NDArray[np.float32], rotary_dim: int) -> Rotary[Tensor]:
+        return Rotary(torch.from_numpy(cos_sin).to(self.device), rotary_dim)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return F.rms_norm(total.float(), weight.shape, weight, eps).to(self.torch_dtype), total
+
+    def store_kv(
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:
+        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).tensor_split(
+            (heads.num_heads, heads.num_heads + heads.num_kv_heads), dim=1
+        )
+        if q_norm is not None:
+            q = F.rms_norm(q.float(), q_norm.shape, q_norm, eps)
+        if k_norm is not None:
+            k = F.rms_norm(k.float(), k_norm.shape, k_norm, eps)
+        if rotary is not None:
+            cos_sin = rotary.cos_sin[batch.positions]
+            q, k = rotate(q, cos_sin, rotary.rotary_dim), rotate(k, cos_sin, rotary.rotary_dim)
+        slots = batch.slots[: batch.num_tokens]
+        for memory, new in ((kv.keys, k), (kv.values, v)):
+            memory.view(-1, *memory.shape[2:])[slots] = new[: batch.num_tokens].to(memory.dtype)
+        return q.to(self.torch_dtype).reshape(len(qkv), -1)
+
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
+        mask: BlockMask[Tensor] | None = None,
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        start = 0
+        lengths = zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+        for table, (num_new, context_len) in zip(batch.block_tables, lengths, strict=True):
+            blocks = table[: -(-context_len // batch.block_size)]
+            keys, values = (memory[blocks].flatten(0, 1)[:context_len] for memory in (kv.keys, kv.values))
+            out[start : start + num_new] = attend(q[start : start + num_new], keys, values, heads, mask)
+            start += num_new
+        return out
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, activation) * up
+
+    def rows(self, x: Tensor, indices: Ids | Tensor) -> Tensor:
+        return x.index_select(0, self.ids(indices))
+
+    def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        return x[:num_rows]
+
+    def random_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        random = torch.Generator(self.device).manual_seed(0)
+        for name, shape in shapes.items():
+            tensor = torch.randn(shape, generator=random, device=self.device) * DUMMY_SCALE
+            made[name] = (1 + tensor if len(shape) == 1 and name.endswith("norm.weight") else tensor).to(self.torch_dtype)
+        return made
+
+    def computing(self) -> AbstractContextManager[object]:
+        return torch.inference_mode()
+
+    def start_thread(self, num_threads: int) -> None:
+        if self.device == "cpu":
+            torch.set_num_threads(num_threads or cpu().num_cores)
+
+    def leave_thread(self, *, has_company: bool) -> None:
+        if self.device == "cpu" and torch.get_num_threads() > 1:  # else there is no team, or one that was lost in a fork
+            let_team_go(has_company)
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+    def put(self, target: Tensor, indices: Ids, values: Tensor) -> None:
+        target[self.ids(indices)] = values
+
+    def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
+        scores = self.linear(x, head).float()
+        return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def to_ids(self, x: Tensor) -> Ids:
+        array: Ids = x.cpu().numpy()
+        return array
+
+    @cached_property
+    def _sampling(self) -> TorchSampling:
+        return TorchSampling(self.device)
+
+    def pool_stats(self) -> PoolStats:
+        return self._sampling.buffers.pool_stats()
+
+    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        return self._sampling.sample(logits, batch)
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, *, rows: Ids | None = None) -> Logprobs[Tensor]:
+        return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
+
+    def recurrent(self) -> RecurrentOps[Tensor]:
+        return ChunkedRecurrentOps(self)
+
+    def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[Tensor]:
+        tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
+        return DecodeState(tokens, torch.zeros(num_rows + 1, most_blocks, dtype=torch.int32, device=self.device))
+
+    def set_tables(self, state: DecodeState[Tensor], rows: Ids, block_tables: Ids) -> None:
+        state.tables[self.ids(rows), : block_tables.shape[1]] = self.ids(block_tables).int()
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
+        rows, positions, blocks = inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK]
+        is_real = positions >= 0
+        state.tables[rows[is_real], positions[is_real] // block_size] = blocks[is_real].int()
+        tokens = torch.where(inputs[Input.TOKEN] == ON_DEVICE, state.last_tokens[rows], inputs[Input.TOKEN])
+        num_real = int(is_real.sum())
+        batch = PagedBatch(
+            num_tokens=num_real, num_decodes=num_real, query_lens=np.ones(num_real, dtype=np.int64),
+            context_lens=self.to_ids(positions[:num_real] + 1), token_ids=tokens, positions=positions.clamp_min(0),
+            slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
+            block_size=block_size,
+        )
+        return batch, sampling_batch(inputs, positions + 1, torch.arange(inputs.shape[1], device=self.device))
+
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
+        batch = prompt_rows(inputs, num_rows, block_size, torch.arange(num_rows, device=self.device))
+        num_new = int(inputs[Word.NUM_NEW])
+        lens = np.array([num_new])
+        return replace(batch, num_tokens=num_new, query_lens=lens, context_lens=lens + int(inputs[Word.START]))
+
+    def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
+        state.last_tokens[inputs[Input.ROW]] = tokens
+
+    def send(self, values: Ids, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values))
+
+    def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
+        return lambda: x.cpu().numpy()
+
+    def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
+        return new_counts(num_rows, vocab_size, self.device)
+
+    def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
+        set_counts(counts, row, prompt, output)
+
+
+def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:
+    """Rows of a prompt and of what fills it up, laid out on the device; fillings have negative slots, and count as tokens."""
+    num_new, first_block = inputs[Word.NUM_NEW], Word.TOKENS + num_rows
+    is_real, table = counting < num_new, inputs[first_block:]
+    positions = torch.where(is_real, counting + inputs[Word.START], 0)
+    slots = table[positions // block_size] * block_size + positions % block_size
+    lens = np.array([num_rows])
+    return PagedBatch(
+        num_tokens=num_rows, num_decodes=0, query_lens=lens, context_lens=lens, token_ids=inputs[Word.TOKENS : first_block],
+        positions=positions, slots=torch.where(is_real, slots, -1), block_tables=table[None], block_size=block_size,
+        kept_rows=(num_new - 1).clamp_min(0)[None],
+    )
+
+
+def rotate(x: Tensor, cos_sin: Tensor, rotary_dim: int) -> Tensor:
+    """x: (tokens, heads, head_dim), cos_sin: (tokens, rotary_dim); in float32."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    first, second, rest = x.float().tensor_split((rotary_dim // 2, rotary_dim), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, heads: HeadShape, mask: BlockMask[Tensor] | None = None
+) -> Tensor:
+    """Causal attention of a sequence's last tokens: q (new, heads * head_dim), keys and values (all, kv_heads, head_dim)."""
+    num_new, num_all = len(q), len(keys)
+    grouped = q.view(num_new, heads.num_kv_heads, -1, heads.head_dim).float()
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
+    if heads.softcap:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, heads.sinks, mask), float("-inf"))
+    return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
+
+
+def visible(
+    num_new: int, num_all: int, window: int, device: torch.device, sinks: int = 0, mask: BlockMask[Tensor] | None = None
+) -> Tensor:
+    """(new, all): which keys each of a sequence's last tokens sees."""
+    query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
+    key = torch.arange(num_all, device=device)
+    seen = (key <= query) & ((key > query - window) | (key < sinks)) if window else key <= query
+    if mask is None:
+        return seen
+    row, column = query // mask.size, key // mask.size
+    num_rows, num_columns = mask.visible.shape
+    listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
+    return seen & (listed | (row == column))
+
+
+def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Biases stacked like their weights; a missing one counts as zeros unless all are missing."""
+    if all(b is None for b in biases):
+        return None
+    parts = [torch.zeros(w.shape[0], dtype=w.dtype) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def split_heads(qkv: Tensor, rows: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows * n, 3 * width) as three views (rows, heads, n, head width)."""
+    q, k, v = qkv.view(rows, qkv.shape[0] // rows, 3, num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """(rows, heads, n, head width) as (rows * n, width)."""
+    rows, heads, n, width = x.shape
+    return x.transpose(1, 2).reshape(rows * n, heads * width)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    match activation:
+        case "none":
+            return x
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+        case "silu":
+            return F.silu(x)
+        case "tanh":
+            return torch.tanh(x)

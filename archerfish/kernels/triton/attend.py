@@ -1,0 +1,193 @@
+"""Keys over KV blocks taken into a running softmax, for the kernels of `triton/attention.py` and `triton/prefill.py`.
+
+Under a block mask only those steps of keys are taken that a query of the tile sees: the mask is read for many steps at once,
+and a loop runs over those that are left, so that loads are on their way ahead of it as they are without a mask. A step of keys
+never spans two blocks of a mask.
+
+No `from __future__ import annotations` here: see `triton/norm.py`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from archerfish.kernels.ops import HeadShape
+
+LOG2_E = 1.4426950408889634
+MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
+STEPS_AT_ONCE = tl.constexpr(32)  # that a mask is read for, each a bit of a word
+
+
+@triton.jit
+def start_softmax(rows: tl.constexpr, width: tl.constexpr):
+    """A running softmax that has seen nothing: weighted values, the highest score, the sum of weights."""
+    top = tl.full((rows,), float("-inf"), tl.float32)
+    return tl.zeros((rows, width), tl.float32), top, tl.zeros((rows,), tl.float32)
+
+
+@triton.jit
+def load_keys(
+    keys, values, table, start, end, block_stride, token_stride, block_size: tl.constexpr, head_dim: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr,
+):
+    """One step of keys and values out of their blocks; those from end on as zeros with is_masked."""
+    dims = tl.arange(0, width)
+    positions = start + tl.arange(0, step)
+    is_key = positions < end
+    if is_masked:
+        blocks = tl.load(table + positions // block_size, mask=is_key, other=0).to(tl.int64)
+        is_loaded = is_key[:, None] & (dims < head_dim)[None, :]
+    else:
+        blocks = tl.load(table + positions // block_size).to(tl.int64)
+        is_loaded = (dims < head_dim)[None, :]
+    places = (blocks * block_stride + (positions % block_size) * token_stride)[:, None] + dims[None, :]
+    if is_masked or width > head_dim:
+        key = tl.load(keys + places, mask=is_loaded, other=0.0)
+        value = tl.load(values + places, mask=is_loaded, other=0.0)
+    else:
+        key = tl.load(keys + places)
+        value = tl.load(values + places)
+    return key, value
+
+
+@triton.jit
+def weigh_keys(
+    query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns,
+    step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, is_masked: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr, may_see_none: tl.constexpr,
+):
+    """Weights of a step of keys, how much those before it shrink, and the highest score. may_see_none: a row, until here."""
+    positions = start + tl.arange(0, step)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if has_cap:  # cap * tanh(x), scale having brought 2 x log2(e)
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))
+        factor = 1.0
+    else:
+        factor = scale
+    if is_masked:
+        is_seen = (positions < end)[None, :] & (positions[None, :] <= query_positions[:, None])
+        if has_window:
+            is_near = positions[None, :] > query_positions[:, None] - window
+            if sinks > 0:
+                is_near = is_near | (positions < sinks)[None, :]
+            is_seen = is_seen & is_near
+        scores = tl.where(is_seen, scores, float("-inf"))
+    if mask_span > 1:  # some queries of the tile may not see what others do
+        key_block = start // mask_size
+        query_blocks = query_positions // mask_size
+        mask_rows = tl.minimum(query_blocks, num_mask_rows - 1).to(tl.int64) * num_mask_columns
+        is_listed = tl.load(mask + mask_rows + tl.minimum(key_block, num_mask_columns - 1)) != 0
+        scores = tl.where((is_listed | (query_blocks == key_block))[:, None], scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    level = new_top
+    if may_see_none:
+        level = tl.where(new_top == float("-inf"), 0.0, new_top)
+    return tl.exp2(scores * factor - level[:, None]), tl.exp2(top - level), new_top
+
+
+@triton.jit
+def take_loaded(
+    query, acc, top, total, key, value, query_positions, start, end, window, scale, cap,
+    step: tl.constexpr, sinks: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """One step of keys that `load_keys` has loaded up to end, perhaps none."""
+    weights, shrink, top = weigh_keys(
+        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, sinks, 0, 0, True, has_window,
+        has_cap, True,
+    )
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def take_keys(
+    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
+    token_stride, mask, num_mask_rows, num_mask_columns,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
+    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """One step of keys, all of them before end unless is_masked."""
+    if is_gathered:
+        key = keys.load([row + start, column])
+    else:
+        key, value = load_keys(
+            keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked
+        )
+    weights, shrink, top = weigh_keys(
+        query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step, sinks,
+        mask_size, mask_span, is_masked, has_window, has_cap, has_window or mask_span > 0,
+    )
+    total = total * shrink + tl.sum(weights, 1)
+    if is_gathered:
+        value = values.load([row + start, column])
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
+def seen_steps(
+    mask, num_mask_rows, num_mask_columns, first, end, first_query, last_query,
+    step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
+):
+    """Those of the next steps from first on that a query sees something of: as bits of a word, and how many they are."""
+    index = tl.arange(0, STEPS_AT_ONCE)
+    starts = first + index * step
+    key_blocks = (starts // mask_size)[None, :]
+    query_blocks = (first_query // mask_size + tl.arange(0, mask_span))[:, None]
+    mask_rows = tl.minimum(query_blocks, num_mask_rows - 1).to(tl.int64) * num_mask_columns
+    is_listed = tl.load(mask + mask_rows + tl.minimum(key_blocks, num_mask_columns - 1)) != 0
+    is_seen = (is_listed & (key_blocks < query_blocks)) | (key_blocks == query_blocks)
+    is_seen = is_seen & (query_blocks <= last_query // mask_size) & (starts < end)[None, :]
+    is_taken = tl.max(is_seen.to(tl.int32), 0)
+    return tl.sum(is_taken.to(tl.int64) << index.to(tl.int64), 0), tl.sum(is_taken, 0)
+
+
+@triton.jit
+def attend(
+    query, acc, top, total, query_positions, keys, values, table, row, column, begin, end, window, scale, cap, block_stride,
+    token_stride, mask, num_mask_rows, num_mask_columns, first_query, last_query,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
+    mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
+    has_window: tl.constexpr, has_cap: tl.constexpr,
+):
+    """Keys from begin to end (a multiple of step after begin unless is_masked) taken into the running softmax.
+
+    They lie in blocks of the table, or with is_gathered from a row and a column on in what keys and values describe.
+    mask_span: rows of a mask that the queries at positions from first_query to last_query may lie in; 0: there is no mask.
+    """
+    if mask_span > 0:
+        for first in range(begin, end, STEPS_AT_ONCE * step):
+            waiting, num_steps = seen_steps(
+                mask, num_mask_rows, num_mask_columns, first, end, first_query, last_query, step, mask_size,
+                mask_span,
+            )
+            for _ in range(num_steps):
+                lowest = waiting & -waiting
+                waiting = waiting ^ lowest
+                start = first + (tl.log2(lowest.to(tl.float32)) + 0.5).to(tl.int32) * step
+                acc, top, total = take_keys(
+                    query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale,
+                    cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim,
+                    width, step, sinks, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+                )
+    else:
+        for start in range(begin, end, step):
+            acc, top, total = take_keys(
+                query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap,
+                block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim, width,
+                step, sinks, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+            )
+    return acc, top, total
+
+
+def count_sinks(heads: HeadShape) -> int:
+    """Leading tokens that a window does not hide."""
+    return heads.sinks if heads.window else 0
+
+
+def score_scale(heads: HeadShape) -> tuple[float, float]:
+    """Factor of the products and cap for `attend`."""
+    if heads.softcap:
+        return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
+    return LOG2_E * heads.scale, 0.0

@@ -1,0 +1,445 @@
+"""The GPU backend: torch's products, and Triton kernels for those with few rows and for what stands between them.
+
+Host arrays travel through pinned memory, so that no operation waits for the device.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from archerfish.errors import OutOfMemoryError
+from archerfish.kernels.decoding import DecodeState, Input
+from archerfish.kernels.ops import (
+    Activation,
+    BlockMask,
+    HeadShape,
+    Ids,
+    KVLayer,
+    LinearWeight,
+    PackedWeight,
+    PagedBatch,
+    Pooling,
+    Rotary,
+    Segments,
+)
+from archerfish.kernels.prompting import Word
+from archerfish.kernels.quant import quantize_rows
+from archerfish.kernels.recurrent import RecurrentOps
+from archerfish.kernels.sampling import SamplingBatch
+from archerfish.kernels.torch.reference import TorchOps, prompt_rows, stack_biases
+from archerfish.kernels.torch.sampling import sampling_batch
+from archerfish.kernels.torch.upload import Uploads
+from archerfish.kernels.triton import attention as triton_attention
+from archerfish.kernels.triton import decode as triton_decode
+from archerfish.kernels.triton import encoder as triton_encoder
+from archerfish.kernels.triton import linear as triton_linear
+from archerfish.kernels.triton import norm as triton_norm
+from archerfish.kernels.triton import rope as triton_rope
+from archerfish.kernels.triton.attention import Turning, attend_decodes, takes_new
+from archerfish.kernels.triton.places import PLACES, SHORT_ROWS, Places, Tile, to_device
+from archerfish.kernels.triton.prefill import attend_prefills
+from archerfish.kernels.triton.sampling import TritonSampling
+from archerfish.kernels.triton.tiles import (
+    MAX_INT8_ROWS,
+    MAX_ROWS,
+    NORMED_WIDTH,
+    LinearTile,
+    add_tile,
+    cdiv,
+    choose_tile,
+    gate_tile,
+    shared_bytes,
+)
+from archerfish.types import INT8
+
+Tensor = torch.Tensor
+FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
+ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
+COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
+WORD_BYTES = 4
+INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexpr):
+    memory = tl.load(memories + tl.program_id(1)).to(tl.pointer_type(tl.int32))
+    source = memory + tl.load(sources + tl.program_id(0)) * num_words
+    target = memory + tl.load(targets + tl.program_id(0)) * num_words
+    for start in range(0, num_words, block):
+        words = start + tl.arange(0, block)
+        tl.store(target + words, tl.load(source + words, mask=words < num_words, other=0), mask=words < num_words)
+
+
+def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
+    if total.dtype == x.dtype:
+        return total.addmm_(x, matrix.t())
+    if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
+        return total.addmm_(x.to(total.dtype), matrix.to(total.dtype).t())
+    return torch.addmm(total, x, matrix.t(), out_dtype=total.dtype, out=total)
+
+
+def with_room(matrix: Tensor) -> Tensor:
+    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
+    num_rows, width = matrix.shape
+    if num_rows % ROW_STEP == 0:
+        return matrix
+    room = torch.empty((cdiv(num_rows, ROW_STEP) * ROW_STEP, width), dtype=matrix.dtype, device=matrix.device)
+    return room[:num_rows].copy_(matrix)
+
+
+def filled_up(matrix: Tensor) -> Tensor:
+    """A matrix that `with_room` gave with whatever lies behind it as further rows; any other as it is."""
+    num_rows, width = matrix.shape
+    num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
+    num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
+    has_room = matrix.is_contiguous() and num_held >= num_filled * width
+    return matrix.as_strided((num_filled, width), (width, 1)) if has_room else matrix
+
+
+def is_want_of_memory(error: RuntimeError) -> bool:
+    """Of the allocator, of a kernel that is loaded, or of cuBLAS."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words
+
+
+class TritonOps(TorchOps):
+    """TorchOps with Triton kernels."""
+
+    name = "torch + Triton"
+    max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
+    fuses_norms = True
+
+    def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
+        super().__init__(device, dtype)
+        self.decode_tile: Tile | None = None  # instead of the chosen one, for tests and measurements
+        self.prefill_tile: Tile | None = None
+        self.encoder_tile: Tile | None = None
+        self.linear_tile: LinearTile | None = None
+        self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
+        self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
+        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
+        self._uploads: Uploads | None = None  # while weights are being prepared
+        self.is_async = device == "cuda"
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with self.allocating("A step"), torch.inference_mode():
+            yield
+
+    @contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_want_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
+            self.free_unused()
+            raise OutOfMemoryError(f"{what} needs more memory than the device has left: {error}") from error
+
+    def prepare(self) -> None:
+        if self.device == "cpu":
+            super().prepare()
+            return
+        self._uploads = Uploads(self.device)
+        try:
+            super().prepare()
+        finally:
+            self._uploads.close()
+            self._uploads = None
+
+    def pack_linear(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
+    ) -> PackedWeight[Tensor]:
+        """In the compute type, so that `linear` need not convert, or quantised on the device."""
+        uploads = self._uploads
+        if uploads is None or weights[0].device.type != "cpu":
+            packed = super().pack_linear(weights, biases, weight_format)
+            if packed.scales is not None:
+                return packed
+            return PackedWeight(with_room(packed.matrix.to(self.torch_dtype)), packed.bias)
+        bias = stack_biases(weights, biases)
+        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        if weight_format == INT8:
+            matrix, scales = quantize_rows([uploads.stack(weights, weights[0].dtype)], self.device)
+            return PackedWeight(matrix, bias, scales)
+        return PackedWeight(with_room(uploads.stack(weights, self.torch_dtype)), bias)
+
+    @cached_property
+    def _graph_memory(self) -> Any:
+        """One memory for what all captured calls compute on the way: they run one after the other."""
+        return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        if self.device == "cpu":
+            return None
+        memory, stream = self._graph_memory
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            stream.synchronize()
+            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                result = call()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+        def repeat() -> Tensor:
+            graph.replay()
+            return result
+
+        return repeat
+
+    def host_buffer(self, size: int) -> Ids:
+        if self.device == "cpu":
+            return super().host_buffer(size)
+        buffer: Ids = torch.zeros(size, dtype=torch.int64, pin_memory=True).numpy()
+        return buffer
+
+    def send(self, values: Ids, target: Tensor) -> None:
+        target.copy_(torch.from_numpy(values), non_blocking=True)
+
+    def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
+        if self.device == "cpu":
+            return super().fetch(x)
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy.copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> npt.NDArray[Any]:
+            done.synchronize()
+            array: npt.NDArray[Any] = copy.numpy()
+            return array
+
+        return wait
+
+    def decode_batch(
+        self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
+    ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
+        batch, positions = triton_decode.decode_batch(inputs, state, block_size, is_shared)
+        return batch, sampling_batch(inputs, positions, self._count(inputs.shape[1]))
+
+    def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
+        batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
+        num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
+        contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
+        batch.derived[PLACES] = Places(
+            contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
+            tiles=self._prompt_tiles.setdefault(num_rows, {}),
+        )
+        return batch
+
+    def _count(self, num: int) -> Tensor:
+        """0, 1, 2 ..., made once."""
+        if num not in self._counting:
+            self._counting[num] = torch.arange(num, device=self.device)
+        return self._counting[num]
+
+    def keep_tokens(self, inputs: Tensor, state: DecodeState[Tensor], tokens: Tensor) -> None:
+        state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
+
+    def recurrent(self) -> RecurrentOps[Tensor]:
+        from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps
+
+        return DecodingRecurrentOps(self)
+
+    @cached_property
+    def _sampling(self) -> TritonSampling:
+        return TritonSampling(self.device)
+
+    @cached_property
+    def num_processors(self) -> int:
+        if self.device == "cpu":
+            return INTERPRETER_PROCESSORS
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def ids(self, values: Ids | Tensor) -> Tensor:
+        return values if isinstance(values, Tensor) else to_device(values, torch.device(self.device))
+
+    def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
+        return to_device(values, torch.device(self.device))
+
+    def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
+        """All layers, which are of one shape, in one launch."""
+        if not pairs or not layers:
+            return
+        memory = layers[0].keys
+        block_bytes = memory.stride(0) * memory.element_size()
+        if block_bytes % WORD_BYTES:
+            super().copy_blocks(layers, pairs)
+            return
+        addresses = tuple(memory.data_ptr() for layer in layers for memory in (layer.keys, layer.values))
+        if addresses not in self._memories:
+            self._memories[addresses] = self.ids(np.array(addresses, dtype=np.int64))
+        sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
+        copy_blocks_kernel[(len(pairs), len(addresses))](
+            self._memories[addresses], sources, targets, block_bytes // WORD_BYTES, block=COPY_WORDS, num_warps=4
+        )
+
+    def lookup(self, table: Tensor, ids: Tensor, *, scale: float = 1.0) -> Tensor:
+        """In float32 up to FLOAT32_WIDTH; all that layers add to it then stays so."""
+        if table.shape[1] > FLOAT32_WIDTH:
+            return super().lookup(table, ids, scale=scale)
+        return triton_norm.lookup(table, ids, scale)
+
+    def can_normalise(self, x: Tensor) -> bool:
+        """Whether kernels take rows like these into a norm: they have the compute type, or float32."""
+        return x.dtype in (self.torch_dtype, torch.float32) and x.stride(-1) == 1
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        is_plain = self.can_normalise(x) and (residual is None or self.can_normalise(residual))
+        if not is_plain or x.shape[-1] > triton_norm.MAX_WIDTH:
+            return super().rms_norm(x, weight, eps, residual=residual)
+        return triton_norm.rms_norm(x, weight, eps, residual, self.torch_dtype)
+
+    def store_kv(
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:
+        return triton_rope.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
+
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
+        mask: BlockMask[Tensor] | None = None,
+    ) -> Tensor:
+        if heads.head_dim > triton_attention.MAX_HEAD_DIM:
+            return super().paged_attention(q, kv, batch, heads, mask=mask)
+        out = torch.empty((len(q), q.shape[1]), dtype=q.dtype, device=q.device)
+        if batch.num_decodes:
+            attend_decodes(q, kv, batch, heads, out, self.num_processors, self.decode_tile, mask)
+        if batch.num_decodes < len(batch.query_lens):
+            attend_prefills(q, kv, batch, heads, out, self.prefill_tile, mask)
+        if batch.num_tokens < len(q):
+            out[batch.num_tokens :] = 0
+        return out
+
+    def store_and_attend(
+        self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
+        q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor:
+        """In one kernel where all sequences have one new token."""
+        turning = Turning(rotary, q_norm, k_norm, eps)
+        if not takes_new(qkv, batch, heads, turning):
+            return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
+        out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
+        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, turning=turning)
+        if batch.num_tokens < len(qkv):
+            out[batch.num_tokens :] = 0
+        return out
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation not in ("silu", "gelu_tanh"):
+            return super().gated(x, activation)
+        return triton_norm.gated(x, activation == "silu")
+
+    # Products with few rows
+
+    def takes_few_rows(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
+        """Whether a product is for `triton/linear.py`; of rows that are not in the compute type, once they are normalised."""
+        is_plain = self.can_normalise(x) and self.is_plain(packed) and packed.matrix.is_contiguous()
+        return is_plain and 0 < len(x) <= (MAX_ROWS if packed.scales is None else MAX_INT8_ROWS)
+
+    def is_plain(self, packed: PackedWeight[Tensor]) -> bool:
+        """Whether weights have the type that they usually have."""
+        return packed.matrix.dtype == (self.torch_dtype if packed.scales is None else torch.int8)
+
+    def linear(
+        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        packed = weight.get()
+        is_plain = x.dtype == self.torch_dtype and self.is_plain(packed)
+        if residual is not None:
+            is_plain = is_plain and residual.dtype in (x.dtype, torch.float32) and residual.stride(-1) == 1
+        if is_plain and self.takes_few_rows(x, packed):
+            tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
+            dtype = x.dtype if residual is None else residual.dtype
+            return triton_linear.linear(x, packed, tile, activation=activation, residual=residual, dtype=dtype)
+        if residual is not None and is_plain and packed.bias is None and activation == "none":
+            added = add_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
+            if added and packed.matrix.is_contiguous() and x.stride(-1) == 1:
+                return triton_linear.add_rows(residual, x, packed, added)
+            return add_product(residual, x, self.wide_matrix(packed))
+        return super().linear(x, weight, activation=activation, residual=residual)
+
+    def normed_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
+        gate: Activation | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        packed = weight.get()
+        if not self.takes_few_rows(x, packed):
+            is_bare = packed.matrix.dtype == self.torch_dtype and packed.bias is None and packed.matrix.is_contiguous()
+            cut = gate_tile(len(x), packed.matrix, shared_bytes(x.device)) if is_bare else None
+            if gate is None or cut is None:
+                return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
+            x, total = self.rms_norm(x, norm, eps, residual=residual)
+            return triton_linear.gate_tiles(x, packed.matrix, cut, gate), total
+        is_gated = gate is not None
+        tile, total = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype, is_gated=is_gated), x
+        is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
+        if not is_fused:
+            x, total = self.rms_norm(x, norm, eps, residual=residual)
+        y = triton_linear.linear(
+            x, packed, tile, activation=gate or "none", is_gated=is_gated, norm=norm if is_fused else None, eps=eps,
+            dtype=self.torch_dtype,
+        )
+        return y, total
+
+    def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
+        packed = head.get()
+        if softcap or x.dtype != self.torch_dtype or not self.is_plain(packed):
+            return super().logits(x, head, softcap=softcap)
+        if not self.takes_few_rows(x, packed):
+            is_half = packed.bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
+            if not is_half:
+                return super().logits(x, head)
+            matrix = self.wide_matrix(packed)
+            return torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
+        tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
+        return triton_linear.linear(x, packed, tile, dtype=torch.float32)
+
+    # Encoders
+
+    def encoder_inputs(self, num_tokens: int) -> triton_encoder.FixedInputs:
+        return triton_encoder.FixedInputs(num_tokens, torch.device(self.device))
+
+    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+        if len(tables) not in (2, 3) or tables[0].shape[1] > triton_encoder.MAX_WIDTH:
+            return super().embed(tables, ids)
+        return triton_encoder.embed(tables, ids)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        if x.shape[1] > triton_encoder.MAX_WIDTH:
+            return super().layer_norm(x, weight, bias, eps)
+        return triton_encoder.layer_norm(x, weight, bias, eps, self.torch_dtype)
+
+    def linear_layer_norm(
+        self, x: Tensor, weight: LinearWeight[Tensor], residual: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float
+    ) -> Tensor:
+        """The residual is added on the way into the norm."""
+        if residual.shape[1] > triton_encoder.MAX_WIDTH:
+            return super().linear_layer_norm(x, weight, residual, norm_weight, norm_bias, eps)
+        return triton_encoder.layer_norm(self.linear(x, weight), norm_weight, norm_bias, eps, self.torch_dtype, residual)
+
+    def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
+        if qkv.shape[1] > 3 * num_heads * triton_encoder.MAX_HEAD_DIM:
+            return super().attention(qkv, segments, num_heads, bias=bias)
+        return triton_encoder.attention(qkv, segments, num_heads, bias, self.encoder_tile)
+
+    def pool(self, x: Tensor, segments: Segments, mode: Pooling) -> Tensor:
+        return triton_encoder.pool(x, segments, mode)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return super().normalize(x) if x.shape[1] > triton_encoder.MAX_WIDTH else triton_encoder.normalize(x)

@@ -1,0 +1,520 @@
+"""Sampling in Triton: each row by its own parameters, which are read on the device, so that a captured graph serves any.
+
+A survey takes the largest logit of every chunk of the vocabulary and the sum of its weights; one program per row then settles
+rows that are greedy or drawn from all tokens. Rows with a top_k, top_p or min_p go on: what they keep is a run of the likeliest
+tokens, so counts and weights between a few levels of logits tell a level that the run does not pass. The tokens from there on,
+mostly a few hundred, are listed in the order of their ids; in the list one program finds where the run ends, and draws.
+
+A weight is relative to that of the likeliest token, and sums that decide are of whole units of 2 ** -44: they are the same in
+any order, and a token whose weight is below a unit is never drawn. Chunks are of one size whatever the batch, so that a row's
+numbers depend on the row alone. No `from __future__ import annotations` here: see `triton/norm.py`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from archerfish.kernels import sampling
+from archerfish.kernels.sampling import TOP_K_OFF, Drawn, SamplingBatch
+from archerfish.kernels.torch.sampling import TorchSampling, count_tokens, signed
+from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
+
+Tensor = torch.Tensor
+CHUNK = 2048  # tokens that a program surveys
+CAPACITY = 8192  # of a row's list; where more tokens are left, all of the row are searched
+TILE = 1024  # tokens of a list at a time
+NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
+UNIT_BITS = 44
+
+GAMMA = tl.constexpr(signed(sampling.GAMMA))
+MIX_A = tl.constexpr(signed(sampling.MIX_A))
+MIX_B = tl.constexpr(signed(sampling.MIX_B))
+CHOSEN = tl.constexpr(sampling.CHOSEN)
+NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
+NONE_LEFT = tl.constexpr(sampling.NONE_LEFT)
+LOG2_E = tl.constexpr(1.4426950408889634)
+DEPTH = tl.constexpr(UNIT_BITS / 1.4426950408889634)  # of the lowest level below the likeliest token, in temperatures
+MARGIN = tl.constexpr(1.00001)  # for sums in float32
+
+
+@triton.jit
+def shifted(word, count: tl.constexpr):
+    """A shift to the right that brings in zeros."""
+    return (word >> count) & ((1 << (64 - count)) - 1)
+
+
+@triton.jit
+def uniform(key, position):
+    """`sampling.uniform`, in integers that wrap around."""
+    word = key + (position + 1) * GAMMA
+    word = (word ^ shifted(word, 30)) * MIX_A
+    word = (word ^ shifted(word, 27)) * MIX_B
+    word = word ^ shifted(word, 31)
+    return shifted(word, 11).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
+
+
+@triton.jit
+def scale_of(temperature, row):
+    """What turns a difference of logits into a base-2 logarithm of weights."""
+    return (1.0 / tl.maximum(tl.load(temperature + row).to(tl.float32), 1e-30).to(tl.float64) * LOG2_E).to(tl.float32)
+
+
+@triton.jit
+def weigh(values, highest, scale, min_p):
+    """Weights of logits, 0 where min_p leaves a token out."""
+    weights = tl.exp2((values - highest) * scale)
+    return tl.where(weights >= min_p, weights, 0.0)
+
+
+@triton.jit
+def order_of(values):
+    """32-bit integers that stand in the order of the logits."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
+    """Which tokens a row chooses from: the first, and the one beyond the last."""
+    first = vocab_size * 0
+    end = vocab_size
+    if has_ranges:
+        first = tl.load(firsts + row).to(tl.int32)
+        end = tl.minimum(tl.load(range_ends + row).to(tl.int32), vocab_size)
+    return first, end
+
+
+@triton.jit
+def survey_kernel(
+    logits, firsts, range_ends, temperature, tops, top_ids, sums, vocab_size, stride, chunk: tl.constexpr,
+    is_drawn: tl.constexpr, has_ranges: tl.constexpr,
+):
+    """Of every chunk the largest logit, its lowest id, and the sum of weights relative to it. A NaN comes first."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * chunk + tl.arange(0, chunk)
+    values = tl.load(logits + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    if has_ranges:  # not in the mask: the logits need not wait for it
+        first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+        values = tl.where((ids >= first) & (ids < end), values, float("-inf"))
+    is_nan = values != values
+    top = tl.max(tl.where(is_nan, float("-inf"), values), 0)
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(top_ids + place, tl.min(tl.where(values == top, ids, vocab_size), 0))
+    tl.store(tops + place, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), top))
+    if is_drawn:
+        weights = tl.exp2((values - tl.where(top == float("-inf"), 0.0, top)) * scale_of(temperature, row))
+        tl.store(sums + place, tl.sum(weights, 0))
+
+
+@triton.jit
+def draw_from_all(
+    logits, tops, sums, highest, scale, number, first, end, num_chunks, unit: tl.constexpr, chunk: tl.constexpr,
+    width: tl.constexpr,
+):
+    """A token of one row: first the chunk by the cumulative weights of chunks, then the token inside."""
+    chunks = tl.arange(0, width)
+    is_inside = chunks < num_chunks
+    levels = tl.load(tops + chunks, mask=is_inside, other=float("-inf"))
+    weights = tl.load(sums + chunks, mask=is_inside, other=0.0).to(tl.float64)
+    weights = weights * tl.exp2((levels - highest) * scale).to(tl.float64)
+    amounts = (weights * unit).to(tl.int64)
+    total = tl.sum(amounts, 0)
+    goal = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    chosen = tl.sum((tl.cumsum(amounts, 0) <= goal).to(tl.int32), 0)
+    goal -= tl.sum(tl.where(chunks < chosen, amounts, 0), 0)
+    own = tl.sum(tl.where(chunks == chosen, amounts, 0), 0)
+    level = tl.max(tl.where(chunks == chosen, levels, float("-inf")), 0)
+    ids = chosen * chunk + tl.arange(0, chunk)
+    values = tl.load(logits + ids, mask=(ids >= first) & (ids < end), other=float("-inf")).to(tl.float32)
+    inner = (weigh(values, level, scale, 0.0) * unit).to(tl.int64)
+    total = tl.sum(inner, 0)
+    goal = tl.minimum((goal.to(tl.float64) / own.to(tl.float64) * total.to(tl.float64)).to(tl.int64), total - 1)
+    return (chosen * chunk + tl.sum((tl.cumsum(inner, 0) <= goal).to(tl.int32), 0)).to(tl.int64)
+
+
+@triton.jit
+def settle_kernel(
+    logits, firsts, range_ends, offsets, temperature, is_greedy, keys, positions, top_k, top_p, min_p, tops, top_ids, sums,
+    cut_tops, levels, report, vocab_size, stride, num_chunks, unit: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
+    num_levels: tl.constexpr, is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
+    has_ranges: tl.constexpr,
+):
+    """Join the chunks of a row. Rows to cut get their highest logit in cut_tops, the others NaN, and their levels."""
+    row = tl.program_id(0).to(tl.int64)
+    tops += row * num_chunks
+    chunks = tl.arange(0, width)
+    peaks = tl.load(tops + chunks, mask=chunks < num_chunks, other=float("-inf"))
+    ids = tl.load(top_ids + row * num_chunks + chunks, mask=chunks < num_chunks, other=0)
+    is_nan = peaks != peaks
+    highest = tl.max(tl.where(is_nan, float("-inf"), peaks), 0)
+    is_bad = (tl.max(is_nan.to(tl.int32), 0) > 0) | (highest == float("inf"))
+    outcome = tl.where(is_bad, NOT_FINITE, tl.where(highest == float("-inf"), NONE_LEFT, CHOSEN))
+    token = tl.min(tl.where(peaks == highest, ids, vocab_size), 0).to(tl.int64)
+    if is_drawn:
+        to_draw = outcome == CHOSEN
+        if has_greedy:
+            to_draw = to_draw & (tl.load(is_greedy + row) == 0)
+        if has_cuts:
+            is_cut = (tl.load(top_k + row) < vocab_size) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
+            is_cut = is_cut & to_draw
+            tl.store(cut_tops + row, tl.where(is_cut, highest, float("nan")))
+            places = (tl.arange(0, num_levels) + 1).to(tl.float32) / num_levels
+            depths = (places * tl.sqrt(places) * DEPTH).to(tl.float64) * tl.load(temperature + row)
+            tl.store(levels + row * num_levels + tl.arange(0, num_levels), (highest.to(tl.float64) - depths).to(tl.float32))
+            to_draw = to_draw & (is_cut == 0)
+        if to_draw:
+            number = uniform(tl.load(keys + row), tl.load(positions + row))
+            first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+            token = draw_from_all(
+                logits + row * stride, tops, sums + row * num_chunks, highest, scale_of(temperature, row), number, first, end,
+                num_chunks, unit, chunk, width,
+            )
+    if has_ranges:
+        token += tl.load(offsets + row)
+    tl.store(report + row, tl.where(outcome == CHOSEN, token, 0))
+    tl.store(report + tl.num_programs(0) + row, outcome.to(tl.int64))
+
+
+@triton.jit
+def tabulate_kernel(
+    logits, firsts, range_ends, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+    chunk: tl.constexpr, num_levels: tl.constexpr, has_ranges: tl.constexpr,
+):
+    """How many tokens of a chunk lie between two levels, and what they weigh."""
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.load(cut_tops + row)
+    if highest != highest:
+        return
+    ids = tl.program_id(1) * chunk + tl.arange(0, chunk)
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    is_inside = (ids >= first) & (ids < end)
+    values = tl.load(logits + row * stride + ids, mask=is_inside, other=float("-inf")).to(tl.float32)
+    weights = weigh(values, highest, scale_of(temperature, row), tl.load(min_p + row).to(tl.float32))
+    at = tl.arange(0, num_levels)
+    lower = tl.load(levels + row * num_levels + at)
+    upper = tl.load(levels + row * num_levels + at - 1, mask=at > 0, other=float("inf"))
+    is_between = (values[:, None] >= lower[None, :]) & (values[:, None] < upper[None, :]) & is_inside[:, None]
+    place = (row * tl.num_programs(1) + tl.program_id(1)) * num_levels + at
+    tl.store(counts + place, tl.sum(is_between.to(tl.int32), 0))
+    tl.store(masses + place, tl.sum(tl.where(is_between, weights[:, None], 0.0), 0))
+
+
+@triton.jit
+def choose_kernel(
+    top_k, top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
+    width: tl.constexpr, num_levels: tl.constexpr,
+):
+    """The levels between which the first cut lies, the weight of the row, and where every chunk's part of the list ends."""
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.load(cut_tops + row)
+    if highest != highest:
+        return
+    at = tl.arange(0, num_levels)
+    chunks = tl.arange(0, width)
+    places = (row * num_chunks + chunks)[:, None] * num_levels + at[None, :]
+    is_inside = (chunks < num_chunks)[:, None]
+    table = tl.load(counts + places, mask=is_inside, other=0)
+    num_so_far = tl.cumsum(tl.sum(table, 0), 0)
+    mass = tl.sum(tl.load(masses + places, mask=is_inside, other=0.0).to(tl.float64), 0)
+    mass_so_far = tl.cumsum(mass, 0)
+    total = tl.max(mass_so_far, 0)
+    most = tl.load(top_k + row)
+    goal = tl.load(top_p + row) * total
+    if most < vocab_size:
+        is_enough = num_so_far >= most
+        is_short = num_so_far < most
+    else:
+        is_enough = mass_so_far >= goal * MARGIN
+        is_short = mass_so_far * MARGIN < goal
+    last = tl.min(tl.where(is_enough | (mass_so_far >= total), at, num_levels - 1), 0)
+    before = tl.sum(is_short.to(tl.int32), 0) - 1
+    edges = tl.load(levels + row * num_levels + at)
+    tl.store(bounds + 2 * row, tl.min(tl.where(at <= last, edges, float("inf")), 0))
+    tl.store(bounds + 2 * row + 1, tl.min(tl.where(at <= tl.minimum(before, last), edges, highest), 0))
+    tl.store(totals + row, total)
+    num_listed = tl.sum(tl.where((at <= last)[None, :], table, 0), 1)
+    tl.store(ends + row * num_chunks + chunks, tl.cumsum(num_listed, 0), mask=chunks < num_chunks)
+
+
+@triton.jit
+def list_kernel(
+    logits, firsts, range_ends, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
+    chunk: tl.constexpr, has_ranges: tl.constexpr,
+):
+    """A chunk's tokens from the lower level on, in the order of their ids."""
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.load(cut_tops + row)
+    if highest != highest:
+        return
+    number = tl.program_id(1)
+    ends += row * num_chunks
+    begin = tl.load(ends + number - 1, mask=number > 0, other=0)
+    if (begin == tl.load(ends + number)) | (tl.load(ends + num_chunks - 1) > capacity):
+        return
+    ids = number * chunk + tl.arange(0, chunk)
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    is_inside = (ids >= first) & (ids < end)
+    values = tl.load(logits + row * stride + ids, mask=is_inside, other=float("-inf")).to(tl.float32)
+    is_listed = is_inside & (values >= tl.load(bounds + 2 * row))
+    places = row * capacity + begin + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.store(listed + places, values, mask=is_listed)
+    tl.store(listed_ids + places, ids, mask=is_listed)
+
+
+@triton.jit
+def load_tile(listed, logits, is_listed, start, size, tile: tl.constexpr):
+    """Logits of a list, or of all tokens."""
+    places = start + tl.arange(0, tile)
+    is_inside = places < size
+    short = tl.load(listed + places, mask=is_inside & is_listed, other=float("-inf"))
+    full = tl.load(logits + places, mask=is_inside & (is_listed == 0), other=float("-inf")).to(tl.float32)
+    return tl.maximum(short, full)
+
+
+@triton.jit
+def find_end(
+    listed, logits, is_listed, size, low, high, goal, highest, scale, min_p,
+    is_count: tl.constexpr, unit: tl.constexpr, tile: tl.constexpr, num_edges: tl.constexpr,
+):
+    """Between two orders, that of the last token of the shortest run of likeliest tokens that comes to the goal; and what the
+    tokens of higher orders come to. Without enough tokens: the lower order."""
+    at = tl.arange(0, num_edges)
+    before = goal * 0
+    is_open = goal == goal
+    while is_open:
+        step = (high - low) // num_edges + 1
+        edges = tl.minimum(low + (at + 1) * step, high + 1)
+        amounts = tl.zeros((num_edges,), tl.int64)
+        for start in range(0, size, tile):
+            values = load_tile(listed, logits, is_listed, start, size, tile)
+            is_above = order_of(values).to(tl.int64)[:, None] >= edges[None, :]
+            if is_count:
+                amounts += tl.sum(is_above.to(tl.int32), 0).to(tl.int64)
+            else:
+                units = (weigh(values, highest, scale, min_p) * unit).to(tl.int64)
+                amounts += tl.sum(tl.where(is_above, units[:, None], 0), 0)
+        chosen = tl.min(tl.where(amounts < goal, at, num_edges - 1), 0)
+        before = tl.sum(tl.where(at == chosen, amounts, 0), 0)
+        next_high = tl.sum(tl.where(at == chosen, edges, 0), 0) - 1
+        low += chosen * step
+        high = next_high
+        is_open = low < high
+    return low, before
+
+
+@triton.jit
+def units_of(order, highest, scale, min_p, unit: tl.constexpr):
+    """Weight of a token, given its order."""
+    bits = order.to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (weigh(value, highest, scale, min_p) * unit).to(tl.int64)
+
+
+@triton.jit
+def sum_run(
+    listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
+):
+    """Weight of the tokens of higher orders than the last and of at most so many of the last."""
+    total = num_last * 0
+    num_equal = num_last * 0
+    for start in range(0, size, tile):
+        values = load_tile(listed, logits, is_listed, start, size, tile)
+        orders = order_of(values).to(tl.int64)
+        total += tl.sum(tl.where(orders > last, (weigh(values, highest, scale, min_p) * unit).to(tl.int64), 0), 0)
+        num_equal += tl.sum((orders == last).to(tl.int32), 0)
+    return total + tl.minimum(num_equal, num_last) * units_of(last, highest, scale, min_p, unit)
+
+
+@triton.jit
+def pick(
+    listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
+):
+    """The place of the token in whose weight the goal falls, in the order of ids."""
+    found = size
+    num_equal = num_last * 0
+    start = size * 0
+    while start < size:
+        values = load_tile(listed, logits, is_listed, start, size, tile)
+        orders = order_of(values).to(tl.int64)
+        is_equal = (orders == last).to(tl.int64)
+        is_kept = (orders > last) | ((is_equal > 0) & (num_equal + tl.cumsum(is_equal, 0) <= num_last))
+        amounts = tl.where(is_kept, (weigh(values, highest, scale, min_p) * unit).to(tl.int64), 0)
+        total = tl.sum(amounts, 0)
+        if goal < total:
+            found = start + tl.sum((tl.cumsum(amounts, 0) <= goal).to(tl.int32), 0)
+            start = size
+        goal -= total
+        num_equal += tl.sum(is_equal, 0)
+        start += tile
+    return found
+
+
+@triton.jit
+def finish_kernel(
+    logits, firsts, range_ends, offsets, temperature, keys, positions, top_k, top_p, min_p, cut_tops, bounds, ends, totals,
+    listed, listed_ids, report, vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr,
+    num_edges: tl.constexpr, has_ranges: tl.constexpr,
+):
+    """Where the cuts end the run of likeliest tokens, and a token of it."""
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.load(cut_tops + row)
+    if highest != highest:
+        return
+    scale = scale_of(temperature, row)
+    least = tl.load(min_p + row).to(tl.float32)
+    num_left = tl.load(ends + row * num_chunks + num_chunks - 1)
+    is_listed = num_left <= capacity
+    first, end = range_of(firsts, range_ends, row, vocab_size, has_ranges)
+    size = tl.where(is_listed, num_left, end - first)
+    logits += row * stride + first
+    listed += row * capacity
+    last = order_of(tl.load(bounds + 2 * row)).to(tl.int64)
+    high = order_of(tl.load(bounds + 2 * row + 1)).to(tl.int64)
+    num_last = size.to(tl.int64)
+    total = (tl.load(totals + row) * unit).to(tl.int64)
+    most = tl.maximum(tl.load(top_k + row), 1)
+    if most <= num_left:
+        last, before = find_end(
+            listed, logits, is_listed, size, last, high, most, highest, scale, least, True, unit, tile, num_edges
+        )
+        num_last = most - before
+        total = sum_run(listed, logits, is_listed, size, last, num_last, highest, scale, least, unit, tile)
+    high = tl.where(most < vocab_size, order_of(highest).to(tl.int64), high)
+    share = tl.load(top_p + row)
+    if share < 1.0:
+        wanted = share * total.to(tl.float64)
+        goal = wanted.to(tl.int64)
+        goal = tl.maximum(goal + (goal.to(tl.float64) < wanted).to(tl.int64), 1)
+        lowest = last
+        last, before = find_end(
+            listed, logits, is_listed, size, last, high, goal, highest, scale, least, False, unit, tile, num_edges
+        )
+        own = tl.maximum(units_of(last, highest, scale, least, unit), 1)
+        num_needed = (goal - before + own - 1) // own
+        num_last = tl.where(last == lowest, tl.minimum(num_last, num_needed), num_needed)
+    total = sum_run(listed, logits, is_listed, size, last, num_last, highest, scale, least, unit, tile)
+    number = uniform(tl.load(keys + row), tl.load(positions + row))
+    goal = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    place = pick(listed, logits, is_listed, size, last, num_last, goal, highest, scale, least, unit, tile)
+    place = tl.minimum(place, size - 1).to(tl.int64)  # should a parameter be NaN
+    token = tl.load(listed_ids + row * capacity + place, mask=is_listed, other=0).to(tl.int64)
+    token = tl.where(is_listed, token, first + place)
+    if has_ranges:
+        token += tl.load(offsets + row)
+    tl.store(report + row, token)
+
+
+@dataclass(frozen=True)
+class RowCuts:
+    """top_k, top_p and min_p of all rows."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def cuts_of_rows(batch: SamplingBatch[Tensor], like: Tensor) -> RowCuts | None:
+    """The cuts of a batch, `like` being (rows,) float64; None where it has none."""
+    all_cuts = [cuts for cuts in (batch.short_cuts, batch.long_cuts) if cuts is not None]
+    if not all_cuts and batch.min_p is None:
+        return None
+    min_p = torch.zeros_like(like) if batch.min_p is None else batch.min_p
+    if len(all_cuts) == 1 and len(all_cuts[0].rows) == len(like):
+        return RowCuts(all_cuts[0].top_k, all_cuts[0].top_p, min_p)
+    top_k = torch.full_like(like, TOP_K_OFF, dtype=torch.int64)
+    top_p = torch.full_like(like, float("inf"))
+    for cuts in all_cuts:
+        top_k.index_copy_(0, cuts.rows, cuts.top_k)
+        top_p.index_copy_(0, cuts.rows, cuts.top_p)
+    return RowCuts(top_k, top_p, min_p)
+
+
+def range_columns(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Firsts, ends and offsets, where rows have ranges."""
+    ranges = batch.ranges
+    return (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+
+
+def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
+    """The report of `Drawn` for the first vocab_size columns of logits, which only its ranges still leave out of."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    num_rows, device = len(logits), logits.device
+    report = torch.empty((2, num_rows), dtype=torch.int64, device=device)
+    if not num_rows:
+        return report
+    num_chunks = cdiv(vocab_size, CHUNK)
+    width = next_power_of_2(num_chunks)
+    unit = 2.0 ** min(UNIT_BITS, 63 - vocab_size.bit_length())
+    tops, sums = (torch.empty((num_rows, num_chunks), device=device) for _ in range(2))
+    top_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    temperature = batch.temperature
+    is_drawn = temperature is not None
+    first, end, offset = range_columns(batch)
+    has_ranges = first is not None
+    survey_kernel[(num_rows, num_chunks)](
+        logits, first, end, temperature, tops, top_ids, sums, vocab_size, logits.stride(0), chunk=CHUNK, is_drawn=is_drawn,
+        has_ranges=has_ranges, num_warps=4,
+    )
+    cuts = None if temperature is None else cuts_of_rows(batch, temperature)
+    cut_tops, levels = torch.empty(num_rows, device=device), torch.empty((num_rows, NUM_LEVELS), device=device)
+    top_k, top_p, min_p = (None, None, None) if cuts is None else (cuts.top_k, cuts.top_p, cuts.min_p)
+    settle_kernel[(num_rows,)](
+        logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
+        top_ids, sums, cut_tops, levels, report, vocab_size, logits.stride(0), num_chunks, unit=unit, chunk=CHUNK, width=width,
+        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=cuts is not None,
+        has_ranges=has_ranges, num_warps=4,
+    )
+    if cuts is not None:
+        draw_cut_rows(logits, batch, cuts, cut_tops, levels, report, vocab_size, unit)
+    return report
+
+
+def draw_cut_rows(
+    logits: Tensor, batch: SamplingBatch[Tensor], cuts: RowCuts, cut_tops: Tensor, levels: Tensor, report: Tensor,
+    vocab_size: int, unit: float,
+) -> None:
+    """Write the tokens of rows whose cut_tops is not NaN."""
+    num_rows, device, stride = len(logits), logits.device, logits.stride(0)
+    num_chunks = cdiv(vocab_size, CHUNK)
+    width, capacity = next_power_of_2(num_chunks), min(CAPACITY, vocab_size)
+    counts = torch.empty((num_rows, num_chunks, NUM_LEVELS), dtype=torch.int32, device=device)
+    masses = torch.empty((num_rows, num_chunks, NUM_LEVELS), device=device)
+    bounds = torch.empty((num_rows, 2), device=device)
+    ends = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
+    listed = torch.empty((num_rows, capacity), device=device)
+    listed_ids = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
+    first, end, offset = range_columns(batch)
+    has_ranges = first is not None
+    tabulate_kernel[(num_rows, num_chunks)](
+        logits, first, end, batch.temperature, cuts.min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+        chunk=CHUNK, num_levels=NUM_LEVELS, has_ranges=has_ranges, num_warps=4,
+    )
+    choose_kernel[(num_rows,)](
+        cuts.top_k, cuts.top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
+        width=width, num_levels=NUM_LEVELS, num_warps=8,
+    )
+    list_kernel[(num_rows, num_chunks)](
+        logits, first, end, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
+        chunk=CHUNK, has_ranges=has_ranges, num_warps=4,
+    )
+    finish_kernel[(num_rows,)](
+        logits, first, end, offset, batch.temperature, batch.keys, batch.positions, cuts.top_k, cuts.top_p, cuts.min_p,
+        cut_tops, bounds, ends, totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
+        unit=unit, tile=TILE, num_edges=NUM_EDGES, has_ranges=has_ranges, num_warps=8,
+    )
+
+
+class TritonSampling(TorchSampling):
+    """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
+
+    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
+        report = draw(adjusted, batch, logits.shape[1])
+        if batch.penalties is not None:
+            count_tokens(batch.penalties, report[0])
+        return Drawn(report[0], report)

@@ -1,0 +1,366 @@
+"""A conversation as the text that a model was trained on: its chat template, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
+from archerfish.params import SamplingParams
+from archerfish.text.tokenizer import Tokenizer, read_settings
+from archerfish.text.tool_calls import PROMPTED_STYLE, calls_in_words, style_of, tool_prompt
+from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from archerfish.text.template_sandbox import ChatEnvironment
+
+Message = Mapping[str, Any]
+MAX_SOURCE_LENGTH = 1_000_000
+MAX_MESSAGES = 100_000
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Of RWKV's World models: turns stand between empty lines, so that no message may have one.
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message.role.capitalize() }}: {{ message.content.strip().split("\\n") | map("trim") | select | join("\\n") }}
+
+{% endfor -%}
+{%- if add_generation_prompt -%}
+Assistant:
+{%- endif -%}
+"""
+PLAIN_STOPS = ("\n\nUser:", "\n\nSystem:")
+# Code points that Unicode reserves for use inside of a program.
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a template reads of what concerns tools."""
+
+    tools: bool
+    calls: bool  # earlier ones, in messages
+
+
+class ChatTemplate:
+    """The chat template of a model, or several by name, of which "default" and "tool_use" are chosen without being named.
+
+    Tools that a template does not read are described in words, and earlier calls and their results are text in messages.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], bos_token: str | None = None, eos_token: str | None = None, *,
+        special_tokens: Mapping[str, str] | None = None, model_name: str = "this model", stops: Sequence[str] = (),
+    ) -> None:
+        """stops: texts that begin another turn than the answer's, where no token ends it."""
+        self.stops = tuple(stops)
+        self.sources: dict[str, str] = {"default": source} if isinstance(source, str) else dict(source)
+        given = {"bos_token": bos_token, "eos_token": eos_token}
+        self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
+        self.model_name = model_name
+        self._compiled: dict[str, Template] = {}
+        self._known: dict[str, Known] = {}
+
+    @classmethod
+    def find(cls, directory: str | Path, model_name: str = "", tokenizer: Tokenizer | None = None) -> ChatTemplate:
+        """The template among the files of a model directory; models with the World tokenizer have one without a file."""
+        root = Path(directory)
+        folder = root / "tokenizer" if (root / "tokenizer").is_dir() else root
+        settings = read_settings(folder / "tokenizer_config.json")
+        sources = read_sources(folder, settings)
+        name = model_name or root.name
+        if not sources and isinstance(tokenizer, WorldTokenizer):
+            return cls(PLAIN_TEMPLATE, eos_token=END_NAME, model_name=name, stops=PLAIN_STOPS)
+        if not sources:
+            raise UnsupportedModelError(
+                f"{name} has no chat template: it completes texts and was not made for conversations.",
+                hint=f"Use generate() with a prompt of your own, or put a chat_template.jinja into {folder}.",
+            )
+        names = {**read_settings(folder / "special_tokens_map.json"), **settings}
+        found = {role: text for role in ROLES if (text := token_text(names.get(role))) is not None}
+        return cls(sources, special_tokens=found, model_name=name)
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
+        *, template_name: str | None = None, **values: Any,
+    ) -> str:
+        """The text of a conversation, by default up to where the answer begins. Other keywords reach the template."""
+        data = {"messages": check_messages(messages), "tools": check_tools(tools)}
+        return self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
+
+    def encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None, *, template_name: str | None = None, **values: Any,
+    ) -> list[int]:
+        """Token ids of what `render` gives, except that special tokens inside of messages are taken as the text they are.
+
+        So what a user writes can neither end his turn nor open another's.
+        """
+        data = {"messages": check_messages(messages), "tools": check_tools(tools)}
+        texts = texts_in(data)
+        found = [name for name in tokenizer.special_tokens.values() if any(name in text for text in texts)]
+        if not found:
+            text = self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
+            return tokenizer.encode(text, add_special_tokens=False)
+        mark = unused_mark(texts)
+        names = re.compile("|".join(re.escape(name) for name in sorted(found, key=len, reverse=True)))
+        data = marked_copy(data, names, mark)
+        text = self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
+        ids: list[int] = []
+        for place, piece in enumerate(re.split(f"{mark}({names.pattern}){mark}", text)):
+            ids += tokenizer.encode(piece.replace(mark, ""), add_special_tokens=False, plain=place % 2 == 1)
+        return ids
+
+    def stopping(self, params: SamplingParams | None) -> SamplingParams:
+        """The parameters of an answer, which ends where another turn would begin."""
+        params = params or SamplingParams()
+        missing = [text for text in self.stops if text not in params.stop]
+        return replace(params, stop=[*params.stop, *missing]) if missing else params
+
+    def call_style(self, template_name: str | None = None) -> str:
+        """How an answer will write calls, where tools are given: as the template shows, or as it is asked in words."""
+        name = self._choose(template_name, has_tools=True)
+        return style_of(self.sources[name]) if self._knows(name).tools else PROMPTED_STYLE
+
+    def _choose(self, template_name: str | None, has_tools: bool) -> str:
+        if template_name is not None and not isinstance(template_name, str):
+            raise InvalidInputError(f"template_name must be a string, not {type(template_name).__name__}.")
+        return template_name or ("tool_use" if has_tools and "tool_use" in self.sources else "default")
+
+    def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
+        tools = values["tools"]
+        name = self._choose(template_name, bool(tools))
+        known = self._knows(name)
+        if known.tools or (known.calls and not tools):
+            return self._fill(name, values)
+        messages = calls_in_words(values["messages"])
+        if not tools:
+            return self._fill(name, {**values, "messages": messages})
+        prompt, refusal = tool_prompt(tools), None
+        for role in ("system", "user"):  # some templates refuse messages of the system, some leave them out
+            try:
+                text = self._fill(name, {**values, "tools": None, "messages": with_prompt(messages, prompt, role)})
+            except InvalidInputError as error:
+                refusal = refusal or error
+                continue
+            if all(line in text for line in prompt.splitlines()):
+                return text
+        raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out what is said of tools.")
+
+    def _fill(self, name: str, values: dict[str, Any]) -> str:
+        with self._explained(), environment().bounded():
+            pieces = self._template(name).generate(**{**self.special_tokens, **plain(values, "A value for the template")})
+            return environment().concat(pieces)
+
+    def _knows(self, name: str) -> Known:
+        known = self._known.get(name)
+        if known is None:
+            from jinja2 import nodes
+            from jinja2.meta import find_undeclared_variables
+
+            with self._explained(), environment().bounded():
+                self._template(name)  # refuses what is too long or wrong
+                tree = environment().parse(self.sources[name])
+                fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
+                    node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+                }
+                known = self._known[name] = Known("tools" in find_undeclared_variables(tree), "tool_calls" in fields)
+        return known
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of a template as ours, which say whose fault they are."""
+        from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+        from archerfish.text.template_sandbox import LimitError, RaisedError
+
+        what = f"The chat template of {self.model_name}"
+        try:
+            yield
+        except TemplateSyntaxError as error:
+            raise UnsupportedModelError(f"{what} is not valid jinja, in line {error.lineno}: {error.message}.") from error
+        except RaisedError as error:
+            raise InvalidInputError(f"{what} refuses these messages: {error.message}") from error
+        except LimitError as error:
+            raise UnsupportedModelError(f"{what} was stopped: {error.message}.") from error
+        except (SecurityError, RecursionError, OverflowError, MemoryError) as error:
+            raise UnsupportedModelError(f"{what} does what it may not: {error}.") from error
+        except (InvalidInputError, UnsupportedModelError):
+            raise
+        except Exception as error:  # whatever a template does with what it does not expect
+            raise InvalidInputError(f"{what} cannot be applied to these messages: {error}.") from error
+
+    def _template(self, name: str) -> Template:
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            source = self.sources.get(name)
+            if source is None:
+                hint = did_you_mean(name, self.sources)
+                raise InvalidInputError(f"{self.model_name} has no chat template {name!r}.", hint=hint)
+            if len(source) > MAX_SOURCE_LENGTH:
+                raise UnsupportedModelError(f"The chat template of {self.model_name} has {len(source):,} characters.")
+            compiled = self._compiled[name] = environment().from_string(source)
+        return compiled
+
+
+@cache
+def environment() -> ChatEnvironment:
+    from archerfish.text.template_sandbox import ChatEnvironment
+
+    return ChatEnvironment()
+
+
+def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name: files win over tokenizer_config.json, as in transformers."""
+    stated = settings.get("chat_template") or read_settings(folder / "chat_template.json").get("chat_template")
+    sources: dict[str, str] = {}
+    if isinstance(stated, str):
+        sources["default"] = stated
+    elif isinstance(stated, list):
+        entries = [entry for entry in stated if isinstance(entry, dict)]
+        sources |= {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                sources[name] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise CorruptFileError(f"{path} is not UTF-8 text.") from error
+    return sources
+
+
+def token_text(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A copy of a conversation in plain types; text parts of a message are joined by line breaks."""
+    hint = 'Give a list of {"role": ..., "content": ...}.'
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidInputError(f"messages must be a list of messages, not {type(messages).__name__}.", hint=hint)
+    if not messages:
+        raise InvalidInputError("messages is empty.", hint=hint)
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidInputError(f"There are {len(messages):,} messages; the limit is {MAX_MESSAGES:,}.")
+    return [check_message(message, f"messages[{index}]", hint) for index, message in enumerate(messages)]
+
+
+def check_message(message: object, where: str, hint: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidInputError(f"{where} must be a dict, not {type(message).__name__}.", hint=hint)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidInputError(f'{where} has no "role", such as "user", "assistant" or "system".', hint=hint)
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise InvalidInputError(f'{where} has no "content".', hint=hint)
+    copied: dict[str, Any] = plain(dict(message), where)
+    read_arguments(copied.get("tool_calls"))
+    content = copied.get("content")
+    if isinstance(content, list):
+        copied["content"] = "\n".join(part_text(part, f'{where}["content"][{index}]') for index, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        kind = type(content).__name__
+        raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
+    return copied
+
+
+def read_arguments(tool_calls: object) -> None:
+    """Arguments of earlier calls, which OpenAI's clients write as a string, become what templates expect: an object."""
+    for call in tool_calls if isinstance(tool_calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            continue
+        try:
+            read = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(read, dict):
+            function["arguments"] = plain(read, "arguments")
+
+
+def part_text(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else type(part).__name__
+        hint = 'Give {"type": "text", "text": ...}.'
+        raise InvalidInputError(f"{where} is {kind}; only text parts are supported.", hint=hint)
+    return text
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    if not tools:
+        return None
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
+        raise InvalidInputError("tools must be a list of JSON schemas.")
+    return [plain(dict(tool), f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def with_prompt(messages: Sequence[dict[str, Any]], prompt: str, role: str) -> list[dict[str, Any]]:
+    """Messages with a text after what the system says, or before what the user says first."""
+    place = next((index for index, message in enumerate(messages) if message["role"] == role), None)
+    if place is None or (role == "system" and place > 0):
+        place = 0 if role == "system" else sum(message["role"] == "system" for message in messages[:1])
+        return [*messages[:place], {"role": role, "content": prompt}, *messages[place:]]
+    content = messages[place].get("content") or ""
+    texts = [content, prompt] if role == "system" else [prompt, content]
+    joined = {**messages[place], "content": "\n\n".join(text for text in texts if text)}
+    return [*messages[:place], joined, *messages[place + 1 :]]
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy in the types of JSON and nothing else: other objects have methods that a template must not reach."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if depth > 64:
+        raise InvalidInputError(f"{where} is nested too deeply.")
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, where, depth + 1) for item in value]
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise InvalidInputError(f"{where} holds a {type(value).__name__}; only texts, numbers, lists and dicts are taken.")
+
+
+def texts_in(value: Any) -> list[str]:
+    """All strings of plain data, keys among them, however deep it is nested."""
+    found: list[str] = []
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+    return found
+
+
+def unused_mark(texts: Sequence[str]) -> str:
+    """A character that none of the texts has."""
+    for mark in MARKS:
+        if not any(mark in text for text in texts):
+            return mark
+    raise InvalidInputError("The messages hold every noncharacter of Unicode.", hint="Remove U+FDD0 to U+FDEF.")
+
+
+def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:
+    """Plain data with a mark before and after the name of every special token; of keys, those that templates look up stay."""
+    if isinstance(value, str):
+        return names.sub(lambda match: f"{mark}{match.group()}{mark}", value)
+    if isinstance(value, dict):
+        keys = [key if key.isidentifier() else marked_copy(key, names, mark) for key in value]
+        return {key: marked_copy(item, names, mark) for key, item in zip(keys, value.values(), strict=True)}
+    return [marked_copy(item, names, mark) for item in value] if isinstance(value, list) else value

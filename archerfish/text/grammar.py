@@ -1,0 +1,206 @@
+"""Grammars of requests: what llguidance makes of them for the vocabulary of a model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from archerfish.background import Lazy, in_background
+from archerfish.errors import InvalidInputError, UnsupportedModelError
+from archerfish.text.text_tokenizer import TextTokenizer
+from archerfish.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and their sources, which take a thousandth of their memory
+MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
+MAX_STEP_ITEMS = 10_000  # of the parser in one step, so that none is held up for long
+STACK_BYTES = 256 << 20  # llguidance calls itself for every rule that a rule names; with the usual stack 1,000 end the process
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # without a bound a model may write line breaks for ever
+R = TypeVar("R")
+_stack_lock = threading.Lock()
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and keeps the last ones. Safe to use from several threads at once."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
+        self.tokenizer, self.vocab_size, self.model_name = tokenizer, vocab_size, model_name
+        self._vocabulary = Lazy(self._read_vocabulary)
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: Mapping[str, Any]) -> CompiledGrammar:
+        """What `SamplingParams.grammar` says, ready for sequences; an InvalidInputError says why it cannot be."""
+        key = json.dumps(grammar)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        vocabulary = self._vocabulary.get()
+        found = with_deep_stack(lambda: CompiledGrammar(vocabulary, str(grammar["kind"]), grammar["value"]))
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > MAX_KEPT or sum(map(len, self._kept)) > MAX_KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return found
+
+    def warm_up(self) -> None:
+        """Read the vocabulary now, which takes up to a second, and not when the first grammar comes."""
+        self._vocabulary.get()
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        if self.tokenizer is None:
+            raise InvalidInputError(f"{self.model_name} has no tokenizer, which a grammar needs.", hint="Leave out grammar.")
+        ends = list(self.tokenizer.eos_token_ids)
+        if not ends:
+            raise InvalidInputError(
+                f"{self.model_name} has no end token, with which a grammar ends a text.",
+                hint="State eos_token_id in its generation_config.json.",
+            )
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError:
+            raise InvalidInputError(
+                "Grammars need the package llguidance, which is not installed here.", hint="pip install llguidance"
+            ) from None
+        tokenizer = self.tokenizer
+        source = tokenizer.to_json() if isinstance(tokenizer, TextTokenizer) else TokenizerWrapper(ByteVocabulary(tokenizer))
+        try:
+            try:
+                return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=ends)
+            except ValueError:  # a model may have fewer rows than its tokenizer has tokens
+                return LLTokenizer(source, eos_token=ends)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"Grammars cannot be used with the tokenizer of {self.model_name}: {error}.", hint="Leave out grammar."
+            ) from error
+
+
+class ByteVocabulary:
+    """A tokenizer whose tokens are bytes, as llguidance takes it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        special = tokenizer.special_tokens
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_ids[0], tokenizer.bos_token_id
+        self.special_token_ids = list(special)
+        self.tokens = [
+            special[i].encode() if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+class CompiledGrammar:
+    """One grammar, of which each sequence gets a matcher of its own."""
+
+    def __init__(self, vocabulary: LLTokenizer, kind: str, value: Any) -> None:
+        from llguidance import LLMatcher
+
+        limits = parser_limits()
+        try:
+            text = grammar_text(kind, value)
+        except ValueError as error:
+            raise InvalidInputError(f"The grammar of kind {kind} is not valid: {error}.") from None
+        self._num_words = -(-vocabulary.vocab_size // 32)
+        self._first = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        if self._first.is_error():
+            raise InvalidInputError(f"The grammar of kind {kind} is not valid: {reason_of(self._first.get_error())}.")
+        self._lock = threading.Lock()
+        first = GrammarMatcher(self._first.deep_copy(), self._num_words)
+        self._first_bits = first.find_bits()  # a grammar without a first token is refused at once
+
+    def start(self) -> GrammarMatcher:
+        with self._lock:
+            return GrammarMatcher(self._first.deep_copy(), self._num_words, self._first_bits)
+
+
+class GrammarMatcher:
+    """The TokenMatcher of one sequence."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int, first_bits: npt.NDArray[np.int32] | None = None) -> None:
+        """first_bits: what `find_bits` gives at the beginning, if it is known."""
+        self._matcher, self._first_bits = matcher, first_bits
+        self._num_words = num_words  # of the tokenizer's vocabulary
+        self._num_taken = 0
+
+    def fill(self, output: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
+        new = list(output[self._num_taken :])
+        self._num_taken = len(output)
+        if new and not self._matcher.consume_tokens(new):
+            raise self._dead_end()
+        first = None if self._num_taken else self._first_bits
+        found = (self.find_bits() if first is None else first)[: len(bits)]
+        bits[: len(found)] = found
+        bits[len(found) :] = 0
+        if not found.any():
+            raise self._dead_end()
+
+    def find_bits(self) -> npt.NDArray[np.int32]:
+        """A bit for every token of the tokenizer: whether it may follow. An end token may where the grammar is complete."""
+        import numpy as np
+
+        bits = np.zeros(self._num_words, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error() or not bits.any() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
+            raise self._dead_end()
+        return bits
+
+    def _dead_end(self) -> InvalidInputError:
+        stated = self._matcher.get_error()
+        has_reason = stated and not stated.startswith("NoExtension")
+        why = reason_of(stated) if has_reason else "no token of the vocabulary may follow"
+        return InvalidInputError(
+            f"The grammar came to a dead end after {self._num_taken} tokens: {why}.",
+            hint="The vocabulary cannot write what it asks for, or it is too complex: make it simpler.",
+        )
+
+
+def parser_limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
+
+
+def with_deep_stack(work: Callable[[], R]) -> R:
+    """Run in a thread with a stack for deep recursion, and wait for it."""
+    with _stack_lock:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            running = in_background(work, "grammar", daemon=True)
+        finally:
+            threading.stack_size(usual)
+    return running.result()
+
+
+def grammar_text(kind: str, value: Any) -> str:
+    """A grammar in the language of llguidance; whether it is a right one shows when it is compiled."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    match kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_lark(f'start: /{regex_to_lark(value, "d")}/')  # digits are 0 to 9
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in value))
+        case _:
+            return LLMatcher.grammar_from_lark(value)
+
+
+def reason_of(message: str) -> str:
+    """The line of a message of llguidance that says what is wrong; others show where."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    stated = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
+    return (stated or (lines[0] if lines else "it gives no reason")).rstrip(".")

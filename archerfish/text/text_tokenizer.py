@@ -1,0 +1,177 @@
+"""The tokenizer of a model that writes text: whole texts to ids and back, nothing cut, nothing padded."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archerfish.background import Lazy
+from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+
+class TextTokenizer:
+    """Token ids of texts and texts of token ids, as the files of a model directory say.
+
+    config and generation_config are the model's, where the caller has them already; else they are read beside the tokenizer.
+    The vocabulary is parsed when it is first needed. Safe to use from several threads at once.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, config: Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        file = find_tokenizer(Path(directory))
+        self._settings = read_settings(file.parent / "tokenizer_config.json")
+        self._special_names = read_settings(file.parent / "special_tokens_map.json")
+        self._config = read_settings(file.parent / "config.json") if config is None else config
+        beside = file.parent / "generation_config.json"
+        self._generation_config = read_settings(beside) if generation_config is None else generation_config
+        self._parsed = Lazy(lambda: open_tokenizer(file))
+        self._plain = Lazy(self._make_plain)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def find(
+        cls, directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
+    ) -> TextTokenizer | None:
+        """The tokenizer of a model directory; None where there is none, so that the model takes token ids only."""
+        root = Path(directory)
+        if not any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
+            return None
+        return cls(root, config=config, generation_config=generation_config)
+
+    @property
+    def _base(self) -> RustTokenizer:
+        return self._parsed.get()
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
+        """Token ids of a whole text. The names of special tokens in it stand for those tokens, unless `plain`."""
+        tokenizer = self._plain.get() if plain else self._base
+        texts = [text.encode(errors="replace").decode()]  # a batch: for a single text the Rust side would hold up all threads
+        ids: list[int] = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
+        return [*self._missing_bos, *ids] if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the vocabulary does not have stand for nothing."""
+        text: str = self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def to_json(self) -> str:
+        """All of it, as a tokenizer.json has it."""
+        text: str = self._base.to_str()
+        return text
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it."""
+        token: str | None = self._base.id_to_token(token_id)
+        return token
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._base.token_to_id(token)
+        return found
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary with the added ones; a model may have more rows than that."""
+        return int(self._base.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Ids and names of the tokens that `skip_special_tokens` leaves out."""
+        added = self._base.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def named_token(self, role: str) -> str | None:
+        """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
+        for names in (self._settings, self._special_names):
+            value = names.get(role)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                return text
+        return None
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        name = self.named_token("bos_token")
+        return None if name is None else self.token_to_id(name)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: those of generation_config.json, else of config.json, and the tokenizer's own."""
+        inner = self._config.get("text_config")
+        stated = (self._generation_config, self._config, inner if isinstance(inner, dict) else {})
+        found = next((ids for source in stated if (ids := id_list(source.get("eos_token_id")))), [])
+        name = self.named_token("eos_token")
+        own = None if name is None else self.token_to_id(name)
+        return tuple(sorted({*found, *([] if own is None else [own])}))
+
+    @cached_property
+    def decoder_kinds(self) -> frozenset[str]:
+        """Kinds of the steps that turn tokens into text, such as ByteLevel or ByteFallback."""
+        decoder = self._base.decoder
+        return frozenset() if decoder is None else frozenset(kinds_in(json.loads(decoder.__getstate__())))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of a byte-level vocabulary stands for; nothing for an unknown id."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self.id_to_token(token_id) or ""
+            own = [BYTE_OF_CHARACTER.get(character) for character in token]
+            # An added token is written as itself, not in the alphabet of bytes.
+            found = token.encode() if None in own else bytes(value for value in own if value is not None)
+            self._bytes[token_id] = found
+        return found
+
+    @cached_property
+    def _missing_bos(self) -> list[int]:
+        """The first token where tokenizer_config.json asks for it and tokenizer.json does not add it."""
+        bos = self.bos_token_id
+        if self._settings.get("add_bos_token") is not True or bos is None:
+            return []
+        return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
+
+    def _make_plain(self) -> RustTokenizer:
+        """A copy to which the name of a special token is text like any other."""
+        plain = copy.deepcopy(self._base)
+        plain.encode_special_tokens = True
+        return plain
+
+
+def find_text_tokenizer(
+    directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
+    """The tokenizer of a model directory, of whichever kind; None where there is none, so that the model takes ids only."""
+    from archerfish.text.world_tokenizer import WorldTokenizer
+
+    found = TextTokenizer.find(directory, config, generation_config)
+    return WorldTokenizer.find(directory, config) if found is None else found
+
+
+def id_list(value: object) -> list[int]:
+    """The ids of an `eos_token_id`, which may be one, a list or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if type(item) is int and item >= 0]
+
+
+def kinds_in(decoder: Mapping[str, Any]) -> list[str]:
+    steps = decoder.get("decoders")
+    if isinstance(steps, list):
+        return [kind for step in steps for kind in kinds_in(step)]
+    return [str(decoder.get("type"))]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The characters in which byte-level vocabularies write bytes: printable ones as they are, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + place): value for place, value in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = byte_alphabet()

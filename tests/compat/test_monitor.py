@@ -1,0 +1,172 @@
+"""PerformanceMonitor over engines without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine, SamplingParams
+from archerfish.compat.monitor import PerformanceMonitor
+from archerfish.errors import InvalidInputError, NotFoundError
+from archerfish.observe import MetricEvent
+from archerfish.observe.collector import GAPS, TTFT, WHOLE
+from archerfish.serve.metrics import exposition
+from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[LLMEngine]:
+    with LLMEngine(tiny_config(save_tiny_llama(tmp_path))) as made:
+        yield made
+
+
+def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
+    now = 100.0
+    many = prompts(8, least=20)
+    engine.generate(many[:4], GREEDY)  # before it is watched: not counted
+    with PerformanceMonitor(engine, clock=lambda: now) as monitor:
+        assert monitor.figures() == {engine.model_name: {}}
+        now = 102.0
+        outputs = engine.generate(many, GREEDY)
+        figures = monitor.figures()[engine.model_name]
+    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
+    assert [histograms[name].count(**label) for name in (TTFT, WHOLE, GAPS)] == [8, 8, 8 * 5]
+    assert (figures["generated_tok_s"], figures["completed_req_s"]) == (8 * 6 / 2, 8 / 2)
+    cached, total = sum(output.num_cached_tokens for output in outputs), sum(map(len, many))
+    assert figures["prefix_hit_ratio"] == pytest.approx(cached / total) and cached > 0
+    assert figures["prompt_tok_s"] == total / 2
+    longest = max(output.metrics.queue_ms + output.metrics.prefill_ms + output.metrics.decode_ms for output in outputs)
+    assert figures["e2e_p99_ms"] == pytest.approx(longest)
+    assert figures["ttft_p50_ms"] <= figures["ttft_p99_ms"] <= figures["e2e_p99_ms"]
+    assert "encode_p50_ms" not in figures and not any(map(math.isnan, figures.values()))
+    engine.generate(many[0], GREEDY)
+    assert monitor.collector.histograms[WHOLE].count(**label) == 8  # closed
+
+
+def test_several_sequences_of_a_request_have_one_first_token(engine: LLMEngine) -> None:
+    monitor = PerformanceMonitor(engine)
+    engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
+    histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
+    assert [histograms[name].count(**label) for name in (TTFT, WHOLE, GAPS)] == [1, 1, 3 * 5]
+
+
+def test_a_request_that_got_no_token_has_no_first_one(engine: LLMEngine) -> None:
+    monitor, heard = PerformanceMonitor(engine), list[MetricEvent]()
+    monitor.subscribe(heard.append)
+    request = engine.add_request(prompts(1)[0], GREEDY)
+    assert engine.abort(request)
+    assert [event.name for event in heard] == [f"{engine.model_name}/e2e_ms"]
+    assert monitor.collector.histograms[TTFT].count(model_name=engine.model_name) == 0
+    ends = monitor.collector.counters["vllm:request_success"]
+    assert ends.value(model_name=engine.model_name, finished_reason="abort") == 1
+
+
+def test_events_of_requests_and_of_steps_of_time(engine: LLMEngine) -> None:
+    now = 0.0
+    monitor, heard = PerformanceMonitor(engine, clock=lambda: now), list[MetricEvent]()
+    leave = monitor.subscribe(heard.append)
+    real_time = monitor.real_time(alert_thresholds={f"{engine.model_name}/generated_tok_s": 1.0})
+    (output,) = engine.generate(prompts(1), GREEDY)
+    name = engine.model_name
+    assert [event.name for event in heard] == [f"{name}/e2e_ms", f"{name}/ttft_ms"]
+    assert heard[1].value == output.metrics.ttft_ms
+    heard.clear()
+    now = 3.0
+    real_time.collect()
+    told = {event.name: event for event in heard}
+    assert (told[f"{name}/generated_tok_s"].value, told[f"{name}/generated_tok_s"].is_alert) == (2.0, False)
+    assert told["memory_bytes"].value > 1e6 and not told["memory_bytes"].is_alert
+    now = 5.0
+    heard.clear()
+    real_time.collect()
+    told = {event.name: event for event in heard}
+    assert (told[f"{name}/generated_tok_s"].value, told[f"{name}/generated_tok_s"].is_alert) == (0.0, True)  # since then
+    assert monitor.figures()[name]["generated_tok_s"] == 6 / 5  # since it is watched
+    leave()
+    heard.clear()
+    real_time.collect()
+    assert heard == []
+
+
+def test_the_page_for_prometheus_is_that_of_a_server(engine: LLMEngine) -> None:
+    monitor = PerformanceMonitor(engine)
+    engine.generate(prompts(2), GREEDY)
+    page = exposition(monitor.metrics()).decode()
+    label = f'{{model_name="{engine.model_name}"}}'
+    for line in (
+        f"vllm:generation_tokens_total{label} 12.0", f"vllm:e2e_request_latency_seconds_count{label} 2.0",
+        f"archerfish_completed_requests_total{label} 2.0", f"vllm:num_requests_running{label} 0.0",
+    ):  # fmt: skip
+        assert line in page.splitlines()
+    names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_what_the_sampler_did(engine: LLMEngine) -> None:
+    monitor = PerformanceMonitor(engine)
+    prompt = prompts(1, least=20)[0]
+    engine.generate(prompt, GREEDY)
+    found = monitor.sampling()
+    assert (found.total_samples, found.fast_path_samples, found.cache_hits) == (6, 6, 0)
+    assert found.avg_sample_time == found.sample_seconds / 6 > 0
+    allocations = found.memory_allocations
+    engine.generate(prompt, GREEDY.replace(temperature=1.0, max_tokens=3))
+    found = monitor.sampling(engine.model_name)
+    assert (found.total_samples, found.fast_path_samples, found.cache_hits) == (9, 6, 1)  # a repeat costs no pass
+    assert found.memory_allocations == allocations + 1  # once for three steps of the same row
+    with pytest.raises(NotFoundError, match="No generation model 'other'"):
+        monitor.sampling("other")
+    with pytest.raises(NotFoundError, match="0 generation models"):
+        PerformanceMonitor().sampling()
+
+
+def test_a_second_run_takes_all_large_arrays_of_the_sampler_from_the_pool(engine: LLMEngine) -> None:
+    drawn = GREEDY.replace(temperature=0.8, top_p=0.9, seed=1)
+    engine.generate(prompts(8), drawn)
+    before = engine.pool_stats()
+    engine.generate(prompts(8, seed=1), drawn)
+    after = engine.pool_stats()
+    assert after.total_gets > before.total_gets and after.cache_misses == before.cache_misses > 0
+
+
+def test_an_engine_is_watched_once(engine: LLMEngine) -> None:
+    with PerformanceMonitor(engine), pytest.raises(InvalidInputError, match="watched already"):
+        PerformanceMonitor(engine)
+    PerformanceMonitor(engine).close()
+    with pytest.raises(InvalidInputError, match="window"):
+        PerformanceMonitor(engine, window=0)
+
+
+def test_an_async_engine_is_watched_by_its_own(engine: LLMEngine) -> None:
+    async def run() -> dict[str, float]:
+        served = AsyncLLMEngine(engine)
+        monitor = PerformanceMonitor(served)
+        await asyncio.gather(*(served.generate(prompt, GREEDY) for prompt in prompts(3)))
+        await served.close()
+        return monitor.figures()[engine.model_name]
+
+    assert asyncio.run(run())["e2e_p50_ms"] > 0
+
+
+def test_texts_of_an_encoder(minilm: ArrowEngine) -> None:
+    now = 0.0
+    with PerformanceMonitor(minilm, clock=lambda: now) as monitor:
+        heard: list[MetricEvent] = []
+        monitor.subscribe(heard.append)
+        minilm.encode(["one", "two", "two"])
+        minilm.compute(minilm.tokenize(["three"]))
+        minilm.encode([])
+        now = 2.0
+        figures = monitor.figures()[minilm.model_name]
+        assert figures["encoded_texts/s"] == 2.0 and figures["encode_p99_ms"] > 0
+        assert [event.name for event in heard] == [f"{minilm.model_name}/encode_ms"] * 2
+        page = exposition(monitor.metrics()).decode()
+        assert f'archerfish_encoded_texts_total{{model_name="{minilm.model_name}"}} 4.0' in page
+    minilm.encode("more")
+    assert len(heard) == 2

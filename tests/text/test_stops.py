@@ -1,0 +1,154 @@
+"""Stop strings in streams, and the text of an output as the engine makes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archerfish.params import SamplingParams
+from archerfish.sequence import FinishReason, Request
+from archerfish.text.output_text import OutputText
+from archerfish.text.stops import StopStrings
+from archerfish.text.text_tokenizer import TextTokenizer
+from tests.text.tiny_tokenizers import smollm2_directory
+
+SHORT = st.text("ab", min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(smollm2_directory())
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
+    """End, start and name of the stop that is complete first; of those the longest."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return end, end - len(longest), longest
+    return None
+
+
+@given(st.lists(SHORT, min_size=1, max_size=4), st.lists(st.text("abc", max_size=5), max_size=8), st.booleans())
+def test_stops_are_found_however_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
+    finder, shown, matched = StopStrings(stops, include), "", None
+    for piece in pieces:
+        emit, matched = finder.feed(piece)
+        shown += emit
+        if matched:
+            break
+    shown += "" if matched else finder.finish()
+    text = "".join(pieces)
+    wanted = first_stop(text, stops)
+    if wanted is None:
+        assert (shown, matched) == (text, None)
+    else:
+        end, start, stop = wanted
+        assert (shown, matched) == (text[: end if include else start], stop)
+        assert finder.feed("more") == ("", None) and finder.finish() == ""
+
+
+@given(st.lists(SHORT, min_size=1, max_size=4), st.text("abc", max_size=12))
+def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -> None:
+    finder, shown = StopStrings(stops), ""
+    for character in text:
+        emit, matched = finder.feed(character)
+        shown += emit
+        if matched:
+            return
+    held = text[len(shown) :]
+    assert held == "" or any(stop.startswith(held) for stop in stops)
+    longer = [text[i:] for i in range(len(shown)) if any(stop.startswith(text[i:]) for stop in stops)]
+    assert longer == []
+
+
+@pytest.mark.no_cover
+def test_a_stop_that_almost_matches_for_ever_stays_cheap() -> None:
+    stops = [f"{'a' * 1000}{i}" for i in range(16)]
+
+    def cost(num_characters: int) -> float:
+        finder = StopStrings(stops)
+        started = time.process_time()
+        for _ in range(num_characters):
+            finder.feed("a")
+        return time.process_time() - started
+
+    cost(100)
+    assert cost(8000) < 30 * cost(1000) + 0.05  # a rescan of what is held would be hundreds of times as much
+
+
+def request(tokenizer: TextTokenizer, **params: Any) -> Request:
+    wanted = SamplingParams(**params)
+    ends = frozenset((*wanted.stop_token_ids, *(() if wanted.ignore_eos else tokenizer.eos_token_ids)))
+    return Request("r", tokenizer.encode("The answer:"), wanted, 16, ends)
+
+
+def run(
+    tokenizer: TextTokenizer, text: str, finish: FinishReason | None = "length", **params: Any
+) -> tuple[str, str | None, int]:
+    """Feed a text token by token, as the engine does, until a stop is found."""
+    output = OutputText(tokenizer, request(tokenizer, **params))
+    ids, shown = tokenizer.encode(text, add_special_tokens=False), ""
+    for place, token_id in enumerate(ids):
+        piece, stop = output.feed([token_id], finish if place == len(ids) - 1 else None)
+        shown += piece
+        if stop:
+            return shown, stop, output.num_tokens
+    return shown, None, output.num_tokens
+
+
+def test_an_output_without_stops_is_its_text(tokenizer: TextTokenizer) -> None:
+    assert run(tokenizer, " 42 🚀 is it")[:2] == (" 42 🚀 is it", None)
+
+
+def test_a_stop_string_across_tokens_ends_the_text(tokenizer: TextTokenizer) -> None:
+    text = " one\n\nUser: two"
+    shown, stop, num_tokens = run(tokenizer, text, stop=["\nUser:"])
+    assert (shown, stop) == (" one\n", "\nUser:")
+    assert num_tokens < len(tokenizer.encode(text))
+    assert run(tokenizer, text, stop="\nUser:", include_stop_str_in_output=True)[0] == " one\n\nUser:"
+
+
+def test_text_held_back_is_released_at_the_end(tokenizer: TextTokenizer) -> None:
+    assert run(tokenizer, " one\n\nUser", stop=["\nUser:"])[:2] == (" one\n\nUser", None)
+
+
+def test_several_tokens_at_once_stop_at_the_right_one(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode(" a b c d", add_special_tokens=False)
+    output = OutputText(tokenizer, request(tokenizer, stop=" c"))
+    assert output.feed(ids, "length") == (" a b", " c")
+    assert output.num_tokens == 3
+    assert output.feed(ids, None)[0] == ""
+
+
+def test_the_token_that_ends_a_text_is_not_shown(tokenizer: TextTokenizer) -> None:
+    end = tokenizer.eos_token_ids[0]
+    ids = [*tokenizer.encode(" yes", add_special_tokens=False), end]
+    for params in ({}, {"skip_special_tokens": False}):
+        assert OutputText(tokenizer, request(tokenizer, **params)).feed(ids, "stop") == (" yes", None)
+    wanted = request(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert OutputText(tokenizer, wanted).feed(ids, "stop") == (" yes<|im_end|>", None)
+    ignored = OutputText(tokenizer, request(tokenizer, skip_special_tokens=False, ignore_eos=True)).feed(ids, "length")
+    assert ignored == (" yes<|im_end|>", None)
+    word = tokenizer.encode(" yes", add_special_tokens=False)
+    assert OutputText(tokenizer, request(tokenizer, stop_token_ids=word[-1:])).feed([*word], "stop") == ("", None)
+
+
+def test_a_stop_before_min_tokens_is_text(tokenizer: TextTokenizer) -> None:
+    text = " x x x x x"
+    assert run(tokenizer, text, stop=" x", min_tokens=3, max_tokens=8) == (" x x", " x", 3)
+    assert run(tokenizer, text, stop=" x", max_tokens=8) == ("", " x", 1)
+
+
+def test_a_broken_character_at_the_end_is_shown(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    ids = tokenizer.encode("🚀", add_special_tokens=False)
+    output = OutputText(tokenizer, request(tokenizer))
+    assert output.feed(ids[:-1]) == ("", None)
+    assert output.feed([], "abort") == ("\N{REPLACEMENT CHARACTER}", None)
