@@ -26,7 +26,7 @@ from archerfish.serve.result_cache import ResultCache, generate_cached, parse_ca
 from archerfish.serve.served_texts import ServedText, ServedTexts, aside, blamed
 from archerfish.serve.sse import EventStream, Outbox
 from archerfish.serve.tool_choice import CallParser, explained
-from archerfish.serve.wire import Chunk, Generate, Generated
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest
 from archerfish.text.output_text import OutputText
 from archerfish.text.tool_calls import ToolPiece
 
@@ -65,10 +65,10 @@ class Order:
     def model_id(self) -> str:
         return self.text.card.id
 
-    def message(self, address: dict[str, Any]) -> Generate:
+    def message(self, address: dict[str, Any]) -> GenerationRequest:
         """As it is sent. Stop strings are found here, so they make chunks necessary."""
         params = {name: value for name, usual in USUAL.items() if (value := getattr(self.params, name)) != usual}
-        return Generate(
+        return GenerationRequest(
             token_ids=self.prompt_ids, params=params, stream=self.is_streamed or bool(self.params.stop), wants_ids=True,
             priority=self.priority, deadline_s=self.deadline_s, **address,
         )

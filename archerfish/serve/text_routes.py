@@ -16,7 +16,7 @@ from archerfish.serve.openai_schemas import Messages, Tools
 from archerfish.serve.presence import unless_gone
 from archerfish.serve.schemas import IDS, NULL, STRING, Body, BodyRoute, text_at, token_ids_at, wrong
 from archerfish.serve.served_texts import ServedText, aside, chat_size
-from archerfish.serve.wire import Explain, Report
+from archerfish.serve.wire import ExplainRequest, Report
 
 
 def text_or_ids(value: Any) -> str | list[int] | None:
@@ -102,7 +102,7 @@ class TextRoutes:
         token_ids = await self._token_ids(request, text, body)
         text.check_length(token_ids, "prompt")
         address = self.service.catalog.address(request, text.card)
-        answer = await unless_gone(request, self.service.catalog.backend.ask(Explain(token_ids=token_ids, **address)))
+        answer = await unless_gone(request, self.service.catalog.backend.ask(ExplainRequest(token_ids=token_ids, **address)))
         assert isinstance(answer, Report)
         return json_response({"model": text.card.id, **answer.values})
 

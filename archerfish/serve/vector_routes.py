@@ -23,7 +23,7 @@ from archerfish.serve.errors import InvalidParameterError, json_response
 from archerfish.serve.presence import unless_gone
 from archerfish.serve.refusals import note_refusal
 from archerfish.serve.schemas import BodyRoute, EmbeddingsBody, RerankBody, SimilarityBody
-from archerfish.serve.wire import Embed, Score, Vectors
+from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
 YIELD_ROWS = 16  # rows turned into JSON before other requests get a turn: a few milliseconds
@@ -66,7 +66,7 @@ class VectorRoutes:
         card = await self.catalog.find(body.model, "cross-encoder", "embedding")
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
-            message = Score(
+            message = ScoreRequest(
                 query=body.query, documents=body.documents, deadline_s=body.deadline_s, **self.catalog.address(request, card)
             )
             rows, num_tokens = await self.ask(request, message)
@@ -98,10 +98,10 @@ class VectorRoutes:
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the tokens that they took."""
-        message = Embed(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
+        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
         return await self.ask(request, message)
 
-    async def ask(self, request: Request, message: Embed | Score) -> tuple[Array, int]:
+    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
         """What the backend computes, and the tokens that it took."""
         try:
             answer = await unless_gone(request, self.catalog.backend.ask(message))

@@ -18,7 +18,7 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question, RemoteError
 from archerfish.serve.refusals import HOLD_S, MAX_BODY_BYTES, STATE, Refusals
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.wire import Embed, Failed, decode_answer, encode
+from archerfish.serve.wire import EmbedRequest, Failed, decode_answer, encode
 
 from .client import LIMIT_S, running, with_app
 from .fake_backend import FakeBackend
@@ -211,7 +211,7 @@ class Full(FakeBackend):
         self.num_asked = 0
 
     async def ask(self, message: Question) -> Answer:
-        if isinstance(message, Embed):
+        if isinstance(message, EmbedRequest):
             self.num_asked += 1
             raise self.error
         return await super().ask(message)
