@@ -19,9 +19,10 @@ from archerfish.observe.summary import Summary, Target, TargetResult, summarize
 
 OURS = "archerfish"
 DIRECTIONS: dict[str, Direction] = {
-    "copy rate, *": "neither", "*/s": "lower", "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher", "*, MB": "higher",
-    "*, hit rate": "lower", "*, utilisation": "lower", "*, share of the limit": "lower", "*, real-time factor": "higher",
-    "*, streams in real time": "lower", "*unanswered": "higher", "*not answered": "higher", "*": "neither",
+    "copy rate, *": "neither", "*/s": "lower", "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher",
+    "*, MB": "higher", "*, hit rate": "lower", "*, utilisation": "lower", "*, share of the limit": "lower",
+    "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
+    "*not answered": "higher", "*": "neither",
 }  # fmt: skip
 
 

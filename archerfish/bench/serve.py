@@ -106,7 +106,10 @@ def running(name: str, command: list[str]) -> Iterator[ServerProcess]:
 def own_server(*arguments: str) -> Iterator[tuple[ServerProcess, str]]:
     """`archerfish serve` on a free port, and its address."""
     with running(OURS, [sys.executable, "-m", "archerfish", "serve", "--port", "0", *arguments]) as process:
+        ends_s = time.monotonic() + START_S
         while not (found := re.search(r"http://127\.0\.0\.1:\d+", process.written())):
+            if time.monotonic() > ends_s:
+                raise ServiceError(f"`archerfish serve` did not start in {START_S:g} s.", hint="")
             time.sleep(POLL_S)
         yield process, found[0]
 
@@ -287,18 +290,27 @@ def measurements(title: str, server: Server, found: dict[str, float]) -> Found:
     return (Measurement(f"{title}: {metric}", value, server.name) for metric, value in found.items())
 
 
+def service_engine(options: Namespace) -> EngineConfig:
+    """The user's model, or a small one on a single thread, because these scenarios measure the service."""
+    return EngineConfig(model=options.model) if options.model else EngineConfig(model=SMALL_MODEL, num_threads=1)
+
+
+def serve_arguments(engine: EngineConfig) -> tuple[str, ...]:
+    return "--kinds", "generation", "--model", engine.model, "--num-threads", str(engine.num_threads)
+
+
 def overhead(options: Namespace) -> Found:
     """What HTTP and ZMQ add to a streamed chat, against the same model in a process without a server, in turns."""
-    model = options.model or SMALL_MODEL
-    with EngineGroup() as group, own_server("--kinds", "generation", "--model", model) as (_, url):
-        open_ours(group, Namespace(engine=EngineConfig(model=model), against=""))
+    engine = service_engine(options)
+    with EngineGroup() as group, own_server(*serve_arguments(engine)) as (_, url):
+        open_ours(group, Namespace(engine=engine, against=""))
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         for number in range(-1, options.rounds):
             inside, served = [], []
             for place in range(options.requests or OVERHEAD_ANSWERS):
                 content = f"{number} {place}: the archerfish spits a jet of water at an insect above the surface."
                 inside.append(group.call(OURS, "first_text_s", content=content))
-                served.append(first_text_s(connection, model, content))
+                served.append(first_text_s(connection, engine.model, content))
             if number >= 0:  # the first round warms up
                 inside_ms, served_ms = (1000 * statistics.median(times) for times in (inside, served))
                 yield Measurement("overhead: first token in process, ms", inside_ms)
@@ -322,17 +334,17 @@ def first_text_s(connection: http.client.HTTPConnection, model: str, content: st
 
 def frontends(options: Namespace) -> Found:
     """256 streams at once of a small model: what 1 and 2 front ends deliver, and the engine by itself."""
-    model = options.model or SMALL_MODEL
+    engine = service_engine(options)
     shape = Shape("ids", (31, 31), (STREAM_TOKENS, STREAM_TOKENS))
     for _ in range(options.rounds):
         with EngineGroup() as group:
-            open_ours(group, Namespace(engine=EngineConfig(model=model), against=""))
+            open_ours(group, Namespace(engine=engine, against=""))
             work = {"prompts": [[10 + n, *range(20, 50)] for n in range(STREAMS)], "outputs": [STREAM_TOKENS] * STREAMS}
             group.call(OURS, "generate", **work)  # warms up
             rate = STREAMS * STREAM_TOKENS / group.call(OURS, "generate", **work)
             yield Measurement("frontends: in process: tokens/s", rate)
         for number in FRONT_ENDS:
-            arguments = ("--kinds", "generation", "--model", model, "--num-front-ends", str(number))
+            arguments = (*serve_arguments(engine), "--num-front-ends", str(number))
             with own_server(*arguments) as (process, url), asyncio.Runner() as runner:
                 server = Server(OURS, url, options, process)
                 runner.run(server.prepare((shape,)))

@@ -85,7 +85,8 @@ def test_first_engine_counts_as_ours_where_none_has_our_name() -> None:
     ("metric", "direction"),
     [
         ("one stream, tokens/s", "lower"), ("first token, ms", "higher"), ("plan p50, us", "higher"), ("evict, ns", "higher"),
-        ("imports, s", "higher"), ("resident, MB", "higher"), ("requests, hit rate", "lower"), ("overload: unanswered", "higher"),
+        ("imports, s", "higher"), ("resident, MB", "higher"), ("requests, hit rate", "lower"),
+        ("overload: unanswered", "higher"),
         ("64 streams, share of the limit", "lower"), ("refused, requests", "neither"), ("copy rate, GB/s", "neither"),
     ],
 )  # fmt: skip
@@ -127,10 +128,13 @@ def test_another_bench_model_or_machine_is_not_comparable(tmp_path: Path) -> Non
         Baseline("scheduler", "", MACHINE, {}).write(path)
 
 
+TEXT_FIGURE = {"median": "1", "low": 1, "high": 1, "rounds": 1}
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"bench": "x"}', json.dumps(
-        {"bench": "x", "model": "", "machine": {}, "words": [], "metrics": {"a": {"median": "1", "low": 1, "high": 1, "rounds": 1}}}
+        {"bench": "x", "model": "", "machine": {}, "words": [], "metrics": {"a": TEXT_FIGURE}}
     )],
 )  # fmt: skip
 def test_files_that_are_not_baselines_are_refused(text: str, tmp_path: Path) -> None:
@@ -205,7 +209,8 @@ def test_every_bench_has_help_and_report_flags(bench: Any, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["scheduler", "--baseline", "none.json"], "There is no baseline"), (["scheduler", "--tolerance", "-1"], "--tolerance must be"),
+        (["scheduler", "--baseline", "none.json"], "There is no baseline"),
+        (["scheduler", "--tolerance", "-1"], "--tolerance must be"),
         (["scheduler", "--steps", "0"], "--steps must be"), (["scheduler", "--nodes", "5"], "the smallest tree"),
         (["throughput", "--batches", "8,x"], "--batches must be"), (["rwkv", "--shape", "9b"], "invalid choice"),
     ],

@@ -51,7 +51,8 @@ def test_worker_calls_methods_with_its_own_paths_and_variables(file: Path) -> No
     with Worker("Good", {"base": 40}, file=file, path="/some/checkout", environment={"SOME_VARIABLE": "yes"}) as worker:
         started = worker.call("start")
         assert started["variable"] == "yes"
-        assert started["paths"][0] == "/some/checkout" and not any(path.endswith("archerfish/bench") for path in started["paths"])
+        assert started["paths"][0] == "/some/checkout"
+        assert not any(path.endswith("archerfish/bench") for path in started["paths"])
         assert [worker.call("add", number=number) for number in (1, 2)] == [41, 42]
 
 
