@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from archerfish.bench.generate import run_benchmark
-    from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase
     from archerfish.cache.adaptive import AdaptiveCache
     from archerfish.cache.logits_cache import CacheKey, LogitsCache
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
+    from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
     from archerfish.compat.monitor import PerformanceMonitor
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -47,7 +46,7 @@ _HOME = {
     "AsyncLLMEngine": "engine.async_engine",
     "BatchInferenceServer": "compat.batch_server",
     "BatchProcessor": "compat.batch_processor",
-    "BenchmarkConfig": "bench.targets",
+    "BenchmarkConfig": "compat.benchmark",
     "BufferPool": "kernels.buffers",
     "CacheKey": "cache.logits_cache",
     "CompletionOutput": "engine.outputs",
@@ -70,7 +69,7 @@ _HOME = {
     "ModelConverter": "store.converter",
     "OptimizationConfig": "serve.optimization",
     "PerformanceMonitor": "compat.monitor",
-    "PerformanceTarget": "bench.targets",
+    "PerformanceTarget": "compat.benchmark",
     "PoolStats": "kernels.buffers",
     "PrefetchConfig": "compat.streaming",
     "RealTimeMonitor": "observe.events",
@@ -86,11 +85,11 @@ _HOME = {
     "StreamingInference": "compat.streaming",
     "TTSRequest": "engine.tts",
     "TTSTokens": "engine.tts",
-    "TestCase": "bench.targets",
+    "TestCase": "compat.benchmark",
     "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
-    "run_benchmark": "bench.generate",
+    "run_benchmark": "compat.benchmark",
 }
 
 __all__ = [
