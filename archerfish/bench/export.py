@@ -19,7 +19,7 @@ def pooled_model(source: Path) -> Any:
     import torch
     from transformers import AutoModel
 
-    from archerfish.store.sidecars import read_embedding
+    from archerfish.store.source import read_embedding
 
     embedding = read_embedding(source) or {}
     use_cls, scale = embedding.get("pooling") == "cls", bool(embedding.get("normalize"))

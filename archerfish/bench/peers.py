@@ -129,7 +129,7 @@ class Exported:
     def open_tokenizer(self) -> None:
         from tokenizers import Tokenizer
 
-        from archerfish.store.sidecars import read_embedding
+        from archerfish.store.source import read_embedding
 
         source = Path(self.options.source)
         embedding = read_embedding(source) or {}

@@ -15,12 +15,11 @@ def write_random_store(source: Path, target: Path, options: dict[str, Any]) -> i
     from archerfish.kernels.select import choose_ops
     from archerfish.models.adapter import model_class
     from archerfish.models.config import Config
+    from archerfish.store.converter import stored_dtype_of
     from archerfish.store.files import check_free_space, new_directory, write_errors, write_file
-    from archerfish.store.format import ARROW_NAME, ITEM_BYTES, METADATA_NAME, Row, TensorInfo
-    from archerfish.store.mapping import write_arrow
+    from archerfish.store.format import ARROW_NAME, ITEM_BYTES, METADATA_NAME, Row, TensorInfo, as_bytes
+    from archerfish.store.loader import write_arrow
     from archerfish.store.metadata import StoreMetadata, encode_metadata
-    from archerfish.store.torch_source import as_bytes
-    from archerfish.store.validate import stored_dtype_of
 
     values, dtype = read_json(source / "config.json"), options["dtype"]
     config, ops = Config(values), choose_ops(options["device"], dtype)

@@ -1,4 +1,4 @@
-"""The Arrow weight store: converting models, and mapping them."""
+"""The Arrow weight store: models are converted once and mapped when they are loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from archerfish.store.converted import ensure_converted
-    from archerfish.store.converter import ConversionResult, ModelConverter
+    from archerfish.store.converter import ConversionResult, ModelConverter, ensure_converted
     from archerfish.store.loader import TensorView, WeightLoader
 
 __all__ = ["ConversionResult", "ModelConverter", "TensorView", "WeightLoader", "ensure_converted"]
@@ -17,7 +16,7 @@ HOMES = {
     "ModelConverter": "converter",
     "TensorView": "loader",
     "WeightLoader": "loader",
-    "ensure_converted": "converted",
+    "ensure_converted": "converter",
 }
 
 

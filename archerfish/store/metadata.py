@@ -1,6 +1,6 @@
-"""metadata.json: what a converted directory holds, where every tensor lies, and checksums of all of it.
+"""metadata.json: the configuration of a converted model, where its tensors lie, and the checksums of its files.
 
-The last entry is the SHA-256 of every byte before it, so that any altered byte of the file is found.
+The last entry is the SHA-256 of every byte before it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from archerfish.store.format import (
     Span,
     TensorInfo,
     make_info,
-)
+)  # fmt: skip
 
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
@@ -32,11 +32,11 @@ CHECKSUM_END = b'"\n}\n'
 
 
 class FileRecord(NamedTuple):
-    """Size and checksum of one file; for weights.arrow also what is needed to map it without reading it."""
+    """Size and checksum of one file; of weights.arrow also what is needed to map it without reading it."""
 
     num_bytes: int
     sha256: str
-    outside_crc32: int | None = None  # of all bytes that belong to no tensor: headers, messages, footer
+    outside_crc32: int | None = None  # of all bytes outside of tensors: headers, messages, footer
     spans: tuple[RowSpans, ...] = ()
 
 
@@ -57,9 +57,6 @@ class StoreMetadata:
     @property
     def total_parameters(self) -> int:
         return sum(info.num_params for info in self.tensors)
-
-    def with_file(self, name: str, record: FileRecord) -> StoreMetadata:
-        return replace(self, files={**self.files, name: record})
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON document, without its checksum."""
@@ -91,10 +88,7 @@ def file_as_dict(record: FileRecord) -> dict[str, Any]:
     entry: dict[str, Any] = {"bytes": record.num_bytes, "sha256": record.sha256}
     if record.outside_crc32 is not None:
         entry["outside_crc32"] = record.outside_crc32
-        entry["buffers"] = [
-            [number for span in (row.data, row.scales, row.zero_points) if span for number in (span.offset, span.num_bytes)]
-            for row in record.spans
-        ]
+        entry["buffers"] = [[number for span in row if span is not None for number in span] for row in record.spans]
     return entry
 
 
@@ -124,7 +118,7 @@ def read_metadata(directory: Path) -> StoreMetadata:
 
 
 def decode_metadata(raw: bytes, where: str) -> StoreMetadata:
-    """The inverse of encode_metadata; CorruptFileError when a byte or a value is not what it should be."""
+    """The inverse of encode_metadata. Raises CorruptFileError when the checksum or a value is wrong."""
     body, separator, tail = raw.rpartition(CHECKSUM_KEY)
     if not separator or tail != hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END:
         raise CorruptFileError(f"{where} was altered or cut off: its checksum does not match.")
@@ -197,14 +191,14 @@ def make_file(name: str, entry: Any, tensors: tuple[TensorInfo, ...], where: str
 
 
 def make_spans(numbers: Any, info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
-    """Check where a tensor is said to lie: inside the file, aligned, and as long as its shape and type say."""
+    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
     sizes = (2,) if info.quantization is None else (4, 6)
     if type(numbers) is not list or len(numbers) not in sizes or not all(type(n) is int for n in numbers):
         raise CorruptFileError(f"{where}: the place of {info.name!r} is impossible.")
     places = [Span(numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)]
     for offset, num_bytes in places:
         if offset < 0 or num_bytes < 0 or offset + num_bytes > file_bytes:
-            raise CorruptFileError(f"{where}: {info.name!r} is said to lie beyond the end of the file.")
+            raise CorruptFileError(f"{where}: {info.name!r} lies beyond the end of the file.")
     if numbers[0] % ALIGNMENT_BYTES:
         raise CorruptFileError(f"{where}: {info.name!r} is not aligned to {ALIGNMENT_BYTES} bytes.")
     if info.quantization is None and numbers[1] != info.num_params * ITEM_BYTES[info.dtype]:
@@ -213,7 +207,6 @@ def make_spans(numbers: Any, info: TensorInfo, file_bytes: int, where: str) -> R
 
 
 def is_converted(path: Path) -> bool:
-    """Whether a path is a converted directory (its files are not checked)."""
-    if not (path / METADATA_NAME).is_file():
-        return False
-    return (path / ARROW_NAME).is_file() or (path / PARQUET_NAME).is_file()
+    """Whether a path is a converted directory. Its files are not checked."""
+    has_weights = (path / ARROW_NAME).is_file() or (path / PARQUET_NAME).is_file()
+    return has_weights and (path / METADATA_NAME).is_file()

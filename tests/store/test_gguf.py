@@ -13,7 +13,7 @@ import torch
 from archerfish.config import ConversionConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.gguf_names import ARCHITECTURES, find_architecture, tensor_name
+from archerfish.store.gguf_source import ARCHITECTURES, find_architecture, tensor_name
 from archerfish.store.quants import LAYOUTS, dequantize, split_blocks
 from archerfish.store.sources import open_source
 from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, make_tensors, write_gguf

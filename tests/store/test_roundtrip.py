@@ -19,12 +19,14 @@ from hypothesis.extra import numpy as hnp
 from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.format import COLUMN_NAMES, ITEM_BYTES, Row, TensorInfo
-from archerfish.store.mapping import write_arrow
-from archerfish.store.torch_source import as_bytes
+from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, as_bytes
+from archerfish.store.loader import write_arrow
 from tests.store.models import some_weights, write_model
 
 DTYPES = ("float32", "float16", "bfloat16")
+COLUMNS = (
+    "layer_name", "shape", "dtype", "data", "num_params", "quant_type", "scales", "zero_points", "quant_axis", "group_size",
+)  # fmt: skip
 
 
 def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
@@ -52,7 +54,7 @@ def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
     table = pq.read_table(converted / "weights.parquet")
     with pa.memory_map(str(converted / "weights.arrow")) as file:
         mapped = pa.ipc.open_file(file).read_all()
-    assert tuple(table.column_names) == tuple(mapped.column_names) == COLUMN_NAMES
+    assert tuple(table.column_names) == tuple(mapped.column_names) == COLUMNS
     assert table.to_pylist() == mapped.to_pylist()
     row = next(row for row in table.to_pylist() if row["layer_name"] == "encoder.layer.0.output.dense.weight")
     assert (row["shape"], row["dtype"], row["num_params"], row["quant_type"]) == ([8, 16], "float32", 128, None)
@@ -63,7 +65,7 @@ def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     if large:
-        monkeypatch.setattr("archerfish.store.mapping.LARGE_TENSOR_BYTES", 100)
+        monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
     infos, rows = [], []
     for index in range(40):
         shape = (index % 7,) * (index % 4)

@@ -15,7 +15,7 @@ import pytest
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
-from archerfish.store import bundled, names
+from archerfish.store import names
 from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_download, pull_builtin, resolve_model
 from archerfish.types import Progress, no_progress
 
@@ -160,13 +160,13 @@ def test_unknown_names_get_the_nearest(hub: HubConfig) -> None:
 
 def test_what_came_with_archerfish_needs_no_network(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve_model("Story-RWKV7", hub.replace(offline=True))
-    assert path == bundled.BUNDLED_MODELS["story-rwkv7"].directory and (path / "model.safetensors").is_file()
+    assert path == names.BUNDLED_MODELS["story-rwkv7"].directory and (path / "model.safetensors").is_file()
     assert not hub.cache_path().exists()
     with pytest.raises(ModelNotFoundError, match="Did you mean 'story-rwkv7'"):
         resolve_model("story-rwkv", hub)
     with pytest.raises(UnreachableError, match="built-in model 'story-rwkv7' needs no network"):
         resolve_model("someone/story-rwkv7", hub.replace(offline=True))
-    monkeypatch.setattr(bundled, "__file__", str(hub.cache_path() / "bundled.py"))
+    monkeypatch.setattr(names, "__file__", str(hub.cache_path() / "bundled.py"))
     with pytest.raises(CorruptFileError, match="install it again"):
         resolve_model("story-rwkv7", hub)
     listed = {row.name: row for row in list_models(hub)}
@@ -176,8 +176,8 @@ def test_what_came_with_archerfish_needs_no_network(hub: HubConfig, monkeypatch:
 def test_what_came_with_archerfish_is_in_its_wheel() -> None:
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["archerfish.store"]
-    packed = {file for pattern in patterns for file in Path(bundled.__file__).parent.glob(pattern)}
-    for model in bundled.BUNDLED_MODELS.values():
+    packed = {file for pattern in patterns for file in Path(names.__file__).parent.glob(pattern)}
+    for model in names.BUNDLED_MODELS.values():
         files = set(model.directory.iterdir())
         assert len(files) > 5 and files <= packed
 
