@@ -108,7 +108,7 @@ def describe_fast_paths() -> list[dict[str, Any]]:
 def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
     from archerfish.store.names import list_models
 
-    here = [model for model in list_models(hub) if model.is_cached]
+    here = [model for model in list_models(hub) if model.path is not None]
     return {
         "directory": str(place),
         "writable": facts.is_writable(place),

@@ -305,33 +305,15 @@ def cached_name(source: Path, config: ConversionConfig) -> str:
 
 def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:
     """Names, sizes and modification times of the files that a conversion depends on."""
-    if source.suffix == ".gguf" and source.is_file():
-        stat = source.stat()
-        return [(source.name, stat.st_size, stat.st_mtime_ns)]
-    parts = []
-    pending = [(str(source if source.is_dir() else source.parent), "")]
-    while pending:
-        folder, prefix = pending.pop()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir():
-                    if not prefix and not entry.name.startswith("."):
-                        pending.append((entry.path, f"{entry.name}/"))
-                    continue
-                if entry.is_symlink() and not os.path.exists(entry.path):  # noqa: PTH110 (a broken link counts as no file)
-                    continue
-                stat = entry.stat()
-                parts.append((prefix + entry.name, stat.st_size, stat.st_mtime_ns))
-    return sorted(parts)
+    root, paths = source.parent, [source]
+    if source.suffix != ".gguf" or source.is_dir():
+        root = source if source.is_dir() else source.parent
+        paths = [path for path in (*root.glob("*"), *root.glob("[!.]*/*")) if path.is_file()]
+    stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 CHUNK_PARAMS = 1 << 24
-# Relative error of rounding to a type, and half of its smallest subnormal number.
-ROUNDING = {"float32": (2.0**-24, 2.0**-150), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
-EXACT = {
-    ("float64", "float64"), ("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"),
-    ("float16", "float32"), ("bfloat16", "float32"),
-}  # fmt: skip
 
 
 def stored_dtype_of(source_dtype: str, shape: tuple[int, ...], target_dtype: str) -> str:
@@ -354,18 +336,15 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
     result = source.to(getattr(torch, dtype)).contiguous()
     if not result.is_floating_point() or is_finite(result):
         return result
-    for start in range(0, result.numel(), CHUNK_PARAMS):
-        after = result.view(-1)[start : start + CHUNK_PARAMS]
-        if bool(torch.isfinite(after).all()):
-            continue
-        before = source.reshape(-1)[start : start + CHUNK_PARAMS]
-        if bool(torch.isnan(before).any()):
-            position = start + int(torch.isnan(before).nonzero()[0])
-            raise ValidationError(f"The tensor {name!r} of the source holds NaN (first at position {position}).")
-        overflown = torch.isinf(after) & torch.isfinite(before)
-        if bool(overflown.any()):
-            value = float(before[int(overflown.nonzero()[0])])
-            raise ValidationError(f"The tensor {name!r} holds {value:g}, which {dtype} cannot hold.")
+    before, after = source.reshape(-1), result.view(-1)
+    is_nan = torch.isnan(before)
+    if bool(is_nan.any()):
+        position = int(is_nan.nonzero()[0])
+        raise ValidationError(f"The tensor {name!r} of the source holds NaN (first at position {position}).")
+    is_overflown = torch.isinf(after) & torch.isfinite(before)
+    if bool(is_overflown.any()):
+        value = float(before[is_overflown][0])
+        raise ValidationError(f"The tensor {name!r} holds {value:g}, which {dtype} cannot hold.")
     return result
 
 
@@ -385,14 +364,17 @@ def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
 
     if source.shape != stored.shape:
         raise ValidationError(f"The tensor {name!r} was written with shape {tuple(stored.shape)}, not {tuple(source.shape)}.")
-    types = (str(source.dtype).removeprefix("torch."), str(stored.dtype).removeprefix("torch."))
-    exact = types in EXACT or not source.is_floating_point()
-    relative, absolute = (0.0, 0.0) if exact else ROUNDING[types[1]]
-    wide = torch.float64 if "float64" in types or (not exact and types[1] == "float32") else torch.float32
+    is_exact = torch.promote_types(source.dtype, stored.dtype) == stored.dtype or not source.is_floating_point()
+    relative = absolute = 0.0
+    if not is_exact:
+        limits = torch.finfo(stored.dtype)
+        relative, absolute = limits.eps / 2, limits.smallest_normal * limits.eps / 2
+    is_double = source.dtype == torch.float64 or (not is_exact and stored.dtype == torch.float32)
+    wide = torch.float64 if is_double else torch.float32
     for start in range(0, source.numel(), CHUNK_PARAMS):
         before = source.reshape(-1)[start : start + CHUNK_PARAMS]
         after = stored.reshape(-1)[start : start + CHUNK_PARAMS]
-        if exact and torch.equal(before, after.to(before.dtype)):
+        if is_exact and torch.equal(before, after.to(before.dtype)):
             continue
         check_chunk(name, before.to(wide), after.to(wide), start, relative, absolute)
 
@@ -400,11 +382,11 @@ def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
 def check_chunk(
     name: str, before: torch.Tensor, after: torch.Tensor, start: int, relative: float, absolute: float
 ) -> None:
-    same = before == after
-    close = (after - before).abs() <= before.abs().mul(relative).clamp(min=absolute)
-    wrong = ~(same | close)
-    if bool(wrong.any()):
-        position = int(wrong.nonzero()[0])
+    """Raise a ValidationError when two chunks, which begin at the position `start`, differ by more than the bounds."""
+    is_close = (after - before).abs() <= before.abs().mul(relative).clamp(min=absolute)
+    is_wrong = ~(is_close | (before == after))
+    if bool(is_wrong.any()):
+        position = int(is_wrong.nonzero()[0])
         raise ValidationError(
             f"The tensor {name!r} was written as {float(after[position]):g} at position {start + position}, "
             f"where the source has {float(before[position]):g}."

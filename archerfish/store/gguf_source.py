@@ -21,49 +21,42 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+
+
+def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Names of the tensors of every layer: GGUF's to Hugging Face's, with # for the number of the layer."""
+    return {f"blk.#.{name}": f"{prefix}.#.{target}" for name, target in names.items()}
+
+
 DECODER_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.#.attn_norm": "model.layers.#.input_layernorm",
-    "blk.#.attn_q": "model.layers.#.self_attn.q_proj",
-    "blk.#.attn_k": "model.layers.#.self_attn.k_proj",
-    "blk.#.attn_v": "model.layers.#.self_attn.v_proj",
-    "blk.#.attn_output": "model.layers.#.self_attn.o_proj",
-    "blk.#.ffn_norm": "model.layers.#.post_attention_layernorm",
-    "blk.#.ffn_gate": "model.layers.#.mlp.gate_proj",
-    "blk.#.ffn_up": "model.layers.#.mlp.up_proj",
-    "blk.#.ffn_down": "model.layers.#.mlp.down_proj",
-}
-HEAD_NORM_TENSORS = {
-    "blk.#.attn_q_norm": "model.layers.#.self_attn.q_norm",
-    "blk.#.attn_k_norm": "model.layers.#.self_attn.k_norm",
-}
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    **layer_tensors("model.layers", {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }),
+}  # fmt: skip
+HEAD_NORM_TENSORS = layer_tensors("model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
 GEMMA_TENSORS = {
     **DECODER_TENSORS,
-    "blk.#.post_attention_norm": "model.layers.#.post_attention_layernorm",
-    "blk.#.ffn_norm": "model.layers.#.pre_feedforward_layernorm",
-    "blk.#.post_ffw_norm": "model.layers.#.post_feedforward_layernorm",
-}
+    **layer_tensors("model.layers", {
+        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }),
+}  # fmt: skip
 PHI3_TENSORS = {
     **{name: target for name, target in DECODER_TENSORS.items() if name != "blk.#.ffn_gate"},
-    "blk.#.attn_qkv": "model.layers.#.self_attn.qkv_proj",
-    "blk.#.ffn_up": "model.layers.#.mlp.gate_up_proj",
+    **layer_tensors("model.layers", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
 }
 BERT_TENSORS = {
-    "token_embd": "embeddings.word_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
-    "position_embd": "embeddings.position_embeddings",
-    "token_embd_norm": "embeddings.LayerNorm",
-    "blk.#.attn_q": "encoder.layer.#.attention.self.query",
-    "blk.#.attn_k": "encoder.layer.#.attention.self.key",
-    "blk.#.attn_v": "encoder.layer.#.attention.self.value",
-    "blk.#.attn_output": "encoder.layer.#.attention.output.dense",
-    "blk.#.attn_output_norm": "encoder.layer.#.attention.output.LayerNorm",
-    "blk.#.ffn_up": "encoder.layer.#.intermediate.dense",
-    "blk.#.ffn_down": "encoder.layer.#.output.dense",
-    "blk.#.layer_output_norm": "encoder.layer.#.output.LayerNorm",
-}
+    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
+    **layer_tensors("encoder.layer", {
+        "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+    }),
+}  # fmt: skip
 # Tensors that are configuration in Hugging Face's files, not weights.
 CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, WriteError, did_you_mean
@@ -38,15 +38,6 @@ from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
     import torch
-
-class TensorView(NamedTuple):
-    """The bytes of a tensor inside the mapping; `data` is read-only and keeps the mapping alive."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    data: memoryview
-
 
 class WeightLoader:
     """Opens a converted directory (or its weights.arrow or weights.parquet) and gives its tensors.
@@ -91,28 +82,11 @@ class WeightLoader:
         """The contents of metadata.json."""
         return self.metadata.as_dict()
 
-    def get_info(self, name: str) -> TensorInfo:
-        """Name, type, shape and quantisation of a tensor."""
-        return self._row(name)[0]
-
     def get_shape(self, name: str) -> tuple[int, ...]:
         return self._row(name)[0].shape
 
     def get_dtype(self, name: str) -> str:
         return self._row(name)[0].dtype
-
-    def get_num_bytes(self, name: str) -> int:
-        """Bytes of a tensor in the file, scales and zero points included."""
-        return sum(span.num_bytes for span in self._row(name)[1] if span is not None)
-
-    def get_array(self, name: str) -> TensorView:
-        """The bytes of a tensor, without torch; a quantised one is dequantised to float32."""
-        info = self.get_info(name)
-        if info.quantization is not None:
-            data = memoryview(dequantize(self.get_quantized(name)).tobytes())
-        else:
-            data = self.get_buffers(name)[0]
-        return TensorView(name, info.shape, info.dtype, data)
 
     def get_buffers(self, name: str) -> tuple[memoryview, memoryview | None, memoryview | None]:
         """The stored bytes of a tensor: data, scales and zero points."""

@@ -196,7 +196,6 @@ def make_source(
 ) -> ModelSource:
     by_name = {tensor.info.name: tensor for tensor in tensors if not FIRST_VALUES.match(tensor.info.name)}
     config = make_config(weights, by_name, stated)
-    check_complete(weights, by_name, config["num_hidden_layers"])
     fold_pre_norm(by_name, config["norm_eps"])
     directory = weights.parent
     return ModelSource(
@@ -233,30 +232,6 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
     if stated_layers is not None and stated_layers != num_layers:
         raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {stated_layers}.")
     return config
-
-
-def expected_names(num_layers: int) -> list[str]:
-    names = [EMBEDDING, "model.norm.weight", "model.norm.bias", "lm_head.weight"]
-    parts = [f"attn.x_{mix}" for mix in MIXES] + ["attn.k_k", "attn.k_a", "attn.r_k", "ffn.x_k"]
-    parts += [f"attn.{each}_proj.weight" for each in "rkvo"] + ["ffn.key.weight", "ffn.value.weight"]
-    parts += [f"{norm}.{end}" for norm in ("attn_norm", "ffn_norm", "attn.g_norm") for end in ("weight", "bias")]
-    for layer in range(num_layers):
-        letters = "wavg" if layer else "wag"
-        ranked = [f"attn.{each}_lora.lora.{end}" for each in letters for end in LORA_PARTS.values()]
-        ranked.remove("attn.g_lora.lora.2.bias")  # gates have no bias
-        names += [f"model.layers.{layer}.{part}" for part in (*parts, *ranked)]
-    return names
-
-
-def check_complete(path: Path, tensors: Mapping[str, SourceTensor], num_layers: int) -> None:
-    expected = expected_names(num_layers)
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        raise CorruptFileError(f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[0]!r}.")
-    known = {*expected, f"{PRE_NORM}.weight", f"{PRE_NORM}.bias"}
-    foreign = [name for name in tensors if name not in known]
-    if foreign:
-        raise UnsupportedModelError(f"{path}: the tensor {foreign[0]!r} is not part of RWKV-7.")
 
 
 def fold_pre_norm(tensors: dict[str, SourceTensor], eps: float) -> None:

@@ -66,8 +66,7 @@ def test_kept_quantised_tensors_lose_nothing(tmp_path: Path, quant_type: str) ->
     assert parts.data.shape == (WIDTH * WIDTH // 32, LAYOUTS[quant_type].integer_bytes)
     assert (parts.zero_points is None) == quant_type.endswith("_0")
     assert kept.arrow_path.stat().st_size < wide.arrow_path.stat().st_size / 2
-    assert kept.get_info("model.norm.weight").quantization is None
-    assert bytes(kept.get_array(Q_NAME).data) == wide.get_layer(Q_NAME).numpy().tobytes()
+    assert kept.get_buffers("model.norm.weight")[1] is None
     kept.verify()
     (tmp_path / "kept" / "weights.arrow").unlink()
     assert torch.equal(WeightLoader(tmp_path / "kept").get_layer(Q_NAME), wide.get_layer(Q_NAME))

