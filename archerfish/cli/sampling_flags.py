@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the engine, and the flags of SamplingParams."""
+"""Flags for SamplingParams, and the engine, of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from archerfish.engine.llm_engine import LLMEngine
 
 PREFIX = "sampling."
-# What each field of SamplingParams does; a test compares the names.
-MEANINGS = {
-    "n": "texts per prompt, each with draws of its own",
+# Help texts; a test compares the names with the fields of SamplingParams.
+DESCRIPTIONS = {
+    "n": "number of answers to each prompt",
     "max_tokens": "most tokens of an answer; none: as many as model and memory allow",
-    "min_tokens": "neither an end token nor a stop counts before this many",
+    "min_tokens": "fewest tokens of an answer; end tokens and stop texts before them are ignored",
     "logit_bias": "add BIAS to the logit of the token ID; may be given several times",
     "repetition_penalty": "above 1: tokens of prompt and output become less likely",
     "presence_penalty": "subtracted once from the logits of tokens in the output",
-    "frequency_penalty": "subtracted for every time that a token stands in the output",
+    "frequency_penalty": "subtracted once for each time that a token is in the output",
     "temperature": "0: the most likely token; higher: more varied",
-    "top_k": "draw from this many of the likeliest; 0: from all",
+    "top_k": "draw from this many of the likeliest tokens; 0: from all",
     "top_p": "draw from the likeliest tokens that make up this share",
     "min_p": "leave out tokens less likely than this share of the likeliest",
     "seed": "makes the draws repeatable",
@@ -38,16 +38,16 @@ MEANINGS = {
     "include_stop_str_in_output": "show the text or token that ended the answer",
     "ignore_eos": "go on after the model's end token",
     "skip_special_tokens": "leave special tokens out of the text",
-    "logprobs": "log-probabilities of the tokens, with this many of the likeliest beside them",
+    "logprobs": "log-probabilities of the tokens and of this many of the likeliest ones at each place",
     "prompt_logprobs": "the same for the prompt",
-    "grammar": "what the answer must be: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
+    "grammar": "form of the answer: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
 }
-NO_FLAGS = ("stages",)  # for programs
+NO_FLAGS = ("stages",)  # fields for programs only
 LISTS = {"stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", str)}
 
 
-def add_sampling(parser: Parser, **defaults: Any) -> None:
-    """A flag for every field of SamplingParams but NO_FLAGS. Flags that are not given leave no trace in the namespace."""
+def add_sampling_flags(parser: Parser, **defaults: Any) -> None:
+    """Add a flag for every field of SamplingParams but NO_FLAGS. A flag that is not given is not in the namespace."""
     group = parser.add_argument_group("sampling")
     for spec in dataclasses.fields(SamplingParams):
         if spec.name in NO_FLAGS:
@@ -55,7 +55,7 @@ def add_sampling(parser: Parser, **defaults: Any) -> None:
         default = defaults.get(spec.name, spec.default)
         shown = f" (default: {default})" if type(default) in (int, float) else ""
         keywords: dict[str, Any] = {
-            "dest": PREFIX + spec.name, "default": argparse.SUPPRESS, "help": MEANINGS.get(spec.name, "") + shown,
+            "dest": PREFIX + spec.name, "default": argparse.SUPPRESS, "help": DESCRIPTIONS[spec.name] + shown,
         }
         flag = "--" + spec.name.replace("_", "-")
         if isinstance(spec.default, bool):
@@ -71,7 +71,7 @@ def add_sampling(parser: Parser, **defaults: Any) -> None:
             group.add_argument(flag, metavar="X" if is_float else "N", type=number, **keywords)
 
 
-def sampling(arguments: Namespace, **defaults: Any) -> SamplingParams:
+def read_sampling_flags(arguments: Namespace, **defaults: Any) -> SamplingParams:
     """The SamplingParams of a command line."""
     given = {key.removeprefix(PREFIX): value for key, value in vars(arguments).items() if key.startswith(PREFIX)}
     if "logit_bias" in given:
