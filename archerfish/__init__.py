@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from archerfish.observe.regression import RegressionDetector
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
-    from archerfish.runtime.logits_view import LogitsView, SamplingConfig
     from archerfish.runtime.sampler import FastSampler
     from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
@@ -63,7 +63,7 @@ _HOME = {
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
     "LogitsCache": "cache.logits_cache",
-    "LogitsView": "runtime.logits_view",
+    "LogitsView": "compat.sampling",
     "MetricEvent": "observe.events",
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
@@ -78,7 +78,7 @@ _HOME = {
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
     "RwkvSampler": "engine.rwkv_sampler",
-    "SamplingConfig": "runtime.logits_view",
+    "SamplingConfig": "compat.sampling",
     "SamplingMetrics": "observe.sampling",
     "SamplingParams": "params",
     "ServeConfig": "config",
@@ -91,6 +91,8 @@ _HOME = {
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
     "run_benchmark": "bench.generate",
+    "sample_optimized": "compat.sampling",
+    "sample_with_cache": "compat.sampling",
 }
 
 __all__ = [
@@ -101,7 +103,7 @@ __all__ = [
     "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
     "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams", "ServeConfig",
     "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta", "WeightLoader", "register_model",
-    "run_benchmark",
+    "run_benchmark", "sample_optimized", "sample_with_cache",
 ]
 
 
