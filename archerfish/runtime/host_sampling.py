@@ -79,11 +79,13 @@ def candidates(row: Row, count: int) -> Ids:
         group_size = len(row) // num_groups
         peaks = row[: num_groups * group_size].reshape(group_size, num_groups).max(axis=0)
         (few,) = (row >= np.partition(peaks, num_groups - count)[num_groups - count]).nonzero()
-        return few[largest(row[few], count)]
+        found: Ids = few[largest(row[few], count)]
+        return found
     return largest(row, count)
 
 
 def largest(values: Row, count: int) -> Ids:
+    found: Ids
     lowest = np.partition(values, len(values) - count)[len(values) - count]
     (found,) = (values >= lowest).nonzero()
     if len(found) > count:

@@ -18,7 +18,7 @@ GREEDY = SamplingConfig(temperature=0)
 
 def test_logits_are_computed_once_for_a_key() -> None:
     rows = torch.randn(2, VOCAB)
-    cache: LogitsCache[Any] = LogitsCache(VOCAB * 4, 60.0)
+    cache = LogitsCache(VOCAB * 4, 60.0)
 
     def drawn(row: int, context: list[int]) -> int:
         key = CacheKey(context, len(context), "model")
