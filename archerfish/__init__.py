@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from archerfish.kernels.buffers import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
     from archerfish.observe.collector import MetricsCollector
-    from archerfish.observe.events import MetricEvent, RealTimeMonitor
     from archerfish.observe.regression import RegressionDetector
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
@@ -64,7 +64,7 @@ _HOME = {
     "LLMEngine": "engine.llm_engine",
     "LogitsCache": "cache.logits_cache",
     "LogitsView": "compat.sampling",
-    "MetricEvent": "observe.events",
+    "MetricEvent": "compat.real_time",
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
@@ -73,7 +73,7 @@ _HOME = {
     "PerformanceTarget": "bench.targets",
     "PoolStats": "kernels.buffers",
     "PrefetchConfig": "compat.streaming",
-    "RealTimeMonitor": "observe.events",
+    "RealTimeMonitor": "compat.real_time",
     "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
