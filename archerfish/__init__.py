@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
+    from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
@@ -28,11 +30,9 @@ if TYPE_CHECKING:
     from archerfish.kernels.buffers import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
     from archerfish.observe.collector import MetricsCollector
-    from archerfish.observe.events import MetricEvent, RealTimeMonitor
     from archerfish.observe.regression import RegressionDetector
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
-    from archerfish.runtime.logits_view import LogitsView, SamplingConfig
     from archerfish.runtime.sampler import FastSampler
     from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
@@ -62,8 +62,8 @@ _HOME = {
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
     "LogitsCache": "cache.logits_cache",
-    "LogitsView": "runtime.logits_view",
-    "MetricEvent": "observe.events",
+    "LogitsView": "compat.sampling",
+    "MetricEvent": "compat.real_time",
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
@@ -72,12 +72,12 @@ _HOME = {
     "PerformanceTarget": "compat.benchmark",
     "PoolStats": "kernels.buffers",
     "PrefetchConfig": "compat.streaming",
-    "RealTimeMonitor": "observe.events",
+    "RealTimeMonitor": "compat.real_time",
     "RegressionDetector": "observe.regression",
     "RequestOutput": "engine.outputs",
     "RerankResult": "engine.arrow_engine",
     "RwkvSampler": "engine.rwkv_sampler",
-    "SamplingConfig": "runtime.logits_view",
+    "SamplingConfig": "compat.sampling",
     "SamplingMetrics": "observe.sampling",
     "SamplingParams": "params",
     "ServeConfig": "config",
@@ -90,6 +90,8 @@ _HOME = {
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
     "run_benchmark": "compat.benchmark",
+    "sample_optimized": "compat.sampling",
+    "sample_with_cache": "compat.sampling",
 }
 
 __all__ = [
@@ -100,7 +102,7 @@ __all__ = [
     "PerformanceMonitor", "PerformanceTarget", "PoolStats", "PrefetchConfig", "RealTimeMonitor", "RegressionDetector",
     "RequestOutput", "RerankResult", "RwkvSampler", "SamplingConfig", "SamplingMetrics", "SamplingParams", "ServeConfig",
     "Stage", "StreamingInference", "TTSRequest", "TTSTokens", "TestCase", "TextDelta", "WeightLoader", "register_model",
-    "run_benchmark",
+    "run_benchmark", "sample_optimized", "sample_with_cache",
 ]
 
 
