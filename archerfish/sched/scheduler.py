@@ -76,6 +76,7 @@ class Scheduler:
         self._block_size = blocks.block_size
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, list[int]] = {}  # planned steps, and the blocks that they copy from
+        self._open_prefill_tokens: dict[int, int] = {}  # prefill tokens of planned steps, counted when the step is committed
         self._blocked: tuple[Sequence | None, int] = (None, 0)  # who could not be admitted, and how many blocks it takes
         self._num_told: dict[Sequence, int] = {}  # prompt logprobs handed out
         self._next_step = 0
@@ -270,7 +271,7 @@ class Scheduler:
         self._open[plan.step] = [source for source, _ in plan.copies]
         self._next_step += 1
         stats.num_steps += 1
-        stats.prefill_tokens_computed += plan.num_tokens - num_decodes
+        self._open_prefill_tokens[plan.step] = plan.num_tokens - num_decodes
         memory.num_held_tokens += plan.num_tokens
         share = memory.num_held_tokens / (memory.num_held_blocks * self._block_size)
         stats.kv_utilization += (share - stats.kv_utilization) / stats.num_steps
@@ -333,7 +334,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a step has brought. Steps are committed in the order in which they were planned."""
-        self._close(plan)
+        self._board.stats.prefill_tokens_computed += self._close(plan)
         now = self.clock()
         running, append = Status.RUNNING, self._board.deltas.append
         special = _special(result)
@@ -423,10 +424,12 @@ class Scheduler:
             if seq.row >= 0 and not seq.num_in_flight:
                 self._board.release(seq)
 
-    def _close(self, plan: Plan) -> None:
+    def _close(self, plan: Plan) -> int:
+        """Remove a step from the open ones; returns its number of prefill tokens."""
         if next(iter(self._open), None) != plan.step:
             raise InvariantError(f"Step {plan.step} is committed, but open are {list(self._open)}.")
         self._memory.blocks.free(self._open.pop(plan.step))
+        return self._open_prefill_tokens.pop(plan.step)
 
     def _end(
         self, seq: Sequence, reason: FinishReason, *, delta: Delta | None = None, error: BaseException | None = None
