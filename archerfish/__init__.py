@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.optimization import OptimizationConfig
     from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
     from archerfish.runtime.sampler import FastSampler
-    from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
@@ -67,7 +67,7 @@ _HOME = {
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
-    "OptimizationConfig": "serve.optimization",
+    "OptimizationConfig": "compat.optimization",
     "PerformanceMonitor": "compat.monitor",
     "PerformanceTarget": "compat.benchmark",
     "PoolStats": "kernels.buffers",
