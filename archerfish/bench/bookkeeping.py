@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from archerfish.bench.stats import percentile
 from archerfish.bench.targets import Bar
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
+from archerfish.sched.plan import Plan
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Plan, Request, StepResult
+from archerfish.sequence import Request
+from archerfish.step import StepResult
 
 TOKEN = 7
 STEP_TARGET = Bar("plan and commit p99, us", 1000)  # of 256 sequences
@@ -80,12 +84,12 @@ def measure_bookkeeping(
         if len(in_flight) <= pipeline_depth:
             continue
         done = in_flight.pop(0)
-        result = StepResult([TOKEN] * len(done.sequences))
+        result = StepResult(np.full((len(done.sequences), 1), TOKEN))
         started = clock()
         scheduler.commit(done, result)
         commit_us = (clock() - started) * 1e6
         scheduler.take_deltas()
-        if plan.num_decodes == done.num_decodes == num_sequences:
+        if plan.input.num_decodes == done.input.num_decodes == num_sequences:
             plans.append(plan_us)
             commits.append(commit_us)
     both = [plan_us + commit_us for plan_us, commit_us in zip(plans, commits, strict=True)]

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.sequence import Plan, StepResult
+from archerfish.step import StepInput, StepResult
 from archerfish.text.text_tokenizer import byte_alphabet
 
 NAME = "paced"
@@ -73,15 +74,15 @@ class PacedRunner:
         self._number = 0
         self._waited = CoreWait()
 
-    def launch(self, plan: Plan) -> Future[StepResult]:
-        number, size = self._number, len(plan.sequences)
+    def launch(self, step: StepInput) -> Future[StepResult]:
+        number, size = self._number, step.num_sequences
         self._number += 1
         now, loop_cpu_s, process_cpu_s = self._clock(), time.thread_time(), time.process_time()
 
         def run() -> StepResult:
             self._wait(now)
             self.steps.append(Step(number, size, now, self._clock(), loop_cpu_s, process_cpu_s, self._waited.seconds()))
-            return StepResult([FIRST_WORD + number % NUM_WORDS] * size)
+            return StepResult(np.full((size, 1), FIRST_WORD + number % NUM_WORDS))
 
         return self._thread.submit(run)
 
