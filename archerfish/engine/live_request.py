@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, TextDelta, request_metrics
-from archerfish.sequence import Delta, Request, Sequence, TokenLogprobs
+from archerfish.sequence import Delta, Request, Sequence
+from archerfish.step import TokenLogprobs
 from archerfish.text.output_text import OutputText
 from archerfish.text.tokenizer import Tokenizer
 

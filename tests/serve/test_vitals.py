@@ -194,7 +194,7 @@ def test_steps_that_are_no_jobs_are_progress_and_show_that_a_model_works(tmp_pat
     save_tiny_llama(tmp_path / "tiny", max_position_embeddings=4096)
     engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan: QueuedStep(launch(plan).result)  # type: ignore[method-assign]
+    engine.runner.launch = lambda step: QueuedStep(launch(step).result)  # type: ignore[method-assign]
     host.shelf.add(Slot("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, host.gate_of(engine))))
     told: list[str] = []
     host.on_beat = told.append

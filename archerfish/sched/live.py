@@ -6,17 +6,56 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from archerfish.sched.memory import Found, SequenceMemory
 from archerfish.sched.policy import SchedulingPolicy
-from archerfish.sched.queue import queue_for
-from archerfish.sched.sharing import PrefixSharing
-from archerfish.sched.stats import SchedulerStats
+from archerfish.sched.queue import PrefixSharing, queue_for
 from archerfish.sequence import Delta, FinishReason, Request, Sequence, Status
 
 
-class Board:
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, and gauges at the moment of asking. Seconds are sums over sequences."""
+
+    total_requests: int = 0
+    completed_requests: int = 0  # every sequence ended with "stop" or "length"
+    failed_requests: int = 0  # one ended with "error" or "deadline"
+    aborted_requests: int = 0
+    refused_requests: int = 0  # for want of room in the queue; not in the total
+    total_tokens_generated: int = 0
+    prefill_tokens_computed: int = 0
+    cached_logits_used: int = 0  # first tokens that cost no forward pass
+    num_preemptions: int = 0
+    num_steps: int = 0
+    queue_seconds: float = 0.0  # arrival to first admission
+    num_admitted: int = 0
+    prefill_seconds: float = 0.0  # first admission to first token
+    num_prefilled: int = 0
+    decode_seconds: float = 0.0  # first token to end
+    num_decoded: int = 0
+    kv_utilization: float = 0.0  # tokens held / room in the blocks held by running sequences: mean over steps
+    queue_size: int = 0  # requests of which nothing has been admitted
+    queue_capacity: int = 0
+    concurrent_requests: int = 0
+    num_waiting: int = 0  # sequences
+    num_running: int = 0
+
+    @property
+    def avg_queue_ms(self) -> float:
+        return 1e3 * self.queue_seconds / max(1, self.num_admitted)
+
+    @property
+    def avg_prefill_ms(self) -> float:
+        return 1e3 * self.prefill_seconds / max(1, self.num_prefilled)
+
+    @property
+    def avg_decode_ms(self) -> float:
+        return 1e3 * self.decode_seconds / max(1, self.num_decoded)
+
+
+class LiveSequences:
     """A sequence waits, runs, and ends. What a step in flight may touch (blocks, the row) is given back only after it.
 
     While a running sequence is in a step in flight, ending or preempting it makes it a leaving one: it keeps its blocks and
@@ -37,9 +76,9 @@ class Board:
         self.prefilling: dict[Sequence, None] = {}  # running, with tokens to catch up on, by admission
         self.decoding: dict[Sequence, None] = {}  # running, caught up
         self.leaving: dict[Sequence, int] = {}  # -> blocks that it holds
-        self.live: dict[str, list[Sequence]] = {}  # all sequences of requests that have not ended
+        self.requests: dict[str, list[Sequence]] = {}  # all sequences of requests that have not ended
         self.queued: set[str] = set()  # requests of which nothing has been admitted
-        self.order: dict[Sequence, int] = {}  # arrival of live sequences
+        self.order: dict[Sequence, int] = {}  # every live sequence with its number in the order of arrival
         self.rows = list(range(max_num_seqs))  # free ones, a heap
         self.sharing = PrefixSharing(2 * memory.blocks.block_size)
         self.deltas: list[Delta] = []
@@ -62,12 +101,12 @@ class Board:
         """Whether no sequence holds memory."""
         return not (self.prefilling or self.decoding or self.leaving)
 
-    # Moves
+    # Changes
 
     def add(self, request: Request) -> list[Sequence]:
         request.arrival = now = self._clock()
         sequences = [Sequence(request, index) for index in range(request.params.n)]
-        self.live[request.request_id] = sequences
+        self.requests[request.request_id] = sequences
         self.queued.add(request.request_id)
         self.policy.arrived(request)
         for seq in sequences:
@@ -147,10 +186,10 @@ class Board:
             self.queue.push(seq, self.order[seq])
 
     def _end_request(self, request: Request) -> None:
-        reasons = {seq.finish_reason for seq in self.live[request.request_id]}
+        reasons = {seq.finish_reason for seq in self.requests[request.request_id]}
         if None in reasons:
             return
-        del self.live[request.request_id]
+        del self.requests[request.request_id]
         self.queued.discard(request.request_id)
         self.policy.left(request)
         if reasons & {"error", "deadline"}:
@@ -160,10 +199,10 @@ class Board:
         else:
             self.stats.completed_requests += 1
 
-    # Questions
+    # Reading
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
-        """Whose right to memory is better comes first: higher priority, then earlier arrival."""
+        """The order in which sequences keep their memory: higher priority, then earlier arrival."""
         return -seq.request.priority, self.order[seq]
 
     def last_in_rank(self) -> Sequence:
@@ -174,7 +213,7 @@ class Board:
         """Whether another sequence is just computing what this one could take from the cache."""
         if not self.memory.cache.is_enabled:
             return False
-        first = self.live[seq.request.request_id][0]
+        first = self.requests[seq.request.request_id][0]
         if first is not seq and first.finish_reason is None and not first.num_emitted:
             return True
         return self.sharing.must_wait(seq)
@@ -183,7 +222,7 @@ class Board:
         return dataclasses.replace(
             self.stats,
             queue_size=len(self.queued),
-            concurrent_requests=len(self.live) - len(self.queued),
+            concurrent_requests=len(self.requests) - len(self.queued),
             num_waiting=self.num_waiting,
             num_running=self.num_running,
         )
@@ -196,7 +235,7 @@ class Board:
         return {
             "queued_requests": len(self.queued),
             "capacity": self.stats.queue_capacity,
-            "live_requests": len(self.live),
+            "live_requests": len(self.requests),
             "waiting": self.num_waiting,
             "running": self.num_running,
             "max_running": self.max_num_seqs,
