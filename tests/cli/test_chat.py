@@ -91,7 +91,7 @@ def test_ctrl_c_during_an_answer_stops_that_answer_only(engine: FakeLLM, talk: C
 def test_a_second_ctrl_c_does_not_wait_for_the_step(
     engine: FakeLLM, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "leave", lambda: sys.exit(130))
+    monkeypatch.setattr(chat, "exit_now", lambda: sys.exit(130))
 
     def press(number: int) -> None:
         if number == 1 and len(engine.prompts) == 1:

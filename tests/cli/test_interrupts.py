@@ -84,7 +84,7 @@ def test_a_second_one_of_any_other_command(words: str) -> None:
 
 def test_the_handler_goes_when_nothing_was_pressed() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts.ending_at_second():
+    with interrupts.exit_at_second_interrupt():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -93,8 +93,8 @@ def test_a_thread_has_no_signals() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def enter() -> None:
-        with interrupts.ending_at_second():
-            interrupts.end_at_next()
+        with interrupts.exit_at_second_interrupt():
+            interrupts.exit_at_next_interrupt()
 
     thread = threading.Thread(target=enter)
     thread.start()

@@ -23,7 +23,7 @@ def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (alice.name, alice.tokens_per_minute, alice.weight, alice.is_operator) == ("alice", 300, 2, False)
     assert (root.name, root.is_operator) == ("root", True)
     assert key not in file.read_text(encoding="utf-8")
-    assert "only time" in shown.err
+    assert "only this once" in shown.err
 
 
 def test_the_help_says_what_holds_without_an_option() -> None:

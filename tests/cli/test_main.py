@@ -218,7 +218,7 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["pull", "story-rwkv7", "--cache-dir", str(tmp_path), "--offline"]) == 0
     assert story["path"] in capsys.readouterr().out
     assert main(["pull", "--list", "--cache-dir", str(tmp_path)]) == 0
-    assert "not here yet" in capsys.readouterr().out
+    assert "not downloaded" in capsys.readouterr().out
     assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code
 
 
