@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
     parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
     parser.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model says)"
+        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model)"
     )
     parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
     add_options(parser, EmbedConfig, HubConfig)
