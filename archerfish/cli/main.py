@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a short message instead of a traceback
         if debug:
             traceback.print_exc()
-        hint = "This is a fault of archerfish, please report it; --debug shows the traceback."
+        hint = "This is a bug in archerfish: please report it. --debug shows the traceback."
         unexpected = ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
         print_error(unexpected, as_json=as_json)
         return unexpected.exit_code
