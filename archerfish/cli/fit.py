@@ -11,8 +11,7 @@ from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
 from archerfish.types import DTYPE_BYTES, INT8
 
-# Memory besides the weights: Python, torch and batches on a CPU (340-430 MB measured with MiniLM); a CUDA context and workspaces
-# on a GPU.
+# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
 SPARE = 0.95  # usable share of the available memory
