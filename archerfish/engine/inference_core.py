@@ -43,11 +43,14 @@ class InferenceCore:
         device: str = "cpu",
         *,
         dtype: str = "auto",
-        pooling: str = "mean",
+        pooling: str | None = None,
     ) -> None:
+        """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
+        stated: Mapping[str, Any] = config.get("embedding") or {}
+        pooling = pooling or str(stated.get("pooling_mode", "mean"))
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
-        self.config = Config(config)
+        self.config = Config(config.get("config", config))
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
