@@ -219,7 +219,7 @@ def test_a_mapping_overrides_the_options_of_its_batch(sampler: RwkvSampler) -> N
 def test_invalid_options_of_a_batch_are_raised(sampler: RwkvSampler) -> None:
     """Beside each of its results it would look like an answer without tokens."""
     for options in ({"emotoin": "SAD"}, {"text": "b"}):
-        with pytest.raises(ArcherfishError, match=r"emotoin|text is given"):
+        with pytest.raises(ArcherfishError, match=r"emotoin|text is no option"):
             sampler.generate_tts_tokens_batch(["a", {"text": "b"}], **options)
 
 
@@ -284,13 +284,13 @@ def test_a_single_request_raises_its_error(sampler: RwkvSampler) -> None:
         sampler.generate_tts_tokens("Hello", emotion="hapy")
     with pytest.raises(InputTooLargeError, match="leaves room for"):
         sampler.generate_tts_tokens("long " * 3000)
-    with pytest.raises(InvalidInputError, match="beside a request"):
+    with pytest.raises(InvalidInputError, match="seed is no option of a TTSRequest"):
         sampler.generate_tts_tokens(TTSRequest(text="a"), seed=5)
     with pytest.raises(InvalidInputError, match="Expected a list"):
         sampler.generate_tts_tokens_batch("Hello")
     with pytest.raises(UnknownOptionError, match="no 'sead'"):
         next(sampler.stream_tts_tokens("Hello", sead=5))
-    with pytest.raises(InvalidInputError, match="text is given beside a request"):
+    with pytest.raises(InvalidInputError, match="text is no option"):
         sampler.generate_tts_tokens("Hello", text="there")
     assert sampler.generate_tts_tokens_batch([]) == []
 
@@ -373,7 +373,7 @@ def test_reset_aborts_requests_and_clears_the_cache(sampler: RwkvSampler) -> Non
     stream = sampler.stream_tts_tokens("Hello there", seed=1)
     next(stream)
     sampler.reset()
-    with pytest.raises(StoppedError, match="given up"):
+    with pytest.raises(StoppedError, match="was aborted"):
         list(stream)
     engine = sampler.engine
     engine.settle()
