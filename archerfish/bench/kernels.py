@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD = 8192, 4096, 14336
-NARROW_WIDTH, NARROW_FEED_FORWARD = 1024, 3072  # of models whose gate is in the product
 BLOCK_SIZE = 16
 DECODES = tuple((num, context) for num in (1, 32, 256) for context in (512, 4096))
 SHARED_HEADS, SHARED_DECODES = ((16, 8), (32, 8)), (256, 3072, 160)  # sequences, keys in common, keys of each beside them
@@ -126,7 +125,7 @@ def measure_kernels() -> list[KernelRow]:
     with torch.inference_mode():
         return [
             *norm_rows(ops), *store_rows(ops), *decode_rows(ops), *shared_rows(ops), prefill_row(ops), *masked_rows(ops),
-            gated_row(ops), gate_product_row(), *sample_rows(ops),
+            gated_row(ops), *sample_rows(ops),
         ]  # fmt: skip
 
 
@@ -336,23 +335,6 @@ def eager_gated(x: Tensor) -> Tensor:
 
     width = x.shape[1] // 2
     return silu(x[:, :width]) * x[:, width:]
-
-
-def gate_product_row() -> KernelRow:
-    from archerfish.kernels.triton.linear import gate_tiles
-    from archerfish.kernels.triton.tiles import gate_tile, shared_bytes
-
-    x, weight = random(TOKENS, NARROW_WIDTH), random(2 * NARROW_FEED_FORWARD, NARROW_WIDTH)
-    tile = gate_tile(TOKENS, weight, shared_bytes(weight.device))
-    assert tile is not None
-    return row(
-        "product and its gate", f"{TOKENS} x {NARROW_WIDTH} x 2 x {NARROW_FEED_FORWARD}",
-        lambda: gate_tiles(x, weight, tile, "silu"), partial(eager_gate_product, x, weight), flops=2 * TOKENS * weight.numel(),
-    )  # fmt: skip
-
-
-def eager_gate_product(x: Tensor, weight: Tensor) -> Tensor:
-    return eager_gated(x @ weight.t())
 
 
 def sample_rows(ops: TritonOps) -> Iterator[KernelRow]:

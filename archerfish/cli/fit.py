@@ -9,7 +9,7 @@ from typing import Any
 
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
-from archerfish.types import DTYPE_BYTES, INT8
+from archerfish.types import DTYPE_BYTES
 
 # Beside the weights: Python, torch and batches on a CPU (MiniLM: 340-430 MB measured); a CUDA context and workspaces on a GPU.
 CPU_OVERHEAD_BYTES = 500_000_000
@@ -30,17 +30,17 @@ class ModelSize:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
-        """In memory in a type, or with matrices in int8 and the rest in two bytes, which only some models have (else 0)."""
-        return self._int8_bytes() if dtype == INT8 else self.num_parameters * DTYPE_BYTES[dtype]
+        """In memory in a type, or with matrices in a named format and the rest in two bytes (0: not known of this model)."""
+        return self.num_parameters * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else self._format_bytes(dtype)
 
-    def _int8_bytes(self) -> int:
+    def _format_bytes(self, weight_format: str) -> int:
+        from archerfish.kernels.formats import choose_format
         from archerfish.models.adapter import model_class
         from archerfish.models.config import Config
 
         config = Config(self.config)
         try:
-            adapter = model_class(config)
-            return sum(adapter.tensor_bytes(config, "bfloat16", INT8).values()) if INT8 in adapter.weight_formats else 0
+            return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(weight_format)).values())
         except UnsupportedModelError:
             return 0
 

@@ -97,7 +97,7 @@ class ArrowEngine:
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
         self.core = InferenceCore(
             loader.load_weights(), metadata["config"], self.config.device, dtype=self.config.dtype,
-            pooling=str(self.embedding.get("pooling_mode", "mean")),
+            pooling=str(self.embedding.get("pooling_mode", "mean")), weight_format=self.config.weights,
         )
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
