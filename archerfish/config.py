@@ -20,7 +20,7 @@ from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_me
 ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHT_FORMATS = ("auto", "int8")
+WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
@@ -114,6 +114,7 @@ class EmbedConfig(Options):
     model: str = option("all-minilm-l6-v2", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type to compute in; auto: the fastest type of this machine.", choices=DTYPES)
+    weights: str = option("auto", WEIGHTS)
     storage_dtype: str = option(
         "auto", "Type of stored weights when a model is converted; auto: float32 if `dtype` is float32, else 2 bytes.",
         choices=DTYPES,
@@ -136,10 +137,7 @@ class EngineConfig(Options):
     model: str = option("smollm2-135m-instruct", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
     dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
-    weights: str = option(
-        "auto", "Format of the matrices in memory; int8: a byte a number and a scale a row, for RWKV-7; auto: as `dtype`.",
-        choices=WEIGHT_FORMATS,
-    )
+    weights: str = option("auto", WEIGHTS)
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
     max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)

@@ -95,7 +95,9 @@ class ArrowEngine:
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
-        self.core = InferenceCore(loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype)
+        self.core = InferenceCore(
+            loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
+        )
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)
