@@ -400,6 +400,10 @@ class LLMEngine:
             self._run_all(lives, progress, on_result)
         return [live.result for live in lives if live.result is not None]
 
+    def generate_batch(self, inputs: Sequence[Prompt], sampling_params: SamplingParams | None = None) -> list[str]:
+        """The texts of some prompts, in their order."""
+        return [output.text for output in self.generate(list(inputs), sampling_params)]
+
     def _run_all(self, lives: list[LiveRequest], progress: Progress, on_result: OnResult | None) -> None:
         """Run requests, keeping the queue filled but never over its limit; if interrupted, abort what is left."""
         left = deque(lives)

@@ -22,7 +22,7 @@ from archerfish.models.config import Config
 from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model

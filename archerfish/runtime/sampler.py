@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import ArcherfishError, ModelError
+from archerfish.errors import ArcherfishError
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.kernels.sampling import (
     CHOSEN,
-    NONE_LEFT,
     SHORT_TOP_K,
     TOP_K_OFF,
     Cuts,
@@ -36,11 +35,9 @@ from archerfish.kernels.sampling import (
     stream_key,
 )
 from archerfish.observe.sampling import SamplingMetrics
-from archerfish.params import MAX_SEED, Stage, check_whole
-from archerfish.runtime.logits_view import LogitsView, SamplingConfig, whole_number
+from archerfish.params import Stage
+from archerfish.runtime.host_sampling import failure
 from archerfish.step import RowEntry, TokenLogprobs
-
-__all__ = ["FastSampler", "LogitsStore", "LogitsView", "Sampled", "SamplingConfig", "prompt_logprobs"]
 
 ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
@@ -51,16 +48,6 @@ ROW = np.dtype([
 ], align=True)  # fmt: skip
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 NEVER = np.iinfo(np.int64).max
-K = TypeVar("K", bound=Hashable, contravariant=True)
-V = TypeVar("V")
-
-
-class LogitsStore(Protocol[K, V]):
-    """What `sample_with_cache` asks of a cache of logits."""
-
-    def get(self, key: K, /) -> V | None: ...
-
-    def insert(self, key: K, value: V, /) -> object: ...
 
 
 class FastSampler(Generic[T]):
@@ -161,41 +148,9 @@ class FastSampler(Generic[T]):
     def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
         """Why rows got no token, by index, as a (2, rows) report says."""
         return {
-            int(i): _failure(int(report[1, i]), f"The logits of request {self._names[int(rows[i])]!r}")
+            int(i): failure(int(report[1, i]), f"The logits of request {self._names[int(rows[i])]!r}")
             for i in np.flatnonzero(report[1] != CHOSEN)
         }
-
-    def sample_optimized(self, logits: T | LogitsView[T], config: SamplingConfig, *, seed: int = 0, position: int = 0) -> int:
-        """A token of one row of float32 logits, or of a view of it, for a seed and a position."""
-        started = time.perf_counter()
-        view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
-        seed, position = whole_number("seed", seed), whole_number("position", position)
-        check_whole("seed", seed, 0, MAX_SEED - 1)
-        check_whole("position", position, 0, int(NEVER) - 1)
-        row = np.zeros(1, dtype=ROW)
-        row["key"], row["temperature"] = stream_key(seed, 0), config.temperature
-        row["top_k"], row["top_p"] = _limits(config.params.top_k, config.top_p, view.stop - view.start)
-        row["repetition"] = 1.0
-        masked = np.asarray([i - view.start for i in view.masked_in_range], dtype=np.int64)
-        batch = self._build(row, np.zeros(1, dtype=np.int64), {0: masked} if len(masked) else {}, {})
-        batch = dataclasses.replace(batch, positions=self.ops.ids(np.asarray([position])))
-        token, outcome = self.ops.to_ids(self.ops.sample(view.values, batch).report)[:, 0].tolist()
-        if outcome != CHOSEN:
-            raise _failure(outcome, "These logits")
-        self.metrics.count(1, time.perf_counter() - started, is_fast=batch.temperature is None)
-        return view.start + int(token)
-
-    def sample_with_cache(
-        self, logits: Callable[[], T], config: SamplingConfig, *, cache: LogitsStore[K, T], cache_key: K, seed: int = 0,
-        position: int = 0,
-    ) -> int:
-        """`sample_optimized` of the logits that a cache has under a key; computed and kept there only if it has none."""
-        known = cache.get(cache_key)
-        self.metrics.cache_hits += known is not None
-        if known is None:
-            known = logits()
-            cache.insert(cache_key, known)
-        return self.sample_optimized(known, config, seed=seed, position=position)
 
     def _known(self, token_ids: SequenceOf[int]) -> Ids:
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -366,9 +321,3 @@ def rounded(values: npt.NDArray[np.float64]) -> list[Any]:
 def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:
     """top_k and top_p as the op takes them, where off."""
     return top_k if 0 < top_k < size else TOP_K_OFF, top_p if top_p < 1 else float("inf")
-
-
-def _failure(outcome: int, what: str) -> ModelError:
-    if outcome == NONE_LEFT:
-        return ModelError(f"{what} rule out every token: all are -inf.", hint="Check min_tokens and the stop tokens.")
-    return ModelError(f"{what} are not finite.", hint="Compute in a wider type (float32), or check the model's weights.")

@@ -15,7 +15,7 @@ from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
 from archerfish.serve.page import curl, examples
 from archerfish.serve.signals import orderly_end
 from archerfish.serve.supervisor import Supervisor
-from archerfish.store.bundled import STORY_MODEL
+from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
 STOPPING = f"Stopping: what runs has {GRACE_S} s to finish, nothing new is taken. Ctrl+C ends it at once."

@@ -333,6 +333,18 @@ def test_counters_and_queue_status() -> None:
     assert (stats.queue_size, stats.concurrent_requests) == (0, 0)
 
 
+def test_prefill_tokens_are_counted_when_a_step_is_committed() -> None:
+    world = World()
+    world.add(8, max_tokens=3)
+    made = plan(world)
+    assert world.scheduler.tokens_done == (0, 0)
+    commit(world, made)
+    assert world.scheduler.tokens_done == (8, 1)
+    world.add(8, max_tokens=3)
+    world.scheduler.fail(plan(world), RuntimeError("boom"))
+    assert world.scheduler.tokens_done == (8, 1)
+
+
 def test_kv_utilization_is_the_share_of_held_blocks_that_is_filled() -> None:
     world = World(block_size=8)
     world.add(12, max_tokens=1)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from archerfish.serve.catalog import REFRESH_S, Catalog, Kind, ModelCard
 from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
-from archerfish.serve.wire import Generate, Query, Report
+from archerfish.serve.wire import GenerationRequest, Query, Report
 
 WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
@@ -29,7 +30,7 @@ class Models:
         self.asked: list[Query] = []
         self.error: RemoteError | None = None
 
-    def generate(self, request: Generate) -> AsyncIterator[Part]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
         raise NotImplementedError
 
     def end_sequence(self, request_id: str, index: int) -> None:
@@ -147,7 +148,7 @@ def test_requests_are_addressed_with_ids_of_their_own() -> None:
 @pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])
 def test_what_is_shown_of_a_model_tells_no_paths(values: dict[str, Any], kind: Kind) -> None:
     catalog = Catalog(Models())
-    shown = catalog.describe(ModelCard.read(values))
+    shown = msgspec.to_builtins(catalog.describe(ModelCard.read(values)))
     assert set(shown) - {"dimension"} == {"id", "object", "created", "owned_by", "kind", "max_length"}
     assert (shown["id"], shown["kind"], shown["created"]) == (values["id"], kind, catalog.started_at)
     assert ("dimension" in shown) == (kind == "embedding")
