@@ -79,6 +79,7 @@ class Request:
     grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
     wants_logits: bool = False  # the first delta of the first sequence brings those of the token after the prompt
     adapter: int = 0  # number of the LoRA adapter; 0: none
+    collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
 class Status(Enum):
@@ -103,8 +104,8 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
         self.num_pending = 0  # tokens sampled by steps in flight
-        # With so many tokens computed, its last token must be known before another step: it may be the last of all, or a grammar
-        # must see it.
+        # With so many tokens computed, no step is planned while its last token is pending: that may be the last of all, or a
+        # grammar must see it.
         self.pending_limit = 0 if request.needs_host_token else self.num_prompt + request.max_tokens - 1
         self.num_in_flight = 0  # steps in flight that read or write its blocks
         self.num_emitted = 0  # output tokens that were handed out in deltas

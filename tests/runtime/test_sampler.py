@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.errors import InvalidInputError, ModelError
+from archerfish.errors import ModelError
 from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import uniforms
