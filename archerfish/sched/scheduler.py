@@ -203,8 +203,7 @@ class Scheduler:
             computed = seq.num_computed
             pending = seq.num_pending
             if pending:
-                request = seq.request
-                if request.needs_host_token or computed + 1 - seq.num_prompt >= request.max_tokens:
+                if computed >= seq.pending_limit:
                     continue
             else:
                 builder.has_known_tokens = True
