@@ -14,7 +14,7 @@ from archerfish.serve.errors import json_response
 from archerfish.serve.optimization import OptimizationConfig
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.schemas import BodyRoute
-from archerfish.serve.sharing import FrontShare
+from archerfish.serve.sharing import FrontEndSync
 from archerfish.serve.wire import Configure, Report
 
 OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
@@ -40,7 +40,7 @@ class AdminRoutes:
     `Identify` lets only operators reach these routes.
     """
 
-    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontShare) -> None:
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
         self.catalog, self.results, self.share = catalog, results, share
         self.router = APIRouter(route_class=BodyRoute)
         self.router.get("/admin/optimization", response_model=None)(self.show)
@@ -48,7 +48,7 @@ class AdminRoutes:
 
     async def show(self, model: str | None = None) -> Response:
         """The options in force."""
-        await self.share.tell()  # another front end may have been told of a change
+        await self.share.sync()  # another front end may have been told of a change
         engine = await self._configure(await self.catalog.find(model, "generation"), {})
         return json_response(OptimizationConfig.of(engine, self.results).as_dict())
 
@@ -56,10 +56,10 @@ class AdminRoutes:
         """Change some, by either of their names; the answer has all of them, and what they were before."""
         body = await request.json()  # of a StrictRequest
         card = await self.catalog.find(model, "generation")
-        await self.share.tell()
+        await self.share.sync()
         engine = await self._configure(card, {})
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
-        await self.share.tell_change()  # at once: what is heard meanwhile is older
+        await self.share.publish_options()  # at once: what is heard meanwhile is older
         engine = await self._configure(card, engine.wanted)
         shown = OptimizationConfig.of(engine, self.results).as_dict()
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})

@@ -24,13 +24,13 @@ from archerfish.serve.identity import Identify, caller_of, note_blocked
 from archerfish.serve.limits import Blocked, retry_after
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
-from archerfish.serve.middleware import BodyLimit, RequestMetrics, Shed
+from archerfish.serve.middleware import BodyLimit, RequestMetrics
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.page import page
 from archerfish.serve.refusals import Refusals
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.sharing import FrontShare
+from archerfish.serve.sharing import FrontEndSync
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.text_routes import TextRoutes
 from archerfish.serve.tts_routes import TTSRoutes
@@ -44,7 +44,7 @@ STOPPED = "The service was stopped before the answer was complete."
 class StateRoutes:
     """What the service says of itself."""
 
-    def __init__(self, catalog: Catalog, share: FrontShare) -> None:
+    def __init__(self, catalog: Catalog, share: FrontEndSync) -> None:
         self.catalog, self.share = catalog, share
         self.router = APIRouter()
         handlers: dict[str, Callable[..., Coroutine[Any, Any, Response]]] = {
@@ -87,7 +87,7 @@ class StateRoutes:
 
     async def stats(self) -> Response:
         """Figures of the engines and their caches."""
-        return json_response(await self.share.ask("stats"))
+        return json_response(await self.share.query("stats"))
 
     async def metrics(self) -> Response:
         """Figures for Prometheus: of the engine process and all front ends; while it is away, of this front end."""
@@ -120,7 +120,7 @@ def create_app(
         num_front_ends=config.num_front_ends,
     )
     texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
-    share = FrontShare(catalog, registry, results)
+    share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -141,7 +141,6 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     blocked = Blocked()
     app.add_middleware(Identify, tenants=tenants, blocked=blocked)
-    app.add_middleware(Shed)
     app.add_middleware(RequestMetrics, registry=registry)
     install_handlers(app)
     note_blocked(app, blocked)

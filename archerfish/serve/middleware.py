@@ -1,19 +1,13 @@
-"""Layers around the app: one bounds the size of bodies, one refuses what this process cannot take, one counts and times."""
+"""Middleware of the app: one class bounds the size of bodies, one counts and times requests."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.admission import BusyError
-from archerfish.serve.errors import BodyTooLargeError, error_response, failure_response
-
-BEAT_S, KEPT = 0.05, 0.8  # of a loop's beats, and what of its lag counts after one more
-MOST_LAG_S = 1.0  # of late beats together: a loop that is 0.2 s behind all the time has as much
-MOST_BEAT_S = 0.4 * MOST_LAG_S  # of one beat: a pause, however long, is no load, nor are three in a row
+from archerfish.serve.errors import BodyTooLargeError, error_response
 
 
 def stated_length(scope: Scope) -> int:
@@ -53,63 +47,6 @@ class BodyLimit:
             return message
 
         await self.app(scope, counted, send)
-
-
-class LoopLag:
-    """How far an event loop is behind, while somebody wants to know: its late beats together, the last counting most."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._due = self.seconds = 0.0
-        self.num_watching = 0
-
-    def begin(self) -> None:
-        """Somebody watches, until `end`."""
-        self.num_watching += 1
-        if self._loop is None:
-            self._loop, self.seconds = asyncio.get_running_loop(), 0.0
-            self._plan()
-
-    def end(self) -> None:
-        self.num_watching -= 1
-
-    def _plan(self) -> None:
-        assert self._loop is not None
-        self._due = self._loop.time() + BEAT_S
-        self._loop.call_at(self._due, self._beat)
-
-    def _beat(self) -> None:
-        assert self._loop is not None
-        self.seconds = KEPT * self.seconds + min(MOST_BEAT_S, max(0.0, self._loop.time() - self._due))
-        if self.num_watching:
-            self._plan()
-        else:
-            self._loop = None
-
-
-class Shed:
-    """Refuses work while this process itself is behind: to answer what has come already comes before reading more.
-
-    What it reads of a request is its head, so that a refusal costs a small part of an answer.
-    """
-
-    def __init__(self, app: ASGIApp, lag: LoopLag | None = None) -> None:
-        self.app, self.lag = app, lag or LoopLag()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        lag = self.lag
-        if lag.seconds > MOST_LAG_S and lag.num_watching:
-            error = BusyError("This server is behind with its work.", lag.seconds)
-            await failure_response(error, path=scope["path"])(scope, receive, send)
-            return
-        lag.begin()
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            lag.end()
 
 
 class RequestMetrics:

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from archerfish.config import ServeConfig
-from archerfish.serve import middleware
 from archerfish.serve.answers import ANSWERS
 from archerfish.serve.app import create_app
 
@@ -31,12 +30,6 @@ ALLOWED = {200, 400, 403, 404, 405, 413, 429, 503, 504}
 AT_ONCE = 8
 MAX_BODY = 1 << 20
 COMPLETION = {"prompt": "Hi", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(autouse=True)
-def without_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests keep the app's event loop busy themselves, which is no reason to refuse their requests."""
-    monkeypatch.setattr(middleware.LoopLag, "_plan", lambda lag: None)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from archerfish.serve.admission import BusyError, TooLateError
 from archerfish.serve.gate import ReadingGate
 from archerfish.serve.limits import Blocked, OverLimitError, RateLimitedError, RateLimits
-from archerfish.serve.middleware import MOST_LAG_S, LoopLag, Shed
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, add_key
 
 from .client import PASS, WORDS, app_of, entered, error_of, with_app
@@ -334,81 +332,3 @@ def test_deadlines_are_above_zero(tmp_path: Path, deadline_s: Any) -> None:
         assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
 
     with_limits(tmp_path, test)
-
-
-# A front end that is behind
-
-
-class BeatingLoop:
-    """An event loop of which only the beats are played, each so many seconds late."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self._due = 0.0, 0.0
-        self._beat: Callable[[], None] = lambda: None
-        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self)
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, beat: Callable[[], None]) -> None:
-        self._due, self._beat = when, beat
-
-    def play(self, *late_s: float) -> None:
-        for seconds in late_s:
-            self.now = self._due + seconds
-            self._beat()
-
-
-def test_one_pause_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, lag = BeatingLoop(monkeypatch), LoopLag()
-    lag.begin()
-    for pause in (1.0, 5.0, 300.0):  # a collection, a model that is loaded, a machine that slept
-        loop.play(pause)
-        assert lag.seconds <= MOST_LAG_S
-        loop.play(*[0.0] * 40)
-        assert lag.seconds < 0.001
-    loop.play(9.0, 9.0, 9.0)
-    assert lag.seconds <= MOST_LAG_S
-    loop.play(*[0.0] * 40, *[0.25] * 20)
-    assert lag.seconds > MOST_LAG_S  # behind all the time
-    lag.end()
-    loop.play(0.25)
-    lag.begin()
-    assert lag.seconds == 0.0  # there was nothing to do
-
-
-def test_a_front_end_that_is_behind_refuses_before_it_reads() -> None:
-    read: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        read.append((await receive())["type"])
-        await inside.wait()
-
-    async def main() -> None:
-        lag = LoopLag()
-        shed = Shed(app, lag)
-        sent: list[dict[str, Any]] = []
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request"}
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings"}
-        running = asyncio.create_task(shed(scope, receive, send))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        lag.seconds = 2.0
-        await shed(scope, receive, send)  # type: ignore[arg-type]
-        assert sent[0]["status"] == 503
-        assert dict(sent[0]["headers"])[b"retry-after"] == b"2"
-        assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
-        assert read == ["http.request"]
-        inside.set()
-        await running
-        assert lag.num_watching == 0
-        await shed(scope, receive, send)  # type: ignore[arg-type]  # with nothing to do it is not behind
-        assert len(read) == 2
-
-    inside = asyncio.Event()
-    asyncio.run(main())
