@@ -144,7 +144,9 @@ class EngineConfig(Options):
     max_model_len: int = option(0, "Longest sequence, prompt and output; 0: as the model's own files say.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
     max_batch_size: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
-    max_concurrent_requests: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
+    max_concurrent_requests: int = option(
+        0, "Most requests that run or wait; above this they are refused; 0: only `max_queue_size` counts.", minimum=0
+    )
     max_num_batched_tokens: int = option(
         0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 16384 on a GPU.", minimum=0
     )
@@ -178,12 +180,9 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {name: getattr(self, name) for name in ("max_batch_size", "max_concurrent_requests") if getattr(self, name)}
-        if len(set(given.values())) > 1:
-            raise InvalidOptionError(f"[engine] has two values for one option: {given}.", hint="Give max_num_seqs alone.")
-        for name, value in given.items():
-            object.__setattr__(self, "max_num_seqs", value)
-            object.__setattr__(self, name, 0)
+        if self.max_batch_size:
+            object.__setattr__(self, "max_num_seqs", self.max_batch_size)
+            object.__setattr__(self, "max_batch_size", 0)
 
 
 @dataclass(frozen=True, kw_only=True)

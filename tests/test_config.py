@@ -15,7 +15,7 @@ from archerfish.errors import InvalidOptionError, UnknownOptionError
 Section = type[Options]
 
 
-OTHER_NAMES = {"max_batch_size": "max_num_seqs", "max_concurrent_requests": "max_num_seqs"}  # in [engine]
+OTHER_NAMES = {"max_batch_size": "max_num_seqs"}  # in [engine]
 
 
 def sample(value: Any, metadata: Mapping[str, Any]) -> Any:
@@ -51,10 +51,10 @@ def test_each_option_is_keyword_environment_variable_and_toml_key(
     assert getattr(config.resolve(cls), stands_for) == value
 
 
-def test_two_values_for_one_option_are_refused() -> None:
-    assert EngineConfig(max_batch_size=8).replace(max_num_seqs=4).max_num_seqs == 4
-    with pytest.raises(InvalidOptionError, match="two values"):
-        EngineConfig(max_batch_size=8, max_concurrent_requests=9)
+def test_max_batch_size_bounds_a_step_and_max_concurrent_requests_the_requests_held() -> None:
+    config = EngineConfig(max_batch_size=32, max_concurrent_requests=64)
+    assert (config.max_num_seqs, config.max_concurrent_requests) == (32, 64)
+    assert config.replace(max_num_seqs=4).max_num_seqs == 4
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

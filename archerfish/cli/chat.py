@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from archerfish.cli.interrupts import leave
-from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
+from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, did_you_mean
 
@@ -41,13 +41,13 @@ ReadLine = Callable[[str], str]
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="MESSAGE", help="a first message")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
-    add_sampling(parser, **DEFAULTS)
+    add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
-    params = sampling(arguments, **DEFAULTS)
+    params = read_sampling_flags(arguments, **DEFAULTS)
     if params.n != 1:
         raise InvalidOptionError("A chat has one answer at a time.", hint="Leave --n at 1.")
     with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:

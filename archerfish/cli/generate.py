@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, printable, seconds, styled
+from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError
 
@@ -29,13 +29,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--input", default="", metavar="FILE", help='a prompt per line, or .jsonl with "prompt"; - is standard input, by lines'
     )
-    add_sampling(parser, **DEFAULTS)
+    add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
-    params = sampling(arguments, **DEFAULTS)
+    params = read_sampling_flags(arguments, **DEFAULTS)
     prompts = gather_prompts(arguments.prompts, arguments.input)
     if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
         out.note("Log-probabilities are part of the JSON: add --json.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archerfish import __version__
+from archerfish.bench.table import BENCHES
 from archerfish.cli.interrupts import EXIT_INTERRUPTED, ending_at_second
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
@@ -48,17 +49,7 @@ COMMANDS = (
     Command("pull", "pull", "download models, or list those that are here", "[MODEL ...] "),
     Command("convert", "convert", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "say what this machine has, which fast paths are on, and what will fit", "[MODEL] "),
-    Command("bench embed", "bench_embed", "measure embeddings against the peers that are installed"),
-    Command("bench throughput", "bench_throughput", "measure continuous against static batching, and against peers"),
-    Command("bench latency", "bench_latency", "measure first tokens and gaps between tokens, one request at a time"),
-    Command("bench prefix", "bench_prefix", "measure what the prefix cache gives on prompts that begin alike"),
-    Command("bench tts", "bench_tts", "measure an RWKV-7 TTS model: streams in real time, with the package rwkv beside it"),
-    Command("bench rwkv", "bench_rwkv", "measure an RWKV model: many streams, states kept of prompts that begin alike"),
-    Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
-    Command("bench gpu", "bench_gpu", "measure generation on a GPU, against vLLM where it is there"),
-    Command("bench startup", "bench_startup", "measure the time from starting a process to its first token on a GPU"),
-    Command("bench serve", "bench_serve", "load servers over HTTP, ours and others side by side", "[SCENARIO ...] "),
-    Command("bench store", "bench_store", "measure opening and converting weights"),
+    *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."
 

@@ -10,9 +10,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from archerfish.cli.llm import open_engine
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
+from archerfish.cli.sampling_flags import open_engine
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError, NotFoundError
 

@@ -30,7 +30,7 @@ from archerfish.errors import (
 )
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length

@@ -42,7 +42,9 @@ from archerfish.kernels.buffers import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
-from archerfish.sequence import Delta, Namespace, Plan, Request, StepResult
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Delta, Namespace, Request
+from archerfish.step import StepResult
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.text_tokenizer import find_text_tokenizer
@@ -83,7 +85,7 @@ class LLMEngine:
             )
         adapter.ops.leave_thread(has_company=executor is not None)
         self.runner.warm_up()
-        self.scheduler, self.logits_cache = make_scheduler(self.config, facts)
+        self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread
         self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, tokenizer))
         self._seeds = random.Random(self.config.seed or None)
@@ -215,7 +217,7 @@ class LLMEngine:
         if plan is not None:
             self._launch(plan)
         elif not self._in_flight:
-            self.runner.masks.wait()
+            self.scheduler.masks.wait()
         ended += self._collect_down_to(self.config.pipeline_depth if plan is not None else 0)
         return ended + self._deliver()
 
@@ -253,7 +255,7 @@ class LLMEngine:
 
     def _launch(self, plan: Plan) -> None:
         try:
-            self._in_flight.append((plan, self.runner.launch(plan)))
+            self._in_flight.append((plan, self.runner.launch(plan.input)))
         except BaseException as error:  # the plan is open: whatever ended its launch must end it too
             failed: Future[StepResult] = Future()
             is_ordinary = isinstance(error, Exception)
@@ -397,6 +399,10 @@ class LLMEngine:
         with progress_bar("Generating", show=show_progress, unit="requests") as progress:
             self._run_all(lives, progress, on_result)
         return [live.result for live in lives if live.result is not None]
+
+    def generate_batch(self, inputs: Sequence[Prompt], sampling_params: SamplingParams | None = None) -> list[str]:
+        """The texts of some prompts, in their order."""
+        return [output.text for output in self.generate(list(inputs), sampling_params)]
 
     def _run_all(self, lives: list[LiveRequest], progress: Progress, on_result: OnResult | None) -> None:
         """Run requests, keeping the queue filled but never over its limit; if interrupted, abort what is left."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
+from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
@@ -134,8 +135,10 @@ def adapter_over(tensors: Mapping[str, Any], facts: ModelFacts, ops: Ops[Any]) -
     return facts.adapter(Weights(tensors, ops, weight_format=facts.weight_format), facts.config, facts.max_len)
 
 
-def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, LogitsCache]:
-    """Who shares the model's memory, and the logits that live with its cache."""
+def make_scheduler(
+    config: EngineConfig, facts: ModelFacts, wake: Callable[[], None] | None = None
+) -> tuple[Scheduler, LogitsCache]:
+    """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is done."""
     blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
     logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
     cache = RadixCache(
@@ -145,8 +148,9 @@ def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, 
     scheduler = Scheduler(
         blocks=blocks, cache=cache, logits_cache=logits, model_state_hash=f"{facts.name}/{facts.dtype}/{facts.weight_format}",
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
-        max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
-        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+        max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
+        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
+        logits_row_bytes=4 * facts.vocab_size,
     )
     return scheduler, logits
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from archerfish.sequence import Delta, FinishReason, TokenLogprobs
+from archerfish.sequence import Delta, FinishReason
 from archerfish.sequence import Sequence as TokenSequence
+from archerfish.step import TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -6,11 +6,10 @@ step of all of them is one forward pass. One that is wrong or fails ends by itse
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import partial
+from typing import Any, Protocol, Self
 
 from archerfish.config import EngineConfig
 from archerfish.engine.live_request import LiveRequest
@@ -25,11 +24,7 @@ from archerfish.errors import (
     StoppedError,
     UnsupportedModelError,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from archerfish.runtime.sampler import FastSampler
+from archerfish.runtime.host_sampling import sample_row
 
 Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and what it has gained
 
@@ -57,7 +52,6 @@ class RwkvSampler:
                 hint="Give a model that was trained to speak.",
             )
         self._open: set[str] = set()  # ids of requests that run
-        self._lock = threading.Lock()  # over the sampler of `sample_logits`
 
     @classmethod
     def new(cls, model: LLMEngine | EngineConfig | str | None = None, **options: Any) -> Self:
@@ -175,26 +169,10 @@ class RwkvSampler:
 
         A draw follows from its seed and position: count one of them up to get another.
         """
-        import torch
-
-        from archerfish.runtime.logits_view import LogitsView, SamplingConfig
-
-        try:
-            row = torch.as_tensor(logits, dtype=torch.float32, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(f"logits must be a row of numbers: {error}.") from None
-        config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-        with self._lock:
-            view = LogitsView(row, first, end, masked=masked)
-            return self._sampler.sample_optimized(view, config, seed=seed, position=position)
-
-    @cached_property
-    def _sampler(self) -> FastSampler[torch.Tensor]:
-        """One of its own: that of the engine belongs to the thread that steps."""
-        from archerfish.kernels.torch.reference import TorchOps
-        from archerfish.runtime.sampler import FastSampler
-
-        return FastSampler(TorchOps(), self.engine.facts.vocab_size, 1)
+        return sample_row(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, first=first, end=end, masked=masked, seed=seed,
+            position=position,
+        )
 
     # Running
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
 from archerfish.kernels.handle import T as T
+from archerfish.kernels.handle import T_co
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 if TYPE_CHECKING:
@@ -152,6 +153,13 @@ class PackedWeight(Generic[T]):
 
 class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
+
+
+class Replay(Protocol[T_co]):
+    """Repeats recorded work over the same memory."""
+
+    def __call__(self, num_rows: int = 0) -> T_co:
+        """num_rows: of a backend that replays any number of rows, how many are real; 0: all."""
 
 
 class Ops(ABC, Generic[T]):
@@ -377,8 +385,11 @@ class Ops(ABC, Generic[T]):
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
         """Write the tokens of a batch into the last_tokens of its sequences."""
 
-    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
-        """Record a call, which also runs it: the result repeats it over the same memory. None: there is no such thing here."""
+    can_record: bool = False  # `capture` records work
+    replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with
+
+    def capture(self, call: Callable[[], T]) -> Replay[T] | None:
+        """Record a call, which also runs it: the result repeats it over the same memory. None: this backend cannot record."""
         return None
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:

@@ -60,7 +60,7 @@ class EndedOutput(Protocol):
 
 
 class EndedRequest(Protocol):
-    """What is asked of a result; RequestOutput is one."""
+    """The result of a request, as far as a collector reads it; RequestOutput is one."""
 
     @property
     def metrics(self) -> RequestTimes: ...
@@ -79,7 +79,6 @@ class MetricsCollector:
     def __init__(self, *, window: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = MetricRegistry()
         self.start_time = clock()
-        self._clock = clock
 
         def histogram(name: str, description: str) -> Histogram:
             return self.registry.histogram(name, description, LABEL, window=window)
@@ -138,10 +137,6 @@ class MetricsCollector:
         self._refusals.add(model_name=model, code=code)
 
     # Looking in
-
-    @property
-    def uptime_s(self) -> float:
-        return self._clock() - self.start_time
 
     @property
     def histograms(self) -> dict[str, Histogram]:

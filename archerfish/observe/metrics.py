@@ -15,7 +15,6 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 @dataclass(frozen=True)
@@ -159,22 +158,6 @@ class Histogram(Metric):
         key = self._key(labels)
         with self._lock:
             return self._series[key].total if key in self._series else 0.0
-
-    def quantile(self, q: float, **labels: str) -> float:
-        """An estimate of the q-quantile, linear inside its bucket; nan without values, the last bound if it lies above."""
-        if not 0 <= q <= 1:
-            raise ValueError(f"A quantile lies between 0 and 1, not at {q}.")
-        counts = self._counts(labels)
-        rank = q * sum(counts)
-        if not any(counts):
-            return math.nan
-        below = 0
-        for index, bound in enumerate(self.buckets):
-            if counts[index] and below + counts[index] >= rank:
-                low = self.buckets[index - 1] if index else min(0.0, bound)
-                return low + (bound - low) * max(0.0, rank - below) / counts[index]
-            below += counts[index]
-        return self.buckets[-1]
 
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
         """Of the values in the window, exactly: the smallest that so many per cent do not exceed; nan without any."""

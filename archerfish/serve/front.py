@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -31,7 +31,7 @@ REQUEST_S = 60.0  # a request must arrive completely within this time
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def build_app(config: FrontConfig) -> FastAPI:
+def build_app(config: FrontConfig) -> Starlette:
     serve = ServeConfig(**config.serve)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
     return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))

@@ -16,13 +16,14 @@ from archerfish.engine.outputs import TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
 from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sequence import Namespace, TokenLogprobs
+from archerfish.sequence import Namespace
 from archerfish.serve.compute import Lane
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
 from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
+from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = "\0probe"  # no key's hash and no front end's name for one
 MAX_QUICK_TOKENS = 8192  # a prompt of so many ids is read by the loop itself

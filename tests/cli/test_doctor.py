@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from archerfish import ModelConverter, WeightLoader
-from archerfish.cli import doctor, facts, fit
+from archerfish.cli import doctor, fit
 from archerfish.cli.main import main
 from archerfish.config import HubConfig
 from archerfish.kernels import select
@@ -36,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def judge(model: Path, available: int, total: int, gpus: list[facts.Gpu]) -> dict[str, Any]:
+def judge(model: Path, available: int, total: int, gpus: list[doctor.Gpu]) -> dict[str, Any]:
     found = fit.measure(str(model), HubConfig())
     return doctor.judge_model(found, Memory(total, available), gpus)
 
@@ -48,12 +48,12 @@ def test_sizes_come_from_headers_alone(model: Path) -> None:
 
 
 def test_verdicts(model: Path) -> None:
-    roomy = judge(model, 20 * GB, 32 * GB, [facts.Gpu("small", 8 * GB, 7 * GB), facts.Gpu("full", 80 * GB, GB)])
+    roomy = judge(model, 20 * GB, 32 * GB, [doctor.Gpu("small", 8 * GB, 7 * GB), doctor.Gpu("full", 80 * GB, GB)])
     assert (roomy["cpu"], roomy["gpu"]) == ("fits in any type", "fits")
     half = judge(model, 3 * GB, 32 * GB, [])
     assert half["cpu"].endswith("not in float32") and list(half["fits_cpu"].values()) == [True, False]
     assert half["gpu"] == "no GPU"
-    busy = judge(model, 1 * GB, 32 * GB, [facts.Gpu("busy", 80 * GB, GB)])
+    busy = judge(model, 1 * GB, 32 * GB, [doctor.Gpu("busy", 80 * GB, GB)])
     assert busy["cpu"].startswith("does not fit now: needs 2.5 GB") and busy["gpu"].startswith("does not fit now")
     small = judge(model, 1 * GB, 2 * GB, [])
     assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
@@ -79,7 +79,7 @@ def test_room_for_kv_is_that_of_the_type_an_engine_takes_by_itself(dtype: str, m
     monkeypatch.setattr(fit, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
     found = fit.ModelSize("tiny", 1000, 4000)
     doctor.judge_model(found, Memory(GB, GB), [])
-    doctor.judge_model(found, Memory(GB, GB), [facts.Gpu("card", GB, GB)])
+    doctor.judge_model(found, Memory(GB, GB), [doctor.Gpu("card", GB, GB)])
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
 
 
@@ -147,7 +147,7 @@ def test_a_path_that_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch: importing it is most of doctor's time."""
-    monkeypatch.setattr(facts, "gpus", lambda: [facts.Gpu("Fake GPU", 80 * GB, 79 * GB)])
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [doctor.Gpu("Fake GPU", 80 * GB, 79 * GB)])
     paths = [{"name": "AMX", "on": True, "reason": "it has it"}, {"name": "CUDA", "on": False, "reason": "it has none"}]
     monkeypatch.setattr(doctor, "describe_fast_paths", lambda: paths)
 
@@ -174,15 +174,15 @@ def test_a_missing_package_makes_it_unusable(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = [facts.Package("torch", "", ""), facts.Package("fastapi", "", "serve")]
-    monkeypatch.setattr(facts, "packages", lambda: found)
+    found = [doctor.Package("torch", "", ""), doctor.Package("fastapi", "", "serve")]
+    monkeypatch.setattr(doctor, "find_packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "The package torch is missing" in shown and "fastapi is missing" not in shown
 
 
 def test_packages_come_from_our_own_metadata() -> None:
-    found = {package.name: package for package in facts.packages()}
+    found = {package.name: package for package in doctor.find_packages()}
     assert found["torch"].version and not found["torch"].needed_for
     assert found["openvino"].needed_for == "bench" and "ruff" not in found
 

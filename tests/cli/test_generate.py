@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.cli import generate, llm
+from archerfish.cli import generate, sampling_flags
 from archerfish.cli.main import main
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output, printable
@@ -103,18 +103,18 @@ def test_wrong_flags(engine: FakeLLM, flags: list[str], said: str, capsys: pytes
 
 
 def test_grammars_on_the_command_line() -> None:
-    assert llm.parse_grammar("json") == {"kind": "json", "value": None}
-    assert llm.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
-    assert llm.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
+    assert sampling_flags.parse_grammar("json") == {"kind": "json", "value": None}
+    assert sampling_flags.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
+    assert sampling_flags.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
     with pytest.raises(ArgumentTypeError, match="a JSON list"):
-        llm.parse_grammar("choice=yes")
+        sampling_flags.parse_grammar("choice=yes")
 
 
 def test_every_field_of_sampling_params_is_a_flag() -> None:
-    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in llm.NO_FLAGS]
-    assert list(llm.MEANINGS) and set(llm.MEANINGS) == set(names)
+    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in sampling_flags.NO_FLAGS]
+    assert list(sampling_flags.DESCRIPTIONS) and set(sampling_flags.DESCRIPTIONS) == set(names)
     parser = Parser(prog="test")
-    llm.add_sampling(parser)
+    sampling_flags.add_sampling_flags(parser)
     assert {f"--{name.replace('_', '-')}" for name in names} <= set(parser.flags())
 
 

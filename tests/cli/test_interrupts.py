@@ -77,7 +77,7 @@ sys.exit(main({words}))
 def test_a_second_one_of_any_other_command(words: str) -> None:
     command = words.removesuffix(" a")
     for tidying, told in ((f"{PRESS}; print('still here')", ""), ("None", "Interrupted.\n")):
-        script = OTHERS.format(module=command.replace(" ", "_"), tidying=tidying, words=words.split())
+        script = OTHERS.format(module=command.split()[0], tidying=tidying, words=words.split())
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
 

@@ -99,7 +99,7 @@ def test_a_reader_that_goes_away_causes_no_message() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
-        [sys.executable, "-m", "archerfish.cli", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from archerfish.cli import doctor, fit
-from archerfish.cli.facts import Gpu
+from archerfish.cli.doctor import Gpu
 from archerfish.cli.main import main
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm import LLM

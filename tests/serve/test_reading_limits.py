@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from archerfish.serve.admission import BusyError, TooLateError
 from archerfish.serve.gate import ReadingGate
-from archerfish.serve.limits import Blocked, OverLimitError, RateLimitedError, RateLimits
+from archerfish.serve.limits import OverLimitError, RateLimitedError, RateLimits
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, add_key
 
 from .client import PASS, WORDS, app_of, entered, error_of, with_app
@@ -111,35 +111,6 @@ def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path
         assert not tokenized
 
     with_limits(tmp_path, test, tokens_per_minute=100)
-
-
-def test_who_is_blocked_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
-        body = {"model": WORDS, "input": "x"}
-        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
-        assert (await client.post("/v1/embeddings", json=body)).status_code == 429
-        for route, content in (("/v1/embeddings", b"no JSON"), ("/v1/chat/completions", b"{}")):
-            answer = await client.post(route, content=content)
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "60")
-        assert (await client.get("/v1/models")).status_code == 200
-        message = await client.post("/v1/messages", content=b"")
-        assert message.json()["error"]["type"] == "rate_limit_error"
-
-    with_limits(tmp_path, test, requests_per_minute=1)
-
-
-def test_blocks_end_and_are_forgotten_after_a_second() -> None:
-    clock = Clock()
-    blocked, tenant = Blocked(clock), Tenant(name="t", namespace="n")
-    blocked.check(tenant)
-    blocked.note(tenant, 30.0)
-    clock.now = 0.9
-    with pytest.raises(RateLimitedError) as caught:
-        blocked.check(tenant)
-    assert caught.value.retry_after_s == pytest.approx(29.1)
-    blocked.check(ANONYMOUS)
-    clock.now = 1.1  # the engine process may know better by now
-    blocked.check(tenant)
 
 
 def test_a_refusal_says_how_long_nothing_is_allowed() -> None:

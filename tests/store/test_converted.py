@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from archerfish.store.converted import fingerprint_parts
+from archerfish.store.converter import fingerprint_parts
 
 
 def test_a_link_to_nothing_is_no_part_of_a_model(tmp_path: Path) -> None:

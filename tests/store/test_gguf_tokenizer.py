@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from archerfish.config import ConversionConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.gguf_tokenizer import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
+from archerfish.store.tokenizer_files import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
 from tests.store.gguf_models import MERGES, byte_level_tokens, make_tensors, write_gguf
 
 TEXTS = [

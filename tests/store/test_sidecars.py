@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.sidecars import read_embedding
+from archerfish.store.source import read_embedding
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from tests.store.models import VOCABULARY, some_weights, write_json, write_model
 

@@ -28,6 +28,7 @@ from archerfish.kernels.ops import (
     PackedWeight,
     PagedBatch,
     Pooling,
+    Replay,
     Rotary,
     Segments,
 )
@@ -129,7 +130,7 @@ class TritonOps(TorchOps):
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
         self._uploads: Uploads | None = None  # while weights are being prepared
-        self.is_async = device == "cuda"
+        self.is_async = self.can_record = device == "cuda"
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class TritonOps(TorchOps):
         """One memory for what all captured calls compute on the way: they run one after the other."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+    def capture(self, call: Callable[[], Tensor]) -> Replay[Tensor] | None:
         if self.device == "cpu":
             return None
         memory, stream = self._graph_memory
@@ -196,7 +197,7 @@ class TritonOps(TorchOps):
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def repeat() -> Tensor:
+        def repeat(num_rows: int = 0) -> Tensor:
             graph.replay()
             return result
 
