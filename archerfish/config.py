@@ -201,6 +201,13 @@ class ServeConfig(Options):
     api_keys_file: str = option(
         "", "File with hashed API keys and limits of tenants, or env:NAME for a variable with its contents; empty: no keys."
     )
+    zmq_address: str = option(
+        "", "Where other programs reach the engine over ZMQ, as `tcp://127.0.0.1:5555` or `ipc:///run/fish`; empty: nowhere."
+    )
+    zmq_key_file: str = option(
+        "", "File with the CURVE keys of the ZMQ server (`zmq.auth.create_certificates` makes one); other machines need them."
+    )
+    zmq_client_keys: str = option("", "Public CURVE keys of the ZMQ clients that may connect, separated by commas; empty: all.")
     latency_budget_ms: float = option(
         50.0, "About how long a batch of texts may delay a step of generation.", minimum=1, maximum=10_000
     )
