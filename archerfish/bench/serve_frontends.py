@@ -24,7 +24,7 @@ from archerfish.bench.stream_reader import Reading, WasRead
 from archerfish.errors import ServiceError
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket
-from archerfish.serve.wire import Bundle, Chunk, Generate
+from archerfish.serve.wire import Bundle, Chunk, GenerationRequest
 
 NUM_STREAMS, TOKENS_S = 256, 20_000.0
 ALONE, SOCKETS = "in process", "sockets alone"
@@ -68,7 +68,7 @@ def run_sockets(engine: PacedProcess, pace: Pace, size: Size) -> Figures:
         opened.connect(engine.address)
         for number in range(size.num_streams):
             prompt = [FIRST_WORD + number, *range(FIRST_WORD, FIRST_WORD + 31)]
-            asked = Generate(
+            asked = GenerationRequest(
                 request_id=str(number), token_ids=prompt, params=params, stream=True, wants_ids=True, takes_bundles=True
             )
             opened.send_multipart([b"", wire.encode(asked)])

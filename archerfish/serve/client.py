@@ -1,9 +1,10 @@
 """Clients of an engine process: what HTTP front ends and other programs talk to it with.
 
     async with AsyncClient("ipc:///run/archerfish/engine") as client:
-        async for part in client.generate(Generate(request_id="1", prompt="Once", params={"max_tokens": 16}, stream=True)):
+        request = GenerationRequest(request_id="1", prompt="Once", params={"max_tokens": 16}, stream=True)
+        async for part in client.generate(request):
             ...                                         # Chunk, Chunk, ..., Generated
-        vectors = await client.ask(Embed(request_id="2", texts=["a text"]))
+        vectors = await client.ask(EmbedRequest(request_id="2", texts=["a text"]))
 
     with Client("ipc:///run/archerfish/engine") as client:     # the same without await, from any thread
         ...
@@ -35,21 +36,21 @@ from archerfish.serve.wire import (
     Charge,
     Chunk,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
     Generated,
+    GenerationRequest,
     Message,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 
-Question = Embed | Score | Explain | Configure | Charge | Query | Ping
+Question = EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Query | Ping
 Answer = Vectors | Report | Pong
 Part = Chunk | Generated
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class RemoteError(ArcherfishError):
 class Backend(Protocol):
     """What answers requests: AsyncClient has it, and so do the fakes of tests."""
 
-    def generate(self, request: Generate) -> AsyncIterator[Part]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
         """Chunks if request.stream, then one Generated; raises RemoteError. Leaving the iterator cancels the request."""
 
     async def ask(self, message: Question) -> Answer:
@@ -212,7 +213,7 @@ class AsyncClient:
 
     # Requests
 
-    def generate(self, request: Generate) -> Answers:
+    def generate(self, request: GenerationRequest) -> Answers:
         """Chunks if request.stream, then one Generated. Leaving the iterator cancels the request."""
         named = self._named(request)
         named.takes_bundles = True
@@ -419,7 +420,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="archerfish-client", daemon=True)
         self._thread.start()
 
-    def generate(self, request: Generate) -> Generator[Part, None, None]:
+    def generate(self, request: GenerationRequest) -> Generator[Part, None, None]:
         """Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
         parts = self._client.generate(request)
         try:

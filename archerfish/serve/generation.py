@@ -25,7 +25,7 @@ from archerfish.serve.errors import InvalidParameterError, with_param
 from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache, generate_cached, parse_cache_control
 from archerfish.serve.sse import EventStream, Outbox, unless_gone
-from archerfish.serve.wire import Chunk, Generate, Generated, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
 from archerfish.text.output_text import OutputText
 from archerfish.text.tool_calls import ToolPiece
 
@@ -145,7 +145,7 @@ class Generation:
     """One request to the engine, and its answer as far as it has come."""
 
     text: ModelText
-    request: Generate
+    request: GenerationRequest
     params: SamplingParams
     format_param: str | None = None  # the parameter that states the format of the answer
     tool_use: ToolUse | None = None
@@ -280,7 +280,7 @@ class TextService:
         if not -(2**31) <= body.priority < 2**31:
             raise InvalidParameterError("priority is out of range.", "priority")
         stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
-        generate = Generate(
+        generate = GenerationRequest(
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )

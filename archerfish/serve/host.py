@@ -35,8 +35,8 @@ from archerfish.serve.host_config import HostConfig, admit_only, check_address
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, Shelf, Slot, make_slot
+from archerfish.serve.pending_request import PendingRequest
 from archerfish.serve.probing import Prober
-from archerfish.serve.ticket import Ticket
 from archerfish.serve.vitals import BEAT_S, ComputeWatch
 from archerfish.serve.wire import (
     Bundle,
@@ -44,16 +44,16 @@ from archerfish.serve.wire import (
     Charge,
     Chunk,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
+    GenerationRequest,
     Message,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
 )
 
 logger = logging.getLogger("archerfish.serve")
@@ -90,8 +90,8 @@ class EngineHost:
         self.callers = Callers(config, tenant_of)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
         self._posted: deque[Callable[[], None]] = deque()
-        self._outbox: deque[tuple[Ticket, Message]] = deque()
-        self._tickets: dict[bytes, dict[str, Ticket]] = {}  # of each client with live requests
+        self._outbox: deque[tuple[PendingRequest, Message]] = deque()
+        self._tickets: dict[bytes, dict[str, PendingRequest]] = {}  # of each client with live requests
         self._gone_checks: list[float] = []  # when to look again who is gone
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -131,15 +131,15 @@ class EngineHost:
         """In front of a model that writes nothing."""
         return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self.clock)
 
-    def live_tickets(self) -> Iterator[Ticket]:
+    def live_tickets(self) -> Iterator[PendingRequest]:
         return (ticket for tickets in self._tickets.values() for ticket in tickets.values())
 
     # What models see; in any thread
 
-    def answer(self, ticket: Ticket, message: Message) -> None:
+    def answer(self, ticket: PendingRequest, message: Message) -> None:
         self._outbox.append((ticket, message))
 
-    def fail(self, ticket: Ticket, error: BaseException) -> None:
+    def fail(self, ticket: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
         status = getattr(error, "status", 500)
@@ -320,7 +320,7 @@ class EngineHost:
             return False
         return True
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: PendingRequest) -> None:
         """A request is over: its model takes back what it has."""
         ticket.is_over = True
         tickets = self._tickets.get(ticket.client, {})
@@ -386,15 +386,15 @@ class EngineHost:
             twice = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
             self._send(client, Failed.of(message.request_id, twice))
             return
-        takes_bundles = isinstance(message, Generate) and message.takes_bundles
-        ticket = Ticket(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
+        takes_bundles = isinstance(message, GenerationRequest) and message.takes_bundles
+        ticket = PendingRequest(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
         self._tickets.setdefault(client, {})[message.request_id] = ticket
         try:
             self._handle(ticket, message)
         except Exception as error:
             self.fail(ticket, error)
 
-    def _handle(self, ticket: Ticket, message: Any) -> None:
+    def _handle(self, ticket: PendingRequest, message: Any) -> None:
         if isinstance(message, Ping):
             self.prober.answer(ticket, message)
         elif isinstance(message, Query):
@@ -412,14 +412,14 @@ class EngineHost:
         else:
             self._work(ticket, message)
 
-    def _work(self, ticket: Ticket, message: Generate | Embed | Score | Explain) -> None:
+    def _work(self, ticket: PendingRequest, message: GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest) -> None:
         if self._stops_at is not None:
             raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
         ticket.tenant, ticket.caller = self.callers.find(message.credentials, message.tenant)
-        if isinstance(message, Explain):
+        if isinstance(message, ExplainRequest):
             self.shelf.submit(self.shelf.find(message.model, GENERATION), ticket, lambda hosted, one: hosted.explain(one))
             return
-        kinds = GENERATION if isinstance(message, Generate) else VECTORS if isinstance(message, Embed) else SCORES
+        kinds = {GenerationRequest: GENERATION, EmbedRequest: VECTORS, ScoreRequest: SCORES}[type(message)]
         self.shelf.submit(self.shelf.find(message.model, kinds), ticket, lambda hosted, one: hosted.submit(one))
 
     def _loaded(self, slot: Slot) -> Hosted:
@@ -429,7 +429,7 @@ class EngineHost:
 
     # Questions about the process
 
-    def _query(self, ticket: Ticket, message: Query) -> None:
+    def _query(self, ticket: PendingRequest, message: Query) -> None:
         values: dict[str, Any]
         if message.about == "models":
             values = {"models": [slot.card() for slot in self.shelf.slots]}

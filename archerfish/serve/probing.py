@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from archerfish.errors import StoppedError
 from archerfish.serve.compute import ComputeThread
 from archerfish.serve.models import GENERATION, Hosted, Shelf
-from archerfish.serve.ticket import Desk, Ticket
+from archerfish.serve.pending_request import ModelHost, PendingRequest
 from archerfish.serve.vitals import ComputeWatch
 from archerfish.serve.wire import Failed, Message, Ping, Pong
 
@@ -18,11 +19,11 @@ class Prober:
     """Answers a Ping: with a probe after a real step of every model that is loaded, unless one is fresh or one is running."""
 
     def __init__(
-        self, shelf: Shelf, compute: ComputeThread, watch: ComputeWatch, desk: Desk, clock: Callable[[], float]
+        self, shelf: Shelf, compute: ComputeThread, watch: ComputeWatch, desk: ModelHost, clock: Callable[[], float]
     ) -> None:
         self._shelf, self._compute, self._watch, self._desk, self._clock = shelf, compute, watch, desk, clock
 
-    def answer(self, ticket: Ticket, message: Ping) -> None:
+    def answer(self, ticket: PendingRequest, message: Ping) -> None:
         if message.probe is None:
             self._desk.answer(ticket, Pong(request_id=message.request_id))
             return
@@ -41,7 +42,7 @@ class Prober:
             return
         self._step(silent, ticket, message.request_id)
 
-    def _step(self, silent: list[Hosted], ticket: Ticket, request_id: str) -> None:
+    def _step(self, silent: list[Hosted], ticket: PendingRequest, request_id: str) -> None:
         left, now = set(silent), self._clock()
 
         def end(hosted: Hosted, answer: Message) -> None:
@@ -53,7 +54,7 @@ class Prober:
                 self._desk.answer(ticket, Pong(request_id=request_id, seconds=self._clock() - ticket.arrived))
 
         for hosted in silent:
-            own = Ticket(b"", Ping(request_id=""), arrived=now, on_end=lambda answer, hosted=hosted: end(hosted, answer))  # type: ignore[misc]
+            own = PendingRequest(b"", Ping(request_id=""), arrived=now, on_end=partial(end, hosted))
             try:
                 hosted.probe(own)
             except Exception as error:

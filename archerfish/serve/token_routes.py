@@ -41,7 +41,7 @@ from archerfish.serve.chat_bodies import Messages, Tools
 from archerfish.serve.errors import InvalidParameterError, failure_body, json_response, json_type, with_param
 from archerfish.serve.generation import ChoiceDelta, Generation, TextService, new_id, usage_of
 from archerfish.serve.sse import DONE, data_event, unless_gone
-from archerfish.serve.wire import Explain, Report
+from archerfish.serve.wire import ExplainRequest, Report
 
 # Tokenizer and cache
 
@@ -127,7 +127,7 @@ class TextRoutes:
         text = await self.service.find_text(body.model)
         token_ids = await self._token_ids(request, text, body)
         text.check_length(token_ids, "prompt")
-        message = Explain(token_ids=token_ids, **self.catalog.address(request, text.card))
+        message = ExplainRequest(token_ids=token_ids, **self.catalog.address(request, text.card))
         answer = await unless_gone(request, self.catalog.backend.ask(message))
         assert isinstance(answer, Report)
         return json_response({"model": text.card.id, **answer.values})

@@ -36,7 +36,7 @@ from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
 from archerfish.serve.sse import unless_gone
-from archerfish.serve.wire import Embed, Score, Vectors
+from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
 YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
@@ -138,7 +138,7 @@ class VectorRoutes:
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
             address = self.catalog.address(request, card)
-            message = Score(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
+            message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
             rows, num_tokens = await self.ask(request, message)
             scores = rows[:, 0]
         else:
@@ -169,10 +169,10 @@ class VectorRoutes:
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the number of tokens."""
-        message = Embed(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
+        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
         return await self.ask(request, message)
 
-    async def ask(self, request: Request, message: Embed | Score) -> tuple[Array, int]:
+    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens."""
         answer = await unless_gone(request, self.catalog.backend.ask(message))
         assert isinstance(answer, Vectors)

@@ -28,7 +28,7 @@ class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type"
 # From clients
 
 
-class Generate(Message, tag="generate", kw_only=True, omit_defaults=True):
+class GenerationRequest(Message, tag="generate", kw_only=True, omit_defaults=True):
     """Tokens after a prompt. One of prompt, token_ids and messages is given."""
 
     model: str = ""  # "": the one there is
@@ -46,7 +46,7 @@ class Generate(Message, tag="generate", kw_only=True, omit_defaults=True):
     tenant: str = ""  # only a front end may name it
 
 
-class Embed(Message, tag="embed", kw_only=True, omit_defaults=True):
+class EmbedRequest(Message, tag="embed", kw_only=True, omit_defaults=True):
     """Vectors of texts."""
 
     model: str = ""
@@ -57,7 +57,7 @@ class Embed(Message, tag="embed", kw_only=True, omit_defaults=True):
     tenant: str = ""
 
 
-class Score(Message, tag="score", kw_only=True, omit_defaults=True):
+class ScoreRequest(Message, tag="score", kw_only=True, omit_defaults=True):
     """How well documents answer a query."""
 
     model: str = ""
@@ -68,7 +68,7 @@ class Score(Message, tag="score", kw_only=True, omit_defaults=True):
     tenant: str = ""
 
 
-class Explain(Message, tag="explain", kw_only=True, omit_defaults=True):
+class ExplainRequest(Message, tag="explain", kw_only=True, omit_defaults=True):
     """What the prefix cache has for a prompt of a tenant."""
 
     model: str = ""
@@ -165,7 +165,7 @@ class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):
 
 
 class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
-    """Rows of little-endian float32, of an Embed or a Score."""
+    """Rows of little-endian float32, of an EmbedRequest or a ScoreRequest."""
 
     model: str = ""
     num_rows: int = 0
@@ -175,7 +175,7 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
 
 
 class Report(Message, tag="report", kw_only=True, omit_defaults=True):
-    """The answer to a Query, an Explain or a Configure."""
+    """The answer to a Query, an ExplainRequest or a Configure."""
 
     values: dict[str, Any] = {}
 
@@ -212,7 +212,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
         return cls(request_id=request_id, code=ArcherfishError.code, message=message)
 
 
-FromClient = Generate | Embed | Score | Explain | Configure | Charge | Cancel | Query | Ping
+FromClient = GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()

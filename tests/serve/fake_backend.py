@@ -30,16 +30,16 @@ from archerfish.serve.token_routes import TextRoutes
 from archerfish.serve.wire import (
     Chunk,
     Configure,
-    Embed,
-    Explain,
-    Generate,
+    EmbedRequest,
+    ExplainRequest,
     Generated,
+    GenerationRequest,
     Output,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 from archerfish.text.text_tokenizer import byte_alphabet
@@ -85,12 +85,12 @@ def ids(text: str) -> list[int]:
 class FakeBackend:
     """Answers each request with `reply` of it, a token per chunk; the end token comes unless max_tokens does first."""
 
-    def __init__(self, reply: str | Callable[[Generate], str] = "Hello there", *, max_length: int = 1000) -> None:
+    def __init__(self, reply: str | Callable[[GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
         self.directory, self.max_length = model_directory(), max_length
         self.max_prompt_bytes = 0
         self.vocab_size = VOCAB_SIZE  # of TTS, whose tokens are these bytes as well
         self.reply = reply
-        self.requests: list[Generate] = []
+        self.requests: list[GenerationRequest] = []
         self.left: list[str] = []  # requests that were left before their end
         self.ended: list[tuple[str, int]] = []  # sequences of several that came to their end before
         self.num_sent = 0
@@ -106,7 +106,7 @@ class FakeBackend:
     def params(self) -> dict[str, Any]:
         return self.requests[-1].params
 
-    async def generate(self, request: Generate) -> AsyncIterator[Part]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
         self.requests.append(request)
         assert request.token_ids is not None
         assert request.wants_ids
@@ -127,7 +127,7 @@ class FakeBackend:
             if not is_done:
                 self.left.append(request.request_id)
 
-    def _parts(self, request: Generate) -> list[Part]:
+    def _parts(self, request: GenerationRequest) -> list[Part]:
         outputs = [self._output(request, index) for index in range(request.params.get("n", 1))]
         chunks: list[Part] = []
         for output in outputs:
@@ -154,7 +154,7 @@ class FakeBackend:
         )
         return [*chunks, final]
 
-    def _output(self, request: Generate, index: int) -> Output:
+    def _output(self, request: GenerationRequest, index: int) -> Output:
         text = self.reply if isinstance(self.reply, str) else self.reply(request)
         token_ids = [*ids(text + (f" {index}" if index else "")), END]
         most = request.params.get("max_tokens", 16)
@@ -176,14 +176,14 @@ class FakeBackend:
             self.config = self.config.replace(**message.options)
             values = {name: getattr(self.config, name) for name in RUNNING_OPTIONS}
             return Report(request_id=message.request_id, values=values)
-        if isinstance(message, (Embed, Score)):
-            texts = message.texts if isinstance(message, Embed) else message.documents
-            rows = np.full((len(texts), 4 if isinstance(message, Embed) else 1), 0.5, "<f4")
+        if isinstance(message, (EmbedRequest, ScoreRequest)):
+            texts = message.texts if isinstance(message, EmbedRequest) else message.documents
+            rows = np.full((len(texts), 4 if isinstance(message, EmbedRequest) else 1), 0.5, "<f4")
             return Vectors(
                 request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
                 num_tokens=len(texts),
             )
-        assert isinstance(message, Explain)
+        assert isinstance(message, ExplainRequest)
         assert message.token_ids is not None
         return Report(request_id=message.request_id, values={"num_tokens": len(message.token_ids), "tenant": message.tenant})
 

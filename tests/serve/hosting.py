@@ -26,7 +26,7 @@ from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import Array, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, Slot
-from archerfish.serve.wire import Chunk, Generate, Generated, Message, Pong, Query, Report
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, Pong, Query, Report
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback
@@ -145,8 +145,8 @@ async def client_of(host: EngineHost, **options: Any) -> AsyncIterator[AsyncClie
 
 
 async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Generated]:
-    """All that a Generate is answered with."""
-    parts = [part async for part in client.generate(Generate(**{"request_id": "", "params": GREEDY, **fields}))]
+    """All that a GenerationRequest is answered with."""
+    parts = [part async for part in client.generate(GenerationRequest(**{"request_id": "", "params": GREEDY, **fields}))]
     last = parts.pop()
     assert isinstance(last, Generated)
     return [part for part in parts if isinstance(part, Chunk)], last
@@ -192,7 +192,7 @@ class Raw:
 
 async def failure(client: AsyncClient, message: Any) -> RemoteError:
     with pytest.raises(RemoteError) as caught:
-        if isinstance(message, Generate):
+        if isinstance(message, GenerationRequest):
             async for _ in client.generate(message):
                 pass
         else:

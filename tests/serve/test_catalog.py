@@ -15,7 +15,7 @@ from starlette.requests import Request
 from archerfish.serve.catalog import REFRESH_S, Catalog, Kind, ModelCard
 from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
-from archerfish.serve.wire import Generate, Query, Report
+from archerfish.serve.wire import GenerationRequest, Query, Report
 
 WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
@@ -30,7 +30,7 @@ class Models:
         self.asked: list[Query] = []
         self.error: RemoteError | None = None
 
-    def generate(self, request: Generate) -> AsyncIterator[Part]:
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
         raise NotImplementedError
 
     def end_sequence(self, request_id: str, index: int) -> None:

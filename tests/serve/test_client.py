@@ -18,10 +18,10 @@ from archerfish.serve.wire import (
     Bundle,
     Cancel,
     Chunk,
-    Embed,
+    EmbedRequest,
     Failed,
-    Generate,
     Generated,
+    GenerationRequest,
     Message,
     Ping,
     Pong,
@@ -78,14 +78,14 @@ def address(tmp_path: Path) -> str:
 
 
 def echo(message: Any) -> list[Message]:
-    if isinstance(message, Generate):
+    if isinstance(message, GenerationRequest):
         parts: list[Any] = [Chunk(request_id=message.request_id, text=char) for char in message.prompt or ""]
         return [*parts, Generated(request_id=message.request_id, num_output_tokens=len(parts))]
     return [Pong(request_id=message.request_id)] if isinstance(message, Ping) else []
 
 
 async def texts_of(client: AsyncClient, prompt: str, request_id: str = "") -> str:
-    parts = [part async for part in client.generate(Generate(request_id=request_id, prompt=prompt, stream=True))]
+    parts = [part async for part in client.generate(GenerationRequest(request_id=request_id, prompt=prompt, stream=True))]
     assert isinstance(parts[-1], Generated)
     return "".join(part.text for part in parts if isinstance(part, Chunk))
 
@@ -131,14 +131,14 @@ def test_what_is_asked_is_sent_before_it_is_read_and_cancelled_where_it_never_is
     async def test() -> None:
         engine = Scripted(address, lambda message: [Pong(request_id=message.request_id)] if isinstance(message, Ping) else [])
         async with AsyncClient(address) as client:
-            early = client.generate(Generate(request_id="early", prompt="one"))  # no connection yet: sent when it is read
+            early = client.generate(GenerationRequest(request_id="early", prompt="one"))  # not connected: sent when it is read
             await client.ask(Ping(request_id="first"))
-            asked = client.generate(Generate(request_id="asked", prompt="two"))
+            asked = client.generate(GenerationRequest(request_id="asked", prompt="two"))
             await client.ask(Ping(request_id="second"))
             assert [message.request_id for message in engine.received] == ["first", "asked", "second"]
             await asked.aclose()
             await asked.aclose()
-            held = [early, client.generate(Generate(request_id="lost", prompt="three"))]
+            held = [early, client.generate(GenerationRequest(request_id="lost", prompt="three"))]
             del early
             thread = threading.Thread(target=held.clear)  # a collector may work in any
             thread.start()
@@ -146,7 +146,7 @@ def test_what_is_asked_is_sent_before_it_is_read_and_cancelled_where_it_never_is
             await asyncio.sleep(0)
             await client.ask(Ping(request_id="third"))
             received = [(type(message).__name__, message.request_id) for message in engine.received[3:]]
-            assert received == [("Cancel", "asked"), ("Generate", "lost"), ("Cancel", "lost"), ("Ping", "third")]
+            assert received == [("Cancel", "asked"), ("GenerationRequest", "lost"), ("Cancel", "lost"), ("Ping", "third")]
             with pytest.raises(StopAsyncIteration):
                 await anext(asked)
         engine.die()
@@ -193,7 +193,7 @@ def test_a_failed_is_raised_with_all_it_says(address: str) -> None:
         engine = Scripted(address, act)
         async with AsyncClient(address) as client:
             with pytest.raises(RemoteError) as caught:
-                await client.ask(Embed(request_id="", texts=[]))
+                await client.ask(EmbedRequest(request_id="", texts=[]))
             error = caught.value
             assert (error.code, error.message, error.status, error.hint, error.param, error.retry_after_s) == (
                 "c", "m", 429, "h", "p", 2.5
@@ -210,13 +210,13 @@ def test_a_failed_is_raised_with_all_it_says(address: str) -> None:
 @pytest.mark.parametrize("way", ["leave", "cancel", "ask", "timeout"])
 def test_who_leaves_cancels(address: str, way: str) -> None:
     def act(message: Any) -> list[Message]:
-        return [Chunk(request_id=message.request_id, text="a")] if isinstance(message, Generate) else []
+        return [Chunk(request_id=message.request_id, text="a")] if isinstance(message, GenerationRequest) else []
 
     async def test() -> None:
         engine = Scripted(address, act)
         async with AsyncClient(address) as client:
             if way == "leave":
-                stream = client.generate(Generate(request_id="7", stream=True))
+                stream = client.generate(GenerationRequest(request_id="7", stream=True))
                 async for _ in stream:
                     break
                 await stream.aclose()
@@ -249,7 +249,7 @@ def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, 
         async with AsyncClient(address) as client:
             if is_connected:
                 await client.ask(Ping(request_id="first"))
-            answers = client.generate(Generate(request_id="7", stream=True))
+            answers = client.generate(GenerationRequest(request_id="7", stream=True))
             reader = asyncio.create_task(anext(answers, None))
             await asyncio.sleep(0)
             with pytest.raises(InvalidInputError, match="already"):
@@ -259,7 +259,7 @@ def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, 
             engine = engine or engine_here()
             assert await reader is None
             assert await anext(answers, None) is None
-            names = ["Ping", "Generate", "Cancel"] if is_connected else []
+            names = ["Ping", "GenerationRequest", "Cancel"] if is_connected else []
             for _ in names:
                 await asyncio.to_thread(engine.has_received.acquire)
         engine.die()
@@ -291,7 +291,7 @@ def test_when_the_engine_dies_all_are_told_at_once_and_the_next_one_is_found(add
     async def test() -> None:
         engine = Scripted(address, lambda message: [Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
         async with AsyncClient(address, retry_after_s=4.0) as client:
-            stream = client.generate(Generate(request_id="s", stream=True))
+            stream = client.generate(GenerationRequest(request_id="s", stream=True))
             await anext(stream)
             asking = [asyncio.create_task(client.ask(Query(request_id=""))) for _ in range(5)]
             for _ in range(6):
@@ -398,15 +398,15 @@ def test_bad_options_are_refused(address: str) -> None:
 def test_the_client_without_an_event_loop(address: str) -> None:
     engine = Scripted(address, lambda message: echo(message) or [Vectors(request_id=message.request_id, num_rows=2)])
     with Client(address) as client:
-        parts = list(client.generate(Generate(request_id="", prompt="abc", stream=True)))
+        parts = list(client.generate(GenerationRequest(request_id="", prompt="abc", stream=True)))
         assert [part.text for part in parts if isinstance(part, Chunk)] == ["a", "b", "c"]
-        answer = client.ask(Embed(request_id="", texts=["a"]))
+        answer = client.ask(EmbedRequest(request_id="", texts=["a"]))
         assert isinstance(answer, Vectors)
         assert answer.num_rows == 2
         found: list[str] = []
 
         def read(word: str) -> None:
-            parts = client.generate(Generate(request_id="", prompt=word, stream=True))
+            parts = client.generate(GenerationRequest(request_id="", prompt=word, stream=True))
             found.append("".join(part.text for part in parts if isinstance(part, Chunk)))
 
         threads = [threading.Thread(target=read, args=(word,)) for word in ("one", "two", "three")]
@@ -421,11 +421,11 @@ def test_the_client_without_an_event_loop(address: str) -> None:
 
 def test_closing_an_iterator_of_the_client_cancels(address: str) -> None:
     def act(message: Any) -> list[Message]:
-        return [Chunk(request_id=message.request_id)] if isinstance(message, Generate) else []
+        return [Chunk(request_id=message.request_id)] if isinstance(message, GenerationRequest) else []
 
     engine = Scripted(address, act)
     with Client(address) as client:
-        stream = client.generate(Generate(request_id="7", stream=True))
+        stream = client.generate(GenerationRequest(request_id="7", stream=True))
         next(stream)
         stream.close()
         for _ in range(2):

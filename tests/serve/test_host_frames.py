@@ -12,14 +12,14 @@ from archerfish.serve.client import AsyncClient
 from archerfish.serve.wire import (
     Cancel,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
+    GenerationRequest,
     Ping,
     Pong,
     Query,
-    Score,
+    ScoreRequest,
 )
 from tests.serve.hosting import (
     GREEDY,
@@ -60,11 +60,12 @@ def fuzzed(count: int, seed: int) -> list[list[bytes]]:
     good = [
         wire.encode(message)
         for message in (
-            Generate(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
-            Generate(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
-            Generate(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
-            Embed(request_id="4", texts=["a", [1, 2]], normalize=True), Score(request_id="5", query="q", documents=["d"]),
-            Explain(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
+            GenerationRequest(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
+            GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
+            GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
+            EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
+            ScoreRequest(request_id="5", query="q", documents=["d"]),
+            ExplainRequest(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
             Cancel(request_id="1"), Query(request_id="8", about="models"), Ping(request_id="9", probe=""),
         )
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question
 from archerfish.serve.tenants import Tenants, add_key
-from archerfish.serve.wire import Embed, Explain, Ping, Pong, Query, Report, Score, Vectors
+from archerfish.serve.wire import EmbedRequest, ExplainRequest, Ping, Pong, Query, Report, ScoreRequest, Vectors
 
 from .client import LIMIT_S, PASS, error_of, running, with_app
 from .fake_backend import MODEL, FakeBackend
@@ -47,8 +47,8 @@ class Recorder(FakeBackend):
         self.asked.append(message)
         if isinstance(message, Ping):
             return Pong(request_id=message.request_id)
-        if isinstance(message, Embed | Score):
-            number = len(message.texts) if isinstance(message, Embed) else len(message.documents)
+        if isinstance(message, EmbedRequest | ScoreRequest):
+            number = len(message.texts) if isinstance(message, EmbedRequest) else len(message.documents)
             data = np.ones((number, 4), "<f4").tobytes()
             return Vectors(request_id=message.request_id, num_rows=number, num_columns=4, data=data, num_tokens=number)
         if isinstance(message, Query) and message.about != "models":
@@ -57,7 +57,7 @@ class Recorder(FakeBackend):
 
     def callers(self) -> set[tuple[str, str]]:
         """Tenant and credentials of the messages since the last look that are somebody's."""
-        owned = [one for one in self.asked if isinstance(one, Embed | Score | Explain)]
+        owned = [one for one in self.asked if isinstance(one, EmbedRequest | ScoreRequest | ExplainRequest)]
         found = {(one.tenant, one.credentials) for one in [*self.requests, *owned]}
         self.requests.clear()
         self.asked.clear()

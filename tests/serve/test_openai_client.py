@@ -15,7 +15,7 @@ import uvicorn
 from anthropic.types import TextBlock, ToolUseBlock
 
 from archerfish.serve.client import RemoteError
-from archerfish.serve.wire import Generate
+from archerfish.serve.wire import GenerationRequest
 
 from .fake_backend import LIMIT_S, MODEL, FakeBackend, text_app
 
@@ -41,7 +41,7 @@ def running(backend: FakeBackend) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def reply(request: Generate) -> str:
+def reply(request: GenerationRequest) -> str:
     text = bytes(i for i in request.token_ids or [] if i < 256).decode()
     if "tools" in text:
         return CALL

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from archerfish.serve.client import RemoteError
-from archerfish.serve.wire import Generate
+from archerfish.serve.wire import GenerationRequest
 from archerfish.store.bundled import BUNDLED_MODELS, STORY_MODEL
 
 from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
@@ -12,7 +12,7 @@ from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
 COMPLETIONS = "/v1/completions"
 
 
-def echo_back(request: Generate) -> str:
+def echo_back(request: GenerationRequest) -> str:
     return "<" + bytes(i for i in request.token_ids or [] if i < 256).decode(errors="replace") + ">"
 
 

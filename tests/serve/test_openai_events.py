@@ -13,7 +13,7 @@ from starlette.requests import Request
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.errors import ClientGoneError
 from archerfish.serve.sse import KEEP_ALIVE, EventStream, Outbox
-from archerfish.serve.wire import Chunk, Generate
+from archerfish.serve.wire import Chunk, GenerationRequest
 
 from .fake_backend import FakeBackend, events, ids, post
 from .hosting import add_llm, make_host, talk
@@ -275,7 +275,7 @@ def test_an_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         num_tokens = [0, 0]
-        request = Generate(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)
+        request = GenerationRequest(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)
         async for part in client.generate(request):
             if isinstance(part, Chunk):
                 num_tokens[part.index] += len(part.token_ids)

@@ -25,7 +25,7 @@ from archerfish.serve import front
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question
 from archerfish.serve.connection import PATIENCE, Connection, Patience, Watch, connections_with
-from archerfish.serve.wire import Embed, Vectors
+from archerfish.serve.wire import EmbedRequest, Vectors
 
 from .fake_backend import MODEL, FakeBackend
 
@@ -241,7 +241,7 @@ class Vectorial(FakeBackend):
     """Long vectors."""
 
     async def ask(self, message: Question) -> Answer:
-        if isinstance(message, Embed):
+        if isinstance(message, EmbedRequest):
             rows = np.ones((len(message.texts), 4096), "<f4")
             return Vectors(
                 request_id=message.request_id, num_rows=rows.shape[0], num_columns=4096, data=rows.tobytes(), num_tokens=1

@@ -20,7 +20,7 @@ import pytest
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.host_config import HostConfig, ModelSpec
 from archerfish.serve.supervisor import EngineStartError, Supervisor
-from archerfish.serve.wire import Generate, Generated, Ping, Pong
+from archerfish.serve.wire import Generated, GenerationRequest, Ping, Pong
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.serve.hosting import ENDLESS, LONG, whole
 
@@ -57,7 +57,8 @@ def start(directory: Path, **options: Any) -> tuple[Supervisor, threading.Semaph
 
 async def load(client: AsyncClient, num: int, params: dict[str, Any] = ENDLESS) -> list[asyncio.Task[Any]]:
     """Requests that would run for long, each of which has begun."""
-    streams = [client.generate(Generate(request_id="", token_ids=[5 + i], params=params, stream=True)) for i in range(num)]
+    requests = [GenerationRequest(request_id="", token_ids=[5 + i], params=params, stream=True) for i in range(num)]
+    streams = [client.generate(request) for request in requests]
     for stream in streams:
         await anext(stream)
 

@@ -19,7 +19,7 @@ from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Slot
 from archerfish.serve.vitals import MOST_GAP_S, USUAL_FACTOR, YOUNG_FACTOR, YOUNG_JOBS, ComputeWatch, Heart, Pulse, Stall
-from archerfish.serve.wire import Embed, Generate, Ping, Vectors
+from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.serve.hosting import ENDLESS, LIMIT_S, WordEncoder, add_encoder, make_host, talk
 from tests.serve.test_compute import held
@@ -173,7 +173,7 @@ def test_a_host_beats_and_complains_of_a_job_that_hangs(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        job = asyncio.create_task(client.ask(Embed(request_id="", texts=["long"])))
+        job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
         while not has_told.is_set():
             host.waker.wake()
@@ -200,7 +200,7 @@ def test_steps_that_are_no_jobs_are_progress_and_show_that_a_model_works(tmp_pat
     host.on_beat = told.append
 
     async def test(client: AsyncClient) -> None:
-        request = Generate(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True, wants_ids=True)
+        request = GenerationRequest(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True, wants_ids=True)
         async with contextlib.aclosing(client.generate(request)) as parts:
             for _ in range(30):
                 await anext(parts)

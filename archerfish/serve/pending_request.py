@@ -17,7 +17,7 @@ from archerfish.serve.wire import Message
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class PendingRequest:
     """A request of a client, from its arrival to its last answer."""
 
     client: bytes
@@ -31,7 +31,7 @@ class Ticket:
     release: Callable[[], None] | None = None  # called once when it is over: what it holds in its model goes back
     end_sequence: Callable[[int], object] | None = None  # ends one of n sequences, once they run
     slot: Any = None  # of its model
-    model_work: Callable[[Any, Ticket], None] | None = None  # what to do with it once its model is loaded
+    model_work: Callable[[Any, PendingRequest], None] | None = None  # what to do with it once its model is loaded
     on_end: Callable[[Message], None] | None = None  # of a request of our own
 
     @property
@@ -45,24 +45,24 @@ class Ticket:
         return deadline_s if deadline_s is None or deadline_s < 0 else max(0.0, deadline_s - (now - self.arrived))
 
 
-class Desk(Protocol):
+class ModelHost(Protocol):
     """What a model sees of its host. `answer`, `fail` and `post` may be called in any thread."""
 
     reader: Executor  # threads for texts on their way in; the loop wakes after each job
     compiler: Executor  # the same for grammars, which may take seconds
     clock: Callable[[], float]
 
-    def answer(self, ticket: Ticket, message: Message) -> None:
+    def answer(self, ticket: PendingRequest, message: Message) -> None:
         """Send an answer with all others of this round; any but a Chunk is the last."""
 
-    def fail(self, ticket: Ticket, error: BaseException) -> None: ...
+    def fail(self, ticket: PendingRequest, error: BaseException) -> None: ...
 
     def post(self, work: Callable[[], None]) -> None:
         """Have the loop do something."""
 
 
-def read_aside(
-    desk: Desk, ticket: Ticket, work: Callable[[], Callable[[], None]], executor: Executor | None = None
+def read_in_thread(
+    desk: ModelHost, ticket: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
 ) -> None:
     """Do something with texts in another thread, then what it returns in the loop, unless the request is over by then."""
 
