@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from archerfish.bench.generate import run_benchmark
-    from archerfish.bench.targets import BenchmarkConfig, PerformanceTarget, TestCase
     from archerfish.cache.adaptive import AdaptiveCache
     from archerfish.cache.logits_cache import CacheKey, LogitsCache
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
+    from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.optimization import OptimizationConfig
     from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
     from archerfish.runtime.sampler import FastSampler
-    from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
@@ -47,7 +46,7 @@ _HOME = {
     "AsyncLLMEngine": "engine.async_engine",
     "BatchInferenceServer": "compat.batch_server",
     "BatchProcessor": "compat.batch_processor",
-    "BenchmarkConfig": "bench.targets",
+    "BenchmarkConfig": "compat.benchmark",
     "BufferPool": "kernels.buffers",
     "CacheKey": "cache.logits_cache",
     "CompletionOutput": "engine.outputs",
@@ -68,9 +67,9 @@ _HOME = {
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
-    "OptimizationConfig": "serve.optimization",
+    "OptimizationConfig": "compat.optimization",
     "PerformanceMonitor": "compat.monitor",
-    "PerformanceTarget": "bench.targets",
+    "PerformanceTarget": "compat.benchmark",
     "PoolStats": "kernels.buffers",
     "PrefetchConfig": "compat.streaming",
     "RealTimeMonitor": "compat.real_time",
@@ -86,11 +85,11 @@ _HOME = {
     "StreamingInference": "compat.streaming",
     "TTSRequest": "engine.tts",
     "TTSTokens": "engine.tts",
-    "TestCase": "bench.targets",
+    "TestCase": "compat.benchmark",
     "TextDelta": "engine.outputs",
     "WeightLoader": "store.loader",
     "register_model": "models.adapter",
-    "run_benchmark": "bench.generate",
+    "run_benchmark": "compat.benchmark",
     "sample_optimized": "compat.sampling",
     "sample_with_cache": "compat.sampling",
 }

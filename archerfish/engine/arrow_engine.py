@@ -30,7 +30,7 @@ from archerfish.errors import (
 )
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
@@ -95,7 +95,9 @@ class ArrowEngine:
         named = self.config.model
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
-        self.core = InferenceCore(loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype)
+        self.core = InferenceCore(
+            loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
+        )
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)

@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.formats import choose_format
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
+from archerfish.models.adapter import TokenBatch, encoder_class
 from archerfish.models.config import Config
-from archerfish.models.encoder import TokenBatch, encoder_class
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ class InferenceCore:
         *,
         dtype: str = "auto",
         pooling: str | None = None,
+        weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
         stated: Mapping[str, Any] = config.get("embedding") or {}
@@ -56,7 +58,7 @@ class InferenceCore:
         self.ops = choose_ops(self.device, self.dtype)
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
-        everything = Weights(weights, self.ops)
+        everything = Weights(weights, self.ops, weight_format=choose_format(weight_format))
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)

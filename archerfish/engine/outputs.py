@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from archerfish.sequence import Delta, FinishReason, TokenLogprobs
+from archerfish.cache.hits import CacheStats
+from archerfish.sched.live import SchedulerStats
+from archerfish.sequence import Delta, FinishReason, Request
 from archerfish.sequence import Sequence as TokenSequence
+from archerfish.step import TokenLogprobs
+from archerfish.text.output_text import OutputText
+from archerfish.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -137,6 +142,81 @@ class TextDelta:
     stop_reason: str | int | None = None  # with a finish_reason
 
 
+Listener = Callable[[TextDelta], None]
+Watcher = Callable[[Delta, RequestOutput | None], None]  # the result comes with the last delta of a request
+
+
+class OutputCollector:
+    """Collects the tokens and the text of a request while it runs, and holds its result when it is done."""
+
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
+        *, is_kept: bool = True,
+    ) -> None:
+        self.request, self.prompt = request, prompt
+        self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
+        self.listener = listener
+        self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
+        if request.params.stages:  # whose tokens stand for no text
+            tokenizer = None
+        self.texts = [
+            None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
+            for _ in range(request.params.n)
+        ]
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
+        self.logits: Any = None
+        self.sequences: dict[int, TokenSequence] = {}
+        self.num_open = request.params.n
+        self.result: RequestOutput | None = None
+
+    def add(self, delta: Delta) -> bool:
+        """Add what a step brought; true when a stop string was found, so that the sequence must be ended."""
+        index = delta.sequence.index
+        self.sequences[index] = delta.sequence
+        output, text = self.outputs[index], self.texts[index]
+        if delta.prompt_logprobs and self.prompt_logprobs is not None and index == 0:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if delta.logits is not None:
+            self.logits = delta.logits
+        is_stopped = output.stop_reason is not None
+        shown, stop = "", None
+        token_ids = [] if is_stopped else delta.token_ids
+        if text is not None and not is_stopped:
+            shown, stop = text.feed(token_ids, delta.finish_reason, self.request.stop_token_ids)
+        logprobs = None if is_stopped else delta.logprobs
+        output.add(shown, token_ids, logprobs)
+        if stop is not None:
+            output.stop_reason = stop
+        if delta.finish_reason is not None:
+            output.finish(delta)
+            self.num_open -= 1
+        if self.num_open == 0:
+            self.result = self._finish()
+        if self.listener is not None and (shown or token_ids or delta.finish_reason is not None):
+            reason = output.finish_reason if delta.finish_reason is not None else None
+            stop_reason = output.stop_reason if reason is not None else None
+            self.listener(
+                TextDelta(self.request.request_id, index, shown, token_ids, reason, logprobs, self.result, stop_reason)
+            )
+        return stop is not None and delta.finish_reason is None
+
+    @property
+    def has_text(self) -> bool:
+        return self.texts[0] is not None
+
+    def give_up_text(self) -> None:
+        """Go on with ids alone: the text of these tokens could not be made."""
+        self.texts = [None] * len(self.texts)
+
+    def _finish(self) -> RequestOutput:
+        first = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
+            logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
+        )
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counts since an engine was made, and its current state. Times are means over completed requests."""
@@ -154,3 +234,14 @@ class EngineStats:
     concurrent_requests: int = 0
     cache_hits: int = 0  # prompt tokens that were in the cache
     cache_misses: int = 0
+
+    @classmethod
+    def of(cls, counted: SchedulerStats, cache: CacheStats) -> Self:
+        return cls(
+            total_requests=counted.total_requests, completed_requests=counted.completed_requests,
+            failed_requests=counted.failed_requests, aborted_requests=counted.aborted_requests,
+            total_tokens_generated=counted.total_tokens_generated,
+            avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
+            avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
+            concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
+        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from archerfish.kernels.ops import Segments
-from archerfish.models.encoder import TokenBatch
+from archerfish.models.adapter import TokenBatch
 from archerfish.text.tokenizer import TokenizedText
 
 

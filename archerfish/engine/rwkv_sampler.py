@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Protocol, Self
 
 from archerfish.config import EngineConfig
-from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
@@ -25,6 +24,7 @@ from archerfish.errors import (
     UnsupportedModelError,
 )
 from archerfish.runtime.host_sampling import sample_row
+from archerfish.sequence import Request
 
 Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and its new tokens
 
@@ -94,7 +94,7 @@ class RwkvSampler:
         The first piece of a request with a reference voice holds the reference's global tokens.
         """
         arrived: deque[Piece] = deque()
-        waiting: deque[LiveRequest] = deque()
+        waiting: deque[Request] = deque()
         batch = as_batch(requests)
         check_options(options)  # an error of the whole batch is raised; an error of one request is its result
         for place, request in enumerate(batch):
@@ -103,7 +103,7 @@ class RwkvSampler:
                 waiting.append(self._prepare(place, as_request(request, own), arrived))
             except ArcherfishError as error:
                 arrived.append((place, TTSTokens(finish_reason="error", error=error)))
-        num_open, mine = len(batch), [live.request.request_id for live in waiting]
+        num_open, mine = len(batch), [request.request_id for request in waiting]
         try:
             while num_open:
                 self._fill_queue(waiting)
@@ -119,7 +119,7 @@ class RwkvSampler:
                     self.engine.abort(request_id)
                 self._open.discard(request_id)
 
-    def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> LiveRequest:
+    def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> Request:
         """A checked request for the engine. Its pieces are appended to `arrived`."""
         engine, facts = self.engine, self.engine.facts
         num_bytes = len(request.text.encode(errors="replace"))
@@ -127,11 +127,11 @@ class RwkvSampler:
             raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
-        live = engine.prepare_request(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
-        engine.scheduler.check(live.request)
+        prepared = engine.prepare_request(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
+        engine.scheduler.check(prepared)
         if request.ref_global_tokens is not None:
             arrived.append((place, TTSTokens(list(request.ref_global_tokens))))
-        return live
+        return prepared
 
     def _on_delta(self, place: int, arrived: deque[Piece], delta: TextDelta) -> None:
         """Called in the thread that steps the engine."""
@@ -147,15 +147,15 @@ class RwkvSampler:
             arrived.append((place, TTSTokens(global_tokens, semantic_tokens, reason, error, num_prompt)))
 
     def _has_room(self) -> bool:
-        return self.engine.scheduler.num_queued < self.engine.config.max_queue_size
+        return self.engine.scheduler.has_room
 
-    def _fill_queue(self, waiting: deque[LiveRequest]) -> None:
+    def _fill_queue(self, waiting: deque[Request]) -> None:
         while waiting and self._has_room():
             try:
-                self._open.add(waiting[0].request.request_id)
+                self._open.add(waiting[0].request_id)
                 self.engine.submit(waiting[0])
             except OverloadedError:  # another thread filled the queue
-                self._open.discard(waiting[0].request.request_id)
+                self._open.discard(waiting[0].request_id)
                 return
             waiting.popleft()
 

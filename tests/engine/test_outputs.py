@@ -7,7 +7,8 @@ import pytest
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, request_metrics
 from archerfish.errors import DeviceError
 from archerfish.params import SamplingParams
-from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes, TokenLogprobs
+from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes
+from archerfish.step import TokenLogprobs
 
 
 def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:

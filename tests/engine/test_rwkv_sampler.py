@@ -14,6 +14,7 @@ import torch
 
 import archerfish
 from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler, SamplingParams, TTSRequest, TTSTokens
+from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine import llm_loading
 from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
 from archerfish.errors import (
@@ -27,8 +28,7 @@ from archerfish.errors import (
 )
 from archerfish.kernels.torch import reference
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.sequence import Plan
-from archerfish.serve.optimization import OptimizationConfig
+from archerfish.runtime.graphs import PreparedDecodes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
@@ -37,7 +37,7 @@ TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 3, "ä½
 
 
 class RecordingOps(TorchOps):
-    is_async = True
+    is_async = can_record = True
 
 
 def config_of(directory: Path, **options: Any) -> EngineConfig:
@@ -188,17 +188,17 @@ def test_recorded_steps_change_nothing(sampler: RwkvSampler, tmp_path: Path, mon
     expected = sampler.generate_tts_tokens_batch(requests(8))
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with RwkvSampler(config_of(tmp_path, max_num_seqs=8)) as other:
-        graphs, plans = other.engine.runner._graphs, list[Plan]()
+        graphs, plans = other.engine.runner._graphs, list[PreparedDecodes]()
         assert graphs is not None
         start = graphs.start
 
-        def noted(plan: Plan) -> Any:
-            plans.append(plan)
-            return start(plan)
+        def noted(prepared: PreparedDecodes) -> Any:
+            plans.append(prepared)
+            return start(prepared)
 
         monkeypatch.setattr(graphs, "start", noted)
         assert other.generate_tts_tokens_batch(requests(8)) == expected
-        assert len(plans) > 35 and max(plan.num_decodes for plan in plans) == 8
+        assert len(plans) > 35 and max(len(prepared.rows) for prepared in plans) == 8
 
 
 def test_options_apply_to_all_texts_of_a_batch(sampler: RwkvSampler) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.bench.stats import Summary, summarize
 from archerfish.observe.regression import Direction, RegressionDetector, worse_when
+from archerfish.observe.summary import Summary, summarize
 
 DIRECTED: list[tuple[str, Direction]] = [
     ("offline256_tok_s", "lower"), ("shared_prefix_req_s", "lower"), ("hit_ratio", "lower"), ("archerfish: tokens/s", "lower"),
