@@ -104,13 +104,13 @@ class SequenceMemory:
 
     # Admission
 
-    def look_up(self, seq: Sequence, num_reported: int) -> Found:
-        """The longest prefix that may be taken from the cache, locked. `num_reported`: prompt logprobs handed out already."""
+    def look_up(self, seq: Sequence) -> Found:
+        """The longest prefix that may be taken from the cache, locked."""
         request, num_known = seq.request, len(seq.tokens)
         key = RadixKey(seq.tokens, request.namespace)
         limit = num_known - 1
         if request.params.prompt_logprobs is not None and seq.index == 0:
-            limit = min(limit, num_reported)
+            limit = min(limit, seq.num_reported)
         handle = 0
         if self.logits_cache is not None and num_known == seq.num_prompt and limit == num_known - 1:
             handle = self.logits_cache.get(CacheKey(key, num_known, self._state_hash(request.namespace))) or 0

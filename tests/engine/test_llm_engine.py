@@ -339,6 +339,16 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+def test_max_concurrent_requests_bounds_the_requests_held(tiny: Path) -> None:
+    with make(tiny, max_batch_size=2, max_concurrent_requests=3) as engine:
+        assert engine.config.max_num_seqs == 2
+        assert len(engine.generate(prompts(8), greedy())) == 8  # it submits them as there is room
+        for prompt in prompts(3):
+            engine.add_request(prompt, greedy())
+        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
+            engine.add_request([5, 6], greedy())
+
+
 def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:
     with make(tiny, max_queue_size=4, max_num_seqs=2) as engine:
         assert len(engine.generate(prompts(20, 91), greedy(3))) == 20
