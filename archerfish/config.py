@@ -164,7 +164,10 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks go first; a registered name: lru, lfu, fifo or one's own.")
-    logits_cache_mib: int = option(64, "Memory for logits of whole prompts, which spare an exact repeat its pass.", minimum=0)
+    logits_cache_mib: int = option(
+        64, "Memory for logits of whole prompts: an exact repeat costs no pass, of a recurrent model only if the prompt's "
+        "length is a multiple of `block_size`.", minimum=0,
+    )
     logits_cache_ttl_s: float = option(600.0, "Age at which such logits expire.", minimum=0)
     scheduling_policy: str = option(
         "fcfs", "Who runs next; a registered name: fcfs, priority, longest-prefix-first, deadline, fair-share or one's own."

@@ -52,7 +52,7 @@ class BlockManager:
         refs = self._refs
         for block in blocks:
             if not 0 <= block < self.num_total or not refs[block]:
-                raise InvariantError(f"Block {block} is shared but nobody owns it.")
+                raise InvariantError(f"Block {block} is shared but has no owner.")
             refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> int:
@@ -67,7 +67,7 @@ class BlockManager:
             elif count:
                 refs[block] = count - 1
             else:
-                raise InvariantError(f"Block {block} is freed but nobody owns it.")
+                raise InvariantError(f"Block {block} is freed but has no owner.")
         return len(free) - before
 
     def ref_count(self, block: int) -> int:

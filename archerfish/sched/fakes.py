@@ -1,4 +1,4 @@
-"""A runner that needs no model or device: for tests, benchmarks and users who try a policy of their own."""
+"""A runner without a model or a device, for tests and for trying a scheduling policy."""
 
 from __future__ import annotations
 

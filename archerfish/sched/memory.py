@@ -1,4 +1,4 @@
-"""The blocks of running sequences: where they come from, and what the cache keeps of them."""
+"""The blocks of running sequences: where they come from, and what the cache keeps of them afterwards."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Found:
 class SequenceMemory:
     """Gives blocks to sequences out of the free list and the cache, and takes them back into the tree.
 
-    A sequence owns a reference to each of its blocks and locks the node up to which its tokens are in the tree, or the root,
-    which keeps nothing from being evicted but tells whether the cache was cleared meanwhile.
+    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the root: a
+    lock on the root protects nothing, but shows whether the cache was cleared meanwhile.
 
-    Where blocks are of use as wholes only (states), the block that a sequence is inside of is its own alone: it never goes into
-    the tree, so that it is never copied either.
+    A state is the whole of its block. So the last block of a sequence, which still changes, never goes into the tree and is
+    never copied.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SequenceMemory:
         return Found(num_tokens, match.blocks, node, handle)
 
     def num_blocks_wanted(self, seq: Sequence, found: Found) -> int:
-        """Blocks that the sequence needs for all its tokens beside those that it can share."""
+        """Blocks that the sequence needs for all its tokens, without those that it can share."""
         return self.num_blocks_for(len(seq.tokens)) - found.num_tokens // self._block_size
 
     def put_back(self, found: Found) -> None:

@@ -76,7 +76,7 @@ class PromptPlanner:
         if most is not None:
             builder.budget = min(builder.budget, max(most, self.fixed_chunk))
         is_blocked = self._blocked[0] in live.queue and memory.num_available < self._blocked[1]
-        if not is_blocked:  # else one that got memory before the blocked sequence could keep it waiting for ever
+        if not is_blocked:  # else sequences that overtake the blocked one could take its memory for ever
             candidates = self.shares.order(candidates, len(live.prefilling) + len(live.rows), builder.budget)
         can_admit = True
         for seq in candidates:

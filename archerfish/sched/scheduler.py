@@ -44,7 +44,7 @@ class OpenStep:
 class Scheduler:
     """Turns requests into plans and results into deltas.
 
-    `max_num_batched_tokens` must leave room for one chunk beside a token for every running sequence. `max_requests` bounds the
+    `max_num_batched_tokens` must leave room for a token of every running sequence and for one chunk. `max_requests` bounds the
     requests that wait or run; 0: only the queue is bounded. `fixed_chunk`: chunks of a prompt end at its multiples, whatever
     else runs, so that results do not depend on other requests.
     """
@@ -132,14 +132,14 @@ class Scheduler:
         if request.request_id in self._live.requests:
             raise InvalidInputError(f"There is a live request {request.request_id!r}.", hint="Choose another request_id.")
         total, pool = num_prompt + max_tokens, self._memory.blocks.num_total
-        wish = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
+        wanted = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
         if total > self.max_model_len:
             raise InputTooLargeError(
-                f"{wish}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
+                f"{wanted}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
             )
         if self._memory.num_blocks_for(total) > pool:
             raise InputTooLargeError(
-                f"{wish}; the whole memory holds {pool * self._block_size:,}.",
+                f"{wanted}; the whole memory holds {pool * self._block_size:,}.",
                 hint="Shorten the prompt, lower max_tokens, or give the engine more memory (max_cache_tokens).",
             )
 
