@@ -94,6 +94,16 @@ _HOME = {
     "sample_with_cache": "compat.sampling",
 }
 
+# Names of the documents that this package follows, and what stands for them here.
+_REPLACED = {
+    "CacheAwareModel": "ModelAdapter",
+    "InferenceEngine": "LLMEngine",
+    "PooledVec": "BufferPool",
+    "TieredObjectPool": "BufferPool",
+    "TokenToKVPool": "archerfish.runtime.kv_pool.KVCachePool with block_size=1",
+    "VecPool": "BufferPool",
+}
+
 __all__ = [
     "LLM", "AdaptiveCache", "ArcherfishError", "ArrowEngine", "AsyncLLMEngine", "BatchInferenceServer", "BatchProcessor",
     "BenchmarkConfig", "BufferPool", "CacheKey", "CompletionOutput", "ConversionConfig", "ConversionResult", "EmbedConfig",
@@ -109,6 +119,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"archerfish.{_HOME[name]}"), name)
+    if name in _REPLACED:
+        raise ImportError(f"archerfish has no {name}. Use {_REPLACED[name]}.")
     raise AttributeError(f"module 'archerfish' has no attribute {name!r}")
 
 

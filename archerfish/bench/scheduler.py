@@ -41,7 +41,6 @@ def measure(options: Namespace) -> Iterator[Measurement]:
     for name, samples in (("plan", plans), ("commit", commits), ("plan and commit", both)):
         for share in (50, 99):
             yield Measurement(f"{name} p{share}, us", percentile(samples, share / 100))
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         list(tree_costs(NUM_NODES[0]))  # warms up
@@ -52,8 +51,7 @@ def measure(options: Namespace) -> Iterator[Measurement]:
             yield from prompt_costs(cache, length, f"prompt of {length:,} tokens")
             gc.collect()
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def step_times_us(

@@ -18,8 +18,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
 PACKAGE_PATH = str(Path(__file__).parents[2])
@@ -80,12 +79,6 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _reason_of_end(self) -> str:
         """The exit code and the last line that the process wrote."""

@@ -1,4 +1,4 @@
-"""What an engine answers: results, pieces of results, and figures."""
+"""Results of requests, pieces of results, and statistics of an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from archerfish.text.tokenizer import Tokenizer
 class CompletionOutput:
     """One of the n texts of a request.
 
-    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asked for
-    logprobs (`SamplingParams(logprobs=0)` is enough): working it out costs a pass over the vocabulary at every token.
+    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asks for
+    logprobs (`SamplingParams(logprobs=0)` is enough), because it costs a pass over the vocabulary for every token.
     """
 
     index: int = 0
@@ -34,7 +34,7 @@ class CompletionOutput:
     _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Take in what a step brought."""
+        """Add the text and tokens of a step."""
         if text:
             self._pieces.append(text)
         self.token_ids += token_ids
@@ -44,7 +44,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
 
     def finish(self, delta: Delta) -> None:
-        """Take in why it ended; a stop string that was found before counts for more."""
+        """Set the reasons for the end. A stop string that was found earlier takes precedence."""
         self.finish_reason = delta.finish_reason if self.stop_reason is None else "stop"
         self.error = delta.error
         ends = delta.sequence.request.stop_token_ids
@@ -56,7 +56,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """How long a request took, in its parts: queue, prefill (until the first token) and decode (from there to the end)."""
+    """Durations of a request: queue, prefill (until the first token) and decode (from the first token to the end)."""
 
     arrival: float = 0.0  # on the scheduler's clock, in seconds
     queue_ms: float = 0.0
@@ -70,11 +70,11 @@ class RequestMetrics:
 
 
 def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
-    """Figures of a request from its sequences: from the first arrival to the last end."""
+    """The metrics of a request, from the first arrival of its sequences to their last end."""
     times = [sequence.times for sequence in sequences]
     arrived = min((moment.arrived for moment in times), default=0.0)
     finished = max((moment.finished for moment in times), default=0.0)
-    # One that never ran spent all its time in the queue; one without a token all its later time in prefill.
+    # A sequence that never ran was only in the queue; one without a token was only in queue and prefill.
     admitted = min((moment.admitted for moment in times if moment.admitted), default=finished)
     first_token = min((moment.first_token for moment in times if moment.first_token), default=finished)
     num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
@@ -94,18 +94,18 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The result of a request. text, token_ids and the like are those of its first output."""
+    """The result of a request. Properties such as text and token_ids are those of its first output."""
 
     request_id: str
     prompt: str | None  # None where the caller gave token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # of the prompt, that the cache gave
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the cache
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = True
     hit: Any = None  # the HitRecord: where the match in the cache ended, and why
     prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first
-    logits: Any = None  # with wants_logits: of the token after the prompt, a (1, vocabulary) tensor that is not to be changed
+    logits: Any = None  # with wants_logits: a read-only (1, vocabulary) tensor of the token after the prompt
 
     @property
     def text(self) -> str:
@@ -130,7 +130,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one of a request's outputs has gained: what `stream` yields."""
+    """New text and tokens of one output of a request, as `stream` yields them."""
 
     request_id: str
     index: int
@@ -138,7 +138,7 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
-    output: RequestOutput | None = None  # with the last delta of a request: all of it
+    output: RequestOutput | None = None  # the whole result, with the last delta of a request
     stop_reason: str | int | None = None  # with a finish_reason
 
 
@@ -219,7 +219,7 @@ class OutputCollector:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since an engine was made, and how it stands now. Times are means over completed requests."""
+    """Counts since an engine was made, and its current state. Times are means over completed requests."""
 
     total_requests: int = 0
     completed_requests: int = 0
@@ -232,7 +232,7 @@ class EngineStats:
     queue_size: int = 0
     queue_capacity: int = 0
     concurrent_requests: int = 0
-    cache_hits: int = 0  # prompt tokens that the cache had
+    cache_hits: int = 0  # prompt tokens that were in the cache
     cache_misses: int = 0
 
     @classmethod

@@ -18,6 +18,7 @@ from archerfish.engine.request_options import check_option_values, check_vocabul
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, OpenAIFinish, StopReason, TokenLogprob, Usage
+from archerfish.serve.bodies import GenerationBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.chat_bodies import ToolBody
 from archerfish.serve.client import RemoteError
@@ -244,17 +245,6 @@ class EventWriter(Protocol):
     def error(self, error: Exception) -> bytes: ...
 
 
-class GenerationBody(Protocol):
-    """What bodies of all routes that generate have."""
-
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_s(self) -> float | None: ...
-    @property
-    def stream(self) -> bool | None: ...
-
-
 class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
@@ -430,11 +420,9 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
 
 def check_can_be_sent(values: dict[str, Any], names: dict[str, str]) -> None:
     """Refuse values that msgpack cannot encode."""
-    try:
-        msgspec.msgpack.encode(values)
-    except UNSENDABLE as error:
-        if len(values) > 1:
-            for name, value in values.items():
-                check_can_be_sent({name: value}, names)
-        shown = names.get(next(iter(values)), next(iter(values)))
-        raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None
+    for name, value in values.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UNSENDABLE as error:
+            shown = names.get(name, name)
+            raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None

@@ -13,10 +13,10 @@ from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
@@ -35,7 +35,7 @@ class HostedLLM:
 
     kind = "generation"
 
-    def __init__(self, engine: LLMEngine, lane: Lane, desk: ModelHost, figures: Figures, gate: Gate) -> None:
+    def __init__(self, engine: LLMEngine, lane: Lane, desk: ModelHost, figures: MetricsCollector, gate: Gate) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
         self.desk, self.figures = desk, figures
         self._ids = itertools.count()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
-from archerfish.bench.report import BenchReport, Measurement, Note
+from archerfish.bench.report import BenchReport, Found
 from archerfish.bench.worker import WorkerError
 from archerfish.bench.worker import answer as worker_answer
 from archerfish.cli.main import main
@@ -53,7 +51,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.bench.group.Worker", InProcess)
 
 
-def report_of(found: Iterator[Measurement | Note]) -> BenchReport:
+def report_of(found: Found) -> BenchReport:
     report = BenchReport("test")
     for one in found:
         report.add(one)
@@ -182,13 +180,13 @@ def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
         asked.append((prompts, outputs, temperature))
         return float(len(asked))
 
-    rates = dict(gpu.run_parts(partial(generated), list(gpu.PARTS), 1))
+    rates = dict(gpu.run_parts(generated, list(gpu.PARTS), 1))
     total = sum(asked[0][1])
     assert list(rates.values()) == [total, 2000, 512 / (3 - 2), 64 * 2048 / 4, 256 / 6]
     sizes = [(len(prompts), len(prompts[0])) for prompts, _, _ in asked[1:]]
     assert sizes == [(1, 128), (1, 128), (64, 2048), (1, 3073), (256, 3200)]
     whole, asked = asked, []
-    list(gpu.run_parts(partial(generated), ["prefill"], 1))
+    list(gpu.run_parts(generated, ["prefill"], 1))
     assert asked == [whole[3]]
     drawn = json.dumps([[prompts, outputs] for prompts, outputs, _ in whole])
     assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "5517bfcb420f7e77"  # the draws of the peers' own script

@@ -17,7 +17,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import CorruptFileError, InvalidInputError, InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.torch.cpu import is_available
-from archerfish.models.rwkv7 import ChannelMix
+from archerfish.models.rwkv7 import Rwkv7Block
 from archerfish.params import SamplingParams
 from tests.engine.tiny_rwkv import prompts, rwkv_config, save_tiny_rwkv
 from tests.models.recurring import GOLDEN, SIZES, blink_weights, random_tokens, write_checkpoint
@@ -278,7 +278,7 @@ def test_a_step_that_fails_leaves_no_state_behind(engine: LLMEngine, monkeypatch
         raise RuntimeError("in the middle of a pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChannelMix, "__call__", broken)
+        patch.setattr(Rwkv7Block, "mix_channels", broken)
         assert engine.generate([prompt], greedy(8))[0].finish_reason == "error"
     output = engine.generate([prompt], greedy(8))[0]
     assert (output.token_ids, output.num_cached_tokens) == (expected, 0)

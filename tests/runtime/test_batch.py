@@ -41,12 +41,6 @@ def test_decodes_after_longer_ones_are_refused() -> None:
         build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
 
 
-def test_notes_of_a_batch_are_its_own() -> None:
-    one, two = (build_batch(TorchOps(), tokens=[[1]], starts=[0], blocks=[[0]], block_size=4) for _ in range(2))
-    one.derived["x"] = 1
-    assert two.derived == {}
-
-
 def test_building_a_batch_calls_nothing_per_token() -> None:
     """The number of Python calls does not grow with the batch; how long they take is for benchmarks to say."""
     ops = TorchCpuOps()

@@ -21,7 +21,7 @@ from .fake_backend import FakeBackend, model_directory
 LIMIT_S = 20
 
 
-def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes while the first reads the vocabulary must not take its longest token for one of a single letter."""
     is_reading, may_go_on = threading.Event(), threading.Event()
     read = TextTokenizer.id_to_token
@@ -49,7 +49,7 @@ def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_conversations_with_an_rwkv_model(tmp_path: Path) -> None:
+def test_rwkv_chat_template(tmp_path: Path) -> None:
     """Its tokenizer and its template are known from its configuration alone; answers end where the next turn would begin."""
     card = ModelCard("rwkv", "generation", 100, directory=str(save_tiny_rwkv(tmp_path, vocab_size=65536)))
 
@@ -74,7 +74,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "para
         ({"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]}, {}),
     ],
 )  # fmt: skip
-def test_a_long_conversation_leaves_the_event_loop(
+def test_long_conversation_is_tokenised_in_a_thread(
     message: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever part of it is long."""
