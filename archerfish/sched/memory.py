@@ -102,6 +102,10 @@ class SequenceMemory:
         self._dropped += [handle for _, handle in kept if handle not in self._stored]
         self._stored.clear()
 
+    def drop_again(self, handles: list[int]) -> None:
+        """The step that was to drop these has failed, maybe before it did."""
+        self._dropped += handles
+
     # Admission
 
     def look_up(self, seq: Sequence) -> Found:

@@ -363,6 +363,7 @@ class Scheduler:
             if seq.row >= 0 and not seq.num_in_flight:
                 self._live.release(seq)
         self._memory.drop_unstored(step.kept)
+        self._memory.drop_again(step.dropped)
 
     def _close(self, plan: Plan, now: float, num_prompt_tokens: int) -> None:
         number = plan.input.step
