@@ -234,7 +234,7 @@ def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> Non
             assert found[place].logprob == pytest.approx(check.logprobs[0].logprob, abs=1e-4)
 
 
-def test_deterministic_mode_gives_bit_equal_logprobs_in_company(tiny: Path) -> None:
+def test_deterministic_logprobs_do_not_depend_on_other_requests(tiny: Path) -> None:
     prompt, others = prompts(1, 61, 40, 40)[0], prompts(31, 62)
     params = greedy(16, logprobs=0)
     for dtype in ("float32", "bfloat16"):

@@ -75,7 +75,7 @@ def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pyt
     assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
 
 
-def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
@@ -264,7 +264,7 @@ def test_a_start_records_every_size_only_where_kernels_are_compiled(
     assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
 
 
-def test_steps_are_told_apart_by_whether_a_row_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)

@@ -55,7 +55,7 @@ def test_a_short_prompt_waits_a_few_steps_behind_long_ones(lengths: list[int], p
 
 
 @DEPTHS
-def test_a_long_prompt_gets_every_other_step_beside_a_stream_of_short_ones(depth: int) -> None:
+def test_a_long_prompt_gets_every_other_step_from_short_ones(depth: int) -> None:
     world = make_world(depth)
     (long,) = world.add(40 * BUDGET, max_tokens=1)
     num_steps = 0
@@ -127,7 +127,7 @@ def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
     assert all(duration <= max(SHARED_STEP_S, least) * 1.01 for duration in durations[6:])
 
 
-def test_a_slow_machine_answers_a_short_request_beside_a_long_prompt_in_seconds() -> None:
+def test_a_short_request_is_answered_in_seconds_on_a_slow_machine() -> None:
     """As a CPU that computes 250 tokens of prompts a second."""
     world = make_world(tokens_per_s=250, budget=512, depth=1)
     world.add(20_000, tenant="a")
