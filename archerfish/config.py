@@ -162,7 +162,10 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks are evicted first: lru, lfu, fifo or another registered name.")
-    logits_cache_mib: int = option(64, "Memory for logits of whole prompts: an exact repeat needs no forward pass.", minimum=0)
+    logits_cache_mib: int = option(
+        64, "Memory for logits of whole prompts: an exact repeat needs no forward pass; of a recurrent model only if the "
+        "prompt's length is a multiple of `block_size`.", minimum=0,
+    )
     logits_cache_ttl_s: float = option(600.0, "Age at which cached logits expire.", minimum=0)
     scheduling_policy: str = option(
         "fcfs", "Order of requests: fcfs, priority, longest-prefix-first, deadline, fair-share or another registered name."

@@ -98,7 +98,7 @@ class LLMEngine:
     ) -> str:
         """Queue a request and return its id. It runs while a thread steps or waits; `get_output` has its result.
 
-        deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share. wants_logits:
+        deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
         the result has those of the token after the prompt.
         """
         request = self._requests.make(

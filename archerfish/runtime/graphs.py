@@ -61,7 +61,7 @@ class RecordedPasses(ABC, Generic[T, K]):
 
     @abstractmethod
     def kinds(self) -> Iterable[K]:
-        """All kinds, in the order in which to record them: the largest first, whose memory the others use after it."""
+        """All kinds, in the order in which to record them: the largest first, since the others use its memory after it."""
 
     @abstractmethod
     def empty_inputs(self, kind: K) -> Ids:
@@ -121,7 +121,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         self._num_shared = 0
 
     def enter(self, step: StepInput) -> None:
-        """Forget the sequences whose rows others have taken."""
+        """Forget the blocks of rows that change hands."""
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""

@@ -234,7 +234,7 @@ def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> Non
             assert found[place].logprob == pytest.approx(check.logprobs[0].logprob, abs=1e-4)
 
 
-def test_deterministic_mode_gives_bit_equal_logprobs_in_company(tiny: Path) -> None:
+def test_deterministic_logprobs_do_not_depend_on_other_requests(tiny: Path) -> None:
     prompt, others = prompts(1, 61, 40, 40)[0], prompts(31, 62)
     params = greedy(16, logprobs=0)
     for dtype in ("float32", "bfloat16"):
@@ -337,6 +337,16 @@ def test_ctrl_c_while_a_step_runs_loses_nothing(tiny: Path, monkeypatch: pytest.
 
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_max_concurrent_requests_bounds_the_requests_held(tiny: Path) -> None:
+    with make(tiny, max_batch_size=2, max_concurrent_requests=3) as engine:
+        assert engine.config.max_num_seqs == 2
+        assert len(engine.generate(prompts(8), greedy())) == 8  # it submits them as there is room
+        for prompt in prompts(3):
+            engine.add_request(prompt, greedy())
+        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
+            engine.add_request([5, 6], greedy())
 
 
 def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:
