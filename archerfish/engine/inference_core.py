@@ -83,8 +83,8 @@ class InferenceCore:
         if self.head is not None:
             scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
             return scores.float()
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+        pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
+        return cast("torch.Tensor", self.ops.normalize(pooled)) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
         """A small pass by repeating a recorded one, the host's work for which takes a tenth; None if it has to be computed."""

@@ -1,7 +1,7 @@
 """Passes over one prompt, recorded once for each size and repeated: a lone request waits for its first token, not for the host.
 
 A prompt, or what of it is not in the cache, is filled up to the next recorded size. All that the pass needs of the host travels
-in one copy (`kernels/prompting.py`).
+in one copy (`kernels/decoding.py: Word`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Generic
 
 import numpy as np
 
+from archerfish.kernels.decoding import Word
 from archerfish.kernels.ops import Ids, Ops, T
-from archerfish.kernels.prompting import Word
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.graphs import NUM_BUFFERS, Recorded
 from archerfish.runtime.pool import MemoryPool

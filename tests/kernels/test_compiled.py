@@ -72,7 +72,7 @@ numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "
 types = dict.fromkeys((*numbers, "shared_len"), "i32")
 types |= dict.fromkeys(("partials", "levels", "shared_partials", "shared_levels"), "fp32")
 prefill = {"num_kv_heads": 2, "group": 2, "rows": 32, "is_gathered": False}
-flags = ("is_shared", "is_new", "is_turned", "has_q_norm", "has_k_norm")
+flags = ("is_shared", "is_new", "is_rotated", "has_q_norm", "has_k_norm")
 decode = {"group": 2, "rows": 16, "shared_step": 16, "parts_at_once": 4, "is_early": True} | dict.fromkeys(flags, False)
 for half in ("bf16", "fp32"):
     build(prefill_kernel, {**heads, **extra, **prefill}, types, half, 4)

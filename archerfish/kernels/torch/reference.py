@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.buffers import PoolStats
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
 from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -35,7 +35,6 @@ from archerfish.kernels.ops import (
     Segments,
 )
 from archerfish.kernels.pool import release_threads
-from archerfish.kernels.prompting import Word
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
