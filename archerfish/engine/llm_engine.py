@@ -71,7 +71,7 @@ class LLMEngine:
                 adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
                 is_deterministic=self.config.deterministic, num_threads=self.config.num_threads, executor=executor,
             )
-        adapter.ops.leave_thread(has_company=executor is not None)
+        adapter.ops.leave_thread()
         self.runner.warm_up()
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread

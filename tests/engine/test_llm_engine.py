@@ -40,18 +40,14 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
         yield made
 
 
-def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving: list[tuple[int, bool]] = []
-
-    def leave(has_company: bool) -> None:
-        leaving.append((threading.get_ident(), has_company))
-
-    monkeypatch.setattr("archerfish.kernels.torch.reference.let_team_go", leave)
+def test_loading_thread_releases_its_openmp_threads(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr("archerfish.kernels.torch.reference.release_threads", lambda: released.append(threading.get_ident()))
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     with make(tiny):
-        assert leaving == [(threading.get_ident(), False)]
+        assert released == [threading.get_ident()]
     with ThreadPoolExecutor(1) as computing, make(tiny, executor=computing):  # as where other engines compute too
-        assert leaving[1:] == [(threading.get_ident(), True)]
+        assert released == [threading.get_ident()] * 2
 
 
 def test_an_engine_is_of_no_use_behind_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
