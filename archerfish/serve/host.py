@@ -76,12 +76,11 @@ class Listener:
         self._clients: dict[int, bytes] = {}  # by the file descriptor of their connection
         self._disconnected: list[bytes] = []
 
-    def open(self, poller: zmq.Poller) -> str:
-        """Listen on all addresses; return the one for front ends, with its real port."""
+    def open(self, poller: zmq.Poller) -> list[str]:
+        """Listen on all configured addresses and return them, with their real ports."""
         if self._config.client_keys:
             self._authenticator = start_authenticator(self._config.client_keys)
-        addresses = [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
-        return addresses[0]
+        return [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
 
     def _open(self, address: str, poller: zmq.Poller) -> str:
         opened = open_socket(zmq.ROUTER)
@@ -171,7 +170,7 @@ class EngineHost:
     ) -> None:
         check_address(config)
         self.config = config
-        self.address = config.address
+        self.address, self.open_address = config.address, config.open_address
         self.clock = clock
         self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
         self.waker = Waker()
@@ -257,7 +256,9 @@ class EngineHost:
         """Listen; return the address for front ends, with its real port."""
         self._is_open = True
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
-        return self._listener.open(self._poller)
+        self.address, *others = self._listener.open(self._poller)
+        self.open_address = others[0] if others else ""
+        return self.address
 
     def run(self) -> None:
         """Serve until `stop`; running requests are finished first."""
@@ -344,7 +345,7 @@ class EngineHost:
         self.waker.close()
 
     def __enter__(self) -> Self:
-        self.address = self.open()
+        self.open()
         self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
         self._thread.start()
         return self

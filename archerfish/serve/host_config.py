@@ -102,7 +102,7 @@ def check_address(config: HostConfig) -> None:
         raise InvalidOptionError("The ZMQ server needs both CURVE keys, the public and the secret one, or none.")
     if config.client_keys and not config.secret_key:
         raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
-    for address in filter(None, (config.address or "none", config.open_address)):
+    for address in (config.address, config.open_address) if config.open_address else (config.address,):
         scheme, _, rest = address.partition("://")
         if scheme not in ("ipc", "tcp", "inproc") or not rest:
             raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")

@@ -167,10 +167,10 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
 
 
 class Raw:
-    """A plain DEALER socket."""
+    """A plain socket."""
 
-    def __init__(self, address: str) -> None:
-        self.socket = open_socket(zmq.DEALER)
+    def __init__(self, address: str, kind: int = zmq.DEALER) -> None:
+        self.socket = open_socket(kind)
         self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_S * 1000)
         self.socket.connect(address)
 
@@ -178,7 +178,8 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def send_message(self, message: Message) -> None:
-        self.send(b"", wire.encode(message))
+        payload = wire.encode(message)
+        self.send(*([payload] if self.socket.type == zmq.REQ else [b"", payload]))
 
     def receive(self) -> Any:
         return wire.decode_answer(self.socket.recv_multipart()[-1])

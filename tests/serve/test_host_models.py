@@ -514,21 +514,25 @@ def keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
+def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
     host = make_host(
-        tmp_path, address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
+        tmp_path, open_address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
     )
     add_encoder(host, WordEncoder())
 
     async def main() -> None:
+        address = host.open_address
         async with asyncio.timeout(LIMIT_S):
-            async with AsyncClient(host.address, server_key=server[0], own_keys=friend) as client:
+            async with AsyncClient(host.address) as client:  # front ends need no keys
                 assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
-            async with AsyncClient(host.address, server_key=server[0], own_keys=stranger) as client:
+            async with AsyncClient(address, server_key=server[0], own_keys=friend) as client:
+                assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
+                assert (await failure(client, Query(request_id=""))).status == 403  # statistics are for front ends
+            async with AsyncClient(address, server_key=server[0], own_keys=stranger) as client:
                 assert (await failure(client, Ping(request_id=""))).status == 403
             for wrong in ({}, {"server_key": stranger[0], "own_keys": friend}):
-                async with AsyncClient(host.address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
+                async with AsyncClient(address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
                     assert (await failure(client, Ping(request_id=""))).status in (403, 503)
 
     with host:
