@@ -31,7 +31,7 @@ from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import Beside, ComputeThread, Waker
 from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.health import HangWatch, HealthCheck
-from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator, tenant_of_key
+from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
@@ -164,10 +164,7 @@ class Listener:
 class EngineHost:
     """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
-    def __init__(
-        self, config: HostConfig, *, tenant_of: Callable[[str], str] = tenant_of_key,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         check_address(config)
         self.config = config
         self.address, self.open_address = config.address, config.open_address
@@ -185,7 +182,7 @@ class EngineHost:
         self.health = HealthCheck(self.shelf, self.compute, self.watch, self, clock)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
-        self.callers = Callers(config, tenant_of)
+        self.callers = Callers(config)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
         self.num_lost_clients = 0
         self._listener = Listener(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -93,10 +94,9 @@ class WordEncoder:
         self.is_closed = True
 
 
-def make_host(directory: Path, **options: Any) -> EngineHost:
-    """A host without models, at a socket in a directory. The options are those of HostConfig, and tenant_of and clock."""
-    own = {name: options.pop(name) for name in ("tenant_of", "clock") if name in options}
-    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", "grace_s": 30.0, **options}), **own)
+def make_host(directory: Path, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineHost:
+    """A host without models, at a socket in a directory. The options are those of HostConfig."""
+    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
 
 
 def add_llm(
