@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate, ReadingPass
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
@@ -89,8 +89,8 @@ class HostedEncoder:
     """
 
     def __init__(
-        self, engine: Encoder, lane: Lane, desk: ModelHost, figures: Figures, gate: ReadingGate, *, latency_s: float = 0.05,
-        max_queue_texts: int = 8192,
+        self, engine: Encoder, lane: Lane, desk: ModelHost, figures: MetricsCollector, gate: ReadingGate, *,
+        latency_s: float = 0.05, max_queue_texts: int = 8192,
     ) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"

@@ -18,9 +18,9 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve.admission import BusyError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
@@ -253,7 +253,7 @@ def free_memory() -> None:
 
 
 def make_slot(
-    spec: ModelSpec, hub: HubConfig, desk: ModelHost, figures: Figures, writer: Executor, *, latency_s: float,
+    spec: ModelSpec, hub: HubConfig, desk: ModelHost, figures: MetricsCollector, writer: Executor, *, latency_s: float,
     max_queue_texts: int, gate_of: Callable[[LLMEngine], Gate], reading_gate: Callable[[], ReadingGate],
 ) -> Slot:
     """The place of a model that a configuration names."""

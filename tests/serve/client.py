@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from archerfish.config import ServeConfig
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve import front
+from archerfish.serve import front, run
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -88,8 +88,8 @@ def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
     """Host and port of a server of an app in a thread."""
     config = ServeConfig(**{"port": 0, "log_level": "error", **options})
     ready = threading.Event()
-    with front.bind(config) as listener:
-        server = front.make_server(app, listener, config, lambda url: ready.set())
+    with run.bind(config) as listener:
+        server = front.make_server(app, config, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

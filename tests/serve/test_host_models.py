@@ -15,16 +15,15 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, MachineErro
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.figures import read_metrics
+from archerfish.serve.health import NEW_FACTOR
 from archerfish.serve.hosted_encoder import LEAST_BUDGET, HostedEncoder
-from archerfish.serve.metrics import family_of
+from archerfish.serve.metrics import family_of, read_metrics
 from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
+from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     EmbedRequest,
-    Failed,
     GenerationRequest,
     Ping,
     Pong,
@@ -277,7 +276,7 @@ def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        clock.now += YOUNG_FACTOR * host.config.hang_s - 1
+        clock.now += NEW_FACTOR * host.config.hang_s - 1
         assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
         clock.now += 2
         assert (await failure(client, Ping(request_id="", probe=""))).status == 503
@@ -513,22 +512,6 @@ def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, A
 def keys() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
-
-
-def test_a_client_that_is_refused_at_once_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        client = AsyncClient(f"ipc://{tmp_path}/nobody", connect_s=0.3)
-        really_open = client._open
-
-        def open_and_hear() -> None:
-            really_open()
-            client._arrive(Failed(request_id="", code="not_allowed", message="No.", status=403))
-
-        monkeypatch.setattr(client, "_open", open_and_hear)
-        async with client:
-            assert (await failure(client, Ping(request_id=""))).status == 403
-
-    asyncio.run(main())
 
 
 def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:

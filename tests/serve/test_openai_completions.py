@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
-from archerfish.store.bundled import BUNDLED_MODELS, STORY_MODEL
+from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL
 
 from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve import service_rate
 from archerfish.serve.compute import ComputeThread
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate
 from archerfish.serve.hosted_encoder import ALONE, Array, HostedEncoder
 from archerfish.serve.limits import RateLimits
@@ -57,7 +57,7 @@ class Machine:
         self.num_good = self.num_late = self.num_refused = self.num_left = 0
         self.num_done, self.busy_s = 0, 0.0
         gate = ReadingGate(RateLimits(self.clock), clock=self.clock)
-        self.hosted = HostedEncoder(self, self, self, Figures(), gate)  # type: ignore[arg-type]
+        self.hosted = HostedEncoder(self, self, self, MetricsCollector(), gate)  # type: ignore[arg-type]
 
     def clock(self) -> float:
         return self.now

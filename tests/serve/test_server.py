@@ -79,8 +79,9 @@ from tests.serve.client import app_of, words_host
 
 config = ServeConfig(port=0, log_level="error")
 models = (ModelSpec(kind="embedding", options={"model": "fake/words"}),)
-with words_host() as host, host, front.bind(config) as listener:
-    front.run_app(app_of(host), listener, config, lambda url: run.say(run.ready_text(url, models, config, {"embedding"})))
+with words_host() as host, host, run.bind(config) as listener:
+    text = run.ready_text(run.url_of(listener), models, config, {"embedding"})
+    front.make_server(app_of(host), config, lambda: run.say(text)).run(sockets=[listener])
 print("ended", sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 
