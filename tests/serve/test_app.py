@@ -1,4 +1,4 @@
-"""The whole app over an engine host: models of every kind, what the service says of itself, and an engine that goes away."""
+"""The whole app over an engine host: models of every kind, health, figures, and an engine process that dies."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_metrics_count_refusals_of_the_engine(tmp_path: Path) -> None:
 
 @contextmanager
 def vanishing_engine(directory: Path) -> Iterator[str]:
-    """The address of an engine process that dies of the first request that is no question about models."""
+    """The address of an engine process that dies at the first request that is not a Query."""
     router = open_socket(zmq.ROUTER)
     router.setsockopt(zmq.RCVTIMEO, 20_000)
     address = f"ipc://{directory}/socket"

@@ -1,4 +1,4 @@
-"""What is said of schemas and formats that are wrong: which one, which part of it, and how it is written."""
+"""Errors about wrong schemas and formats: they name the schema and its part, and show an example."""
 
 from __future__ import annotations
 

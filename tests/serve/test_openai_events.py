@@ -1,4 +1,4 @@
-"""How events leave, whatever they say."""
+"""How events are sent, whatever they contain."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ LIMIT_S = 20
 
 
 class Reader:
-    """The other side of an ASGI app: takes what it sends, slowly if asked to, and may go."""
+    """The client of an ASGI app: reads what it sends, slowly on request, and may disconnect."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []

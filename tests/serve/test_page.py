@@ -1,4 +1,4 @@
-"""The page at `/`: what it shows, and what its script does, run by node where there is one."""
+"""The page at `/`: what it shows, and what its script does, run by node if that is installed."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ by("words").fire("keydown", {key: "Enter", shiftKey: false});
 
 
 def play(app: Starlette, steps: str, tmp_path: Path) -> dict[str, Any]:
-    """What is to be seen after some steps of somebody at the page."""
+    """What the page shows after some steps of a user."""
     assert NODE is not None
     with running(app) as (host, port):
         address = f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Keys and tenants: who is who, what a changed file does, and that no key is ever told."""
+"""Keys and tenants: lookup, changed files, and no secret in messages."""
 
 from __future__ import annotations
 
