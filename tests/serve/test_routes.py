@@ -77,31 +77,6 @@ def test_fewer_dimensions_have_length_one() -> None:
     with_client(test)
 
 
-@pytest.mark.parametrize("name", [WORDS, "words", "/home/me/other", "other", None])
-def test_model_names(name: str | None, tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        body = {"input": "x"} if name is None else {"input": "x", "model": name}
-        answer = await client.post(EMBEDDINGS, json=body)
-        assert (answer.status_code, answer.json()["model"]) == (200, WORDS)
-        if name is not None:
-            assert (await client.get(f"/v1/models/{name}")).json()["id"] == WORDS
-
-    with_client(test, host_with(tmp_path, WordEncoder(WORDS), aliases=("/home/me/other",)))
-
-
-def test_unknown_models_give_404() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        for answer in (
-            await client.post(EMBEDDINGS, json={"input": "x", "model": "text-embedding-ada-002"}),
-            await client.get("/v1/models/text-embedding-ada-002"),
-        ):
-            assert answer.status_code == 404
-            error = error_of(answer)
-            assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
-
-    with_client(test)
-
-
 # Ranking
 
 

@@ -1,4 +1,4 @@
-"""/v1/tts/tokens: over an engine host with a tiny RWKV-7 model, whose tokens must be those of RwkvSampler."""
+"""/v1/tts/tokens over an engine host with a tiny RWKV-7 model. The tokens must equal those of RwkvSampler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
-    """Beside a model that only writes, and which comes first."""
+    """A host with a text model, which comes first, and a TTS model."""
     made = host_with(tmp_path)
     add_llm(made, tmp_path)
     add_speaker(made, model)
@@ -99,7 +99,7 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
 
 
 def test_stages_count_against_limits() -> None:
-    """Whatever max_tokens stands beside them: a client that is no front end may write anything."""
+    """max_tokens does not matter beside stages, and clients may send any values."""
     stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048}]
     assert most_tokens({"stages": stages, "max_tokens": 1}) == most_tokens({"stages": stages}) == 2080
     assert most_tokens({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) == 0
