@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.optimization import OptimizationConfig
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
     from archerfish.engine.arrow_engine import ArrowEngine, RerankResult
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from archerfish.params import SamplingParams, Stage
     from archerfish.runtime.logits_view import LogitsView, SamplingConfig
     from archerfish.runtime.sampler import FastSampler
-    from archerfish.serve.optimization import OptimizationConfig
     from archerfish.store.converter import ConversionResult, ModelConverter
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
@@ -68,7 +68,7 @@ _HOME = {
     "MetricsCollector": "observe.collector",
     "ModelAdapter": "models.adapter",
     "ModelConverter": "store.converter",
-    "OptimizationConfig": "serve.optimization",
+    "OptimizationConfig": "compat.optimization",
     "PerformanceMonitor": "compat.monitor",
     "PerformanceTarget": "bench.targets",
     "PoolStats": "kernels.buffers",

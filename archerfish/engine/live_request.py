@@ -27,7 +27,10 @@ class LiveRequest:
         self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
         if request.params.stages:  # whose tokens stand for no text
             tokenizer = None
-        self.texts = [None if tokenizer is None else OutputText(tokenizer, request) for _ in range(request.params.n)]
+        self.texts = [
+            None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
+            for _ in range(request.params.n)
+        ]
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
         self.logits: Any = None
         self.sequences: dict[int, Sequence] = {}
@@ -47,7 +50,7 @@ class LiveRequest:
         shown, stop = "", None
         token_ids = [] if is_stopped else delta.token_ids
         if text is not None and not is_stopped:
-            shown, stop = text.feed(token_ids, delta.finish_reason)
+            shown, stop = text.feed(token_ids, delta.finish_reason, self.request.stop_token_ids)
         logprobs = None if is_stopped else delta.logprobs
         output.add(shown, token_ids, logprobs)
         if stop is not None:

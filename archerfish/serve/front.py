@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from archerfish.config import ServeConfig
@@ -45,7 +45,7 @@ class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
     listener: int = -1  # file descriptor
 
 
-def build_app(config: FrontConfig) -> FastAPI:
+def build_app(config: FrontConfig) -> Starlette:
     serve = ServeConfig(**config.serve)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
     return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve))

@@ -28,7 +28,7 @@ from archerfish.errors import (
 from archerfish.kernels.torch import reference
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.sequence import Plan
-from archerfish.serve.optimization import OptimizationConfig
+from archerfish.compat.optimization import OptimizationConfig
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from archerfish.config import EngineConfig, ServeConfig
@@ -21,13 +21,12 @@ from archerfish.engine.request_options import RUNNING_OPTIONS
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError
-from archerfish.serve.errors import install_handlers
+from archerfish.serve.errors import HANDLERS
 from archerfish.serve.generation import TextService
 from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.middleware import BodyLimit
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.responses_routes import ResponsesRoutes
-from archerfish.serve.text_routes import TextRoutes
+from archerfish.serve.token_routes import TextRoutes
 from archerfish.serve.wire import (
     Chunk,
     Configure,
@@ -205,24 +204,18 @@ def logprob_of(token_id: int, num_top: int) -> Logprob:
     return token_id, -0.5, 1, [(token_id, -0.5), (ord("?"), -1.5)][:num_top]
 
 
-def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> FastAPI:
+def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> Starlette:
     """All routes for text over a backend."""
     config = config or ServeConfig()
     catalog = Catalog(backend, "pass", caller_of=lambda request: request.headers.get("x-tenant", ""))
     service = TextService(catalog)
-    app = FastAPI()
-    app.include_router(OpenAIRoutes(service, config).router)
-    app.include_router(ResponsesRoutes(service).router)
-    app.include_router(MessagesRoutes(service).router)
-    app.include_router(TextRoutes(service).router)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    install_handlers(app)
-    return app
+    groups = OpenAIRoutes(service, config), ResponsesRoutes(service), MessagesRoutes(service), TextRoutes(service)
+    return Starlette(routes=[route for group in groups for route in group.routes], exception_handlers=HANDLERS)
 
 
 @asynccontextmanager
 async def client_for(
-    backend: FakeBackend, app: Callable[[FakeBackend], FastAPI] = text_app
+    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = text_app
 ) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -233,7 +226,8 @@ LIMIT_S = 20
 
 
 def with_backend(
-    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]], app: Callable[[FakeBackend], FastAPI] = text_app
+    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]],
+    app: Callable[[FakeBackend], Starlette] = text_app,
 ) -> None:
     """Run a test against the routes over a backend; no task may be left over."""
 
@@ -247,7 +241,7 @@ def with_backend(
 
 def post(
     backend: FakeBackend, route: str, body: dict[str, Any], *, tenant: str = "",
-    app: Callable[[FakeBackend], FastAPI] = text_app,
+    app: Callable[[FakeBackend], Starlette] = text_app,
 ) -> httpx.Response:
     """One answer."""
     answers: list[httpx.Response] = []

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from archerfish.serve.chat_bodies import ChatBody, CompletionBody, TextBody
 from archerfish.serve.messages_routes import MessagesBody
-from archerfish.serve.openai_schemas import ChatBody, CompletionBody, TextBody
 from archerfish.serve.responses_routes import ResponsesBody
-from archerfish.serve.text_routes import TokenizeBody
+from archerfish.serve.token_routes import TokenizeBody
 
 from .fake_backend import MODEL
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,7 +148,7 @@ def test_requests_are_addressed_with_ids_of_their_own() -> None:
 @pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])
 def test_what_is_shown_of_a_model_tells_no_paths(values: dict[str, Any], kind: Kind) -> None:
     catalog = Catalog(Models())
-    shown = catalog.describe(ModelCard.read(values))
+    shown = msgspec.to_builtins(catalog.describe(ModelCard.read(values)))
     assert set(shown) - {"dimension"} == {"id", "object", "created", "owned_by", "kind", "max_length"}
     assert (shown["id"], shown["kind"], shown["created"]) == (values["id"], kind, catalog.started_at)
     assert ("dimension" in shown) == (kind == "embedding")

@@ -97,13 +97,13 @@ def test_a_wrong_value_names_its_parameter(route: str, body: dict[str, Any], par
         (b"[]", JSON, "bad_request", "must be a JSON object"),
         (b"3", JSON, "bad_request", "must be a JSON object"),
         (b"", JSON, "bad_request", "must be a JSON object"),
-        (b'{"input": "\xff"}', JSON, "invalid_json", "it is no UTF-8, by its byte 12 (0xff): invalid start byte."),
+        (b'{"input": "\xff"}', JSON, "invalid_json", "it is not UTF-8: byte 12 (0xff): invalid start byte."),
         (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "a whole number has more than 4,300 digits."),
         (b"[" * 100_000, JSON, "invalid_json", "it is nested too deeply."),
         (b'{"input": "x"}', {"Content-Type": "text/plain"}, "bad_request", "Content-Type: application/json"),
-        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "NaN is no number of JSON, in line 2, column 1, at 'NaN]}'."),
-        (b'{"input": [-Infinity]}', JSON, "invalid_json", "-Infinity is no number of JSON, in line 1, column 12"),
-        (b'{"input": [1e999]}', JSON, "invalid_json", "1e999 is no number of JSON, in line 1, column 12"),
+        (b'{"input": ["NaN \\"",\nNaN]}', JSON, "invalid_json", "NaN is not a JSON number, in line 2, column 1, at 'NaN]}'."),
+        (b'{"input": [-Infinity]}', JSON, "invalid_json", "-Infinity is not a JSON number, in line 1, column 12"),
+        (b'{"input": [1e999]}', JSON, "invalid_json", "1e999 is not a JSON number, in line 1, column 12"),
     ],
 )  # fmt: skip
 def test_a_body_that_is_no_json_object(content: bytes, headers: dict[str, str], code: str, said: str) -> None:

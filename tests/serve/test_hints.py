@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.serve.answer_formats import response_grammar
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
-from archerfish.serve.json_schemas import TYPES, path_of, schema_complaint
-from archerfish.serve.tool_choice import explained
+from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, find_word, response_grammar
 from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
 from .client import error_of as http_error_of
@@ -144,7 +142,7 @@ JSONS = st.recursive(
 
 @given(JSONS)
 def test_any_json_gets_an_answer(schema: Any) -> None:
-    complaint = schema_complaint(schema, "here")
+    complaint = find_schema_problem(schema, "here")
     assert complaint is None or complaint.startswith("here")
     assert (complaint is None) or not isinstance(schema, bool)
 
@@ -159,22 +157,22 @@ def schemas() -> st.SearchStrategy[Any]:
 
 @given(schemas())
 def test_what_is_well_formed_is_let_through(schema: Any) -> None:
-    assert schema_complaint(schema, "here") is None
+    assert find_schema_problem(schema, "here") is None
 
 
 def test_a_schema_as_deep_as_json_can_be() -> None:
     schema: dict[str, Any] = {"type": "zzz"}
     for _ in range(5_000):
         schema = {"items": schema}
-    assert "not 'zzz'." in (schema_complaint(schema, "here") or "")
+    assert "not 'zzz'." in (find_schema_problem(schema, "here") or "")
 
 
 def test_words_are_found_in_schemas() -> None:
     schema = {"properties": {"a": {"anyOf": [{"format": "foo"}, {"$ref": "#/$defs/x"}, {"not": {}}]}}}
-    assert path_of(schema, "foo") == "properties.a.anyOf[0].format"
-    assert path_of(schema, "/$defs/x") == "properties.a.anyOf[1].$ref"
-    assert path_of(schema, "not") == "properties.a.anyOf[2].not"
-    assert path_of(schema, "nowhere") is None
+    assert find_word(schema, "foo") == "properties.a.anyOf[0].format"
+    assert find_word(schema, "/$defs/x") == "properties.a.anyOf[1].$ref"
+    assert find_word(schema, "not") == "properties.a.anyOf[2].not"
+    assert find_word(schema, "nowhere") is None
 
 
 # Schemas that are well formed, but cannot be forced
@@ -198,7 +196,7 @@ def test_lines_of_a_grammar_are_about_tools() -> None:
 
 def test_other_errors_stay_as_they_are() -> None:
     error = RemoteError("The engine process died.", code="unavailable", status=503)
-    assert explained(error, "", [tool("f")]) is error
+    assert ToolUse.choose("hermes", [tool("f")], "required", None, None).explain(error) is error
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from anthropic.types import TextBlock
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Question
@@ -64,7 +64,7 @@ class Recorder(FakeBackend):
         return found
 
 
-def app_with_keys(backend: FakeBackend | None = None, tenants: Tenants = KEYS) -> FastAPI:
+def app_with_keys(backend: FakeBackend | None = None, tenants: Tenants = KEYS) -> Starlette:
     return create_app(backend or Recorder(), credentials=PASS, tenants=tenants)
 
 

@@ -148,7 +148,7 @@ def test_if_one_of_several_prompts_fails_the_others_are_cancelled() -> None:
         ({"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id"),
         ({"prompt": [[1], []]}, "prompt", "prompt[1]"),
         ({"prompt": ""}, "prompt", "The prompt is empty"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "only makes sense with echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "only allowed with echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
         ({"prompt": "a", "messages": []}, "messages", "Unknown parameter 'messages'."),

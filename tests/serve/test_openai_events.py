@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.sse import COMMENT, EventStream, Outbox
+from archerfish.serve.sse import KEEP_ALIVE, EventStream, Outbox
 from archerfish.serve.wire import Chunk, GenerationRequest
 
 from .fake_backend import FakeBackend, events, ids, post
@@ -118,7 +118,7 @@ def test_a_slow_reader_makes_the_producer_wait() -> None:
             outbox.put(b"x" * 10)
             produced.append(number)
             if outbox.is_full:
-                await outbox.room()
+                await outbox.wait_for_room()
 
     async def test(reader: Reader) -> None:
         reader.reads.clear()
@@ -137,15 +137,15 @@ def test_a_slow_reader_makes_the_producer_wait() -> None:
 def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
     async def test(reader: Reader) -> None:
         async def produce(outbox: Outbox) -> None:
-            while reader.bodies.count(COMMENT) < 3:
+            while reader.bodies.count(KEEP_ALIVE) < 3:
                 await asyncio.sleep(0)
             outbox.put(b"event")
             raise ValueError("late")
 
         stream = await EventStream(produce, tell, keep_alive_s=0.002).start(reader.request)
         await reader.read(stream)
-        assert reader.bodies.count(COMMENT) >= 3
-        assert [body for body in reader.bodies if body not in (COMMENT, b"")] == [b"eventerror late"]
+        assert reader.bodies.count(KEEP_ALIVE) >= 3
+        assert [body for body in reader.bodies if body not in (KEEP_ALIVE, b"")] == [b"eventerror late"]
 
     run(test)
 
@@ -153,14 +153,14 @@ def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
 def test_an_error_after_a_comment_is_told_as_an_event() -> None:
     async def test(reader: Reader) -> None:
         async def produce(outbox: Outbox) -> None:
-            while COMMENT not in reader.bodies:
+            while KEEP_ALIVE not in reader.bodies:
                 await asyncio.sleep(0)
             raise ValueError("refused")
 
         stream = EventStream(produce, tell, keep_alive_s=0.002)
         await reader.read(await stream.start(reader.request))
         assert reader.sent[0]["status"] == 200
-        assert b"".join(reader.bodies).replace(COMMENT, b"") == b"error refused"
+        assert b"".join(reader.bodies).replace(KEEP_ALIVE, b"") == b"error refused"
 
     run(test)
 
@@ -170,7 +170,7 @@ def test_a_stream_that_is_not_quiet_sends_no_comment() -> None:
         async def produce(outbox: Outbox) -> None:
             for _ in range(200):
                 outbox.put(b".")
-                stream._look()  # as often as something comes
+                stream._tick()  # as often as something comes
                 await asyncio.sleep(0)
 
         stream = EventStream(produce, tell, keep_alive_s=1000.0)
@@ -239,7 +239,7 @@ def test_several_producers_wait_for_room_and_all_go_on() -> None:
             for _ in range(3):
                 outbox.put(b"x" * 11)
                 num_written += 11
-                await outbox.room()
+                await outbox.wait_for_room()
 
         async with asyncio.timeout(LIMIT_S):
             producers = asyncio.gather(*(produce() for _ in range(5)))

@@ -16,10 +16,10 @@ import pytest
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import CacheKey, LogitsCache
 from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError, OverloadedError, UnknownOptionError
 from archerfish.params import SamplingParams
-from archerfish.serve.optimization import OptimizationConfig
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Generated, Output
 from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config

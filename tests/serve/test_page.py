@@ -13,11 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from msgspec.structs import replace
+from starlette.applications import Starlette
 
+from archerfish.serve.answers import Model
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
-from archerfish.serve.page import EXAMPLES, MOST_TOKENS, curl, examples, page, template
+from archerfish.serve.page import EXAMPLES, MAX_TOKENS, curl, examples, page, template
 from archerfish.serve.tenants import Tenants
 
 from .client import LIMIT_S, PASS, WORDS, app_of, host_with, running, with_app, with_client, words_host
@@ -26,10 +28,10 @@ from .hosting import WordEncoder, add_llm
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
-WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100}
-VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8}
-SPEAKER = {"id": "lab/speaker", "kind": "tts", "max_length": 4096}
-PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
+WRITER = Model(created=0, id="lab/writer", kind="generation", max_length=100)
+VECTORS = Model(created=0, id="lab/vectors", kind="embedding", max_length=64, dimension=8)
+SPEAKER = Model(created=0, id="lab/speaker", kind="tts", max_length=4096)
+PAIRS = Model(created=0, id="lab/pairs", kind="cross-encoder", max_length=64)
 
 
 class Parts(HTMLParser):
@@ -96,7 +98,7 @@ def test_a_chat_box_where_there_is_somebody_to_talk_to() -> None:
         ([SPEAKER, VECTORS], {"chat"}),
     ],
 )  # fmt: skip
-def test_only_what_works_is_shown(models: list[dict[str, Any]], hidden: set[str]) -> None:
+def test_only_what_works_is_shown(models: list[Model], hidden: set[str]) -> None:
     parts = Parts(page("http://here", models))
     assert parts.hidden & {"chat", "compare"} == hidden
     assert len(parts.ids) == len(set(parts.ids))
@@ -112,12 +114,12 @@ def test_nothing_of_the_template_stays() -> None:
 
 
 def test_the_chat_asks_for_no_more_than_the_model_can_hold() -> None:
-    for max_length, asked in ((256, 256), (8192, MOST_TOKENS)):
-        assert f"max_tokens: {asked}," in page("http://here", [{**WRITER, "max_length": max_length}, VECTORS])
+    for max_length, asked in ((256, 256), (8192, MAX_TOKENS)):
+        assert f"max_tokens: {asked}," in page("http://here", [replace(WRITER, max_length=max_length), VECTORS])
 
 
 def test_names_are_shown_as_they_are_written() -> None:
-    text = page("http://here/<i>", [{**WRITER, "id": "a<script>alert(1)</script>$routes & b"}])
+    text = page("http://here/<i>", [replace(WRITER, id="a<script>alert(1)</script>$routes & b")])
     assert "a&lt;script&gt;alert(1)&lt;/script&gt;$routes &amp; b" in text
     assert "<i>" not in text
 
@@ -214,7 +216,7 @@ by("words").fire("keydown", {key: "Enter", shiftKey: false});
 """
 
 
-def play(app: FastAPI, steps: str, tmp_path: Path) -> dict[str, Any]:
+def play(app: Starlette, steps: str, tmp_path: Path) -> dict[str, Any]:
     """What is to be seen after some steps of somebody at the page."""
     assert NODE is not None
     with running(app) as (host, port):

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.presence import unless_gone
+from archerfish.serve.sse import unless_gone
 
 LIMIT_S = 20
 

@@ -24,7 +24,7 @@ from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM, most_tokens
 from archerfish.serve.models import Hosted, Slot
 from archerfish.serve.page import EXAMPLES
-from archerfish.serve.tts_routes import TTSBody, TTSRoutes
+from archerfish.serve.token_routes import TTSBody, TTSRoutes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
@@ -161,7 +161,7 @@ def test_what_is_unknown_or_of_a_wrong_type_is_told_with_what_was_expected() -> 
 def test_the_semantic_tokens_of_a_reference_change_nothing() -> None:
     asked = [TTSRequest(text="a", **{**REFERENCE, "ref_semantic_tokens": [number]}) for number in (1, 2)]
     assert asked[0].prompt() == asked[1].prompt() and asked[0].params() == asked[1].params()
-    assert "not read" in TTSBody.model_json_schema()["properties"]["ref_semantic_tokens"]["description"]
+    assert "not used" in TTSBody.model_json_schema()["properties"]["ref_semantic_tokens"]["description"]
 
 
 def test_a_service_that_speaks_offers_that_and_no_chat(model: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_without_a_name_a_model_that_speaks_goes_before_one_with_as_many_tokens(
     async def test() -> None:
         catalog = Catalog(FakeBackend())
         catalog._cards = [big, speaker]
-        assert await TTSRoutes(TextService(catalog))._card(None) is speaker
+        assert await TTSRoutes(TextService(catalog))._find_card(None) is speaker
 
     asyncio.run(test())
 

@@ -1,7 +1,7 @@
-"""OptimizationConfig: the switches and sizes that can be changed while an engine serves, with nothing lost.
+"""OptimizationConfig: options that can be changed while an engine serves; no request is lost.
 
-Some have a second name: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
-and reused buffers are how the engine works here, so that enable_simd_sampling and enable_object_pool can only be true.
+Some options have a second name: cache_size_mb (logits_cache_mib) and enable_prefetch (pipeline_depth). Vectorised sampling
+and reused buffers cannot be turned off: enable_simd_sampling=False and enable_object_pool=False are refused.
 """
 
 from __future__ import annotations
@@ -9,31 +9,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from archerfish.cache.eviction import eviction_policy
 from archerfish.config import EngineConfig, Options, option, parse_text, refuse_unknown
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 
-if TYPE_CHECKING:
-    from archerfish.serve.result_cache import ResultCache  # which needs what only a server has installed
-
 ALWAYS_ON = {
     "enable_simd_sampling": "Sampling is always vectorised.",
     "enable_object_pool": "Buffers are always reused.",
 }
-NOT_HERE = {"pool_max_objects": "Buffers are made once, for max_num_seqs sequences, when an engine is made."}
-SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *NOT_HERE)
+FIXED = {"pool_max_objects": "An engine makes its buffers once, for max_num_seqs sequences, when it starts."}
+SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *FIXED)
 # Options that an engine has under the same name.
 ENGINE_OPTIONS = ("logits_cache_ttl_s", "enable_prefix_caching", "eviction_policy", "max_queue_size", "pipeline_depth")
 
 
 class RunningEngine(Protocol):
-    """What is asked of an engine; LLMEngine is one."""
+    """The part of LLMEngine that is used here."""
 
     config: EngineConfig
 
     def configure(self, **changes: Any) -> dict[str, Any]: ...
+
+
+class ResizableCache(Protocol):
+    """The part of serve's ResultCache that is used here."""
+
+    max_bytes: int
+    ttl_seconds: float
+
+    def resize(self, max_bytes: int, ttl_seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -55,16 +61,13 @@ class OptimizationConfig(Options):
     result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
 
     def __new__(cls, **_: Any) -> Self:
-        return object.__new__(cls)
+        return object.__new__(cls)  # Options would refuse second names
 
     def __init__(self, **values: Any) -> None:
         given = self._read(values)
         for spec in dataclasses.fields(self):
             object.__setattr__(self, spec.name, given.get(spec.name, spec.default))
         self.__post_init__()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         eviction_policy(self.eviction_policy)
 
     @property
@@ -87,25 +90,26 @@ class OptimizationConfig(Options):
         return self.updated(changes)
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """As `replace`, of a table that may come from anywhere."""
+        """Like `replace`, with a table of options."""
         return super().replace(**self._read(values))
 
     @classmethod
     def _read(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Options by their first names."""
         if not isinstance(values, Mapping):
             raise InvalidOptionError(f"Options must be a table of names and values, not {type(values).__name__}.")
         refuse_unknown({str(name): value for name, value in values.items()}, [*cls.names(), *SECOND_NAMES], "option")
         found: dict[str, Any] = {}
-        for name, value in values.items():
-            ours, meant = _in_our_terms(name, value)
-            if ours in found and found[ours] != meant:
-                raise InvalidOptionError(f"There are two values for {ours}: {found[ours]!r} and {meant!r}.", hint="Give one.")
-            if ours:
-                found[ours] = meant
+        for given_name, given_value in values.items():
+            name, value = _first_name(given_name, given_value)
+            if name in found and found[name] != value:
+                raise InvalidOptionError(f"There are two values for {name}: {found[name]!r} and {value!r}.", hint="Give one.")
+            if name:
+                found[name] = value
         return found
 
     @classmethod
-    def of(cls, engine: RunningEngine, result_cache: ResultCache | None = None) -> Self:
+    def of(cls, engine: RunningEngine, result_cache: ResizableCache | None = None) -> Self:
         """The options that are in force."""
         config = engine.config
         values = {name: getattr(config, name) for name in ENGINE_OPTIONS}
@@ -117,25 +121,24 @@ class OptimizationConfig(Options):
         return cls(enable_logits_cache=config.logits_cache_mib > 0, **values)
 
     def changes(self, other: OptimizationConfig) -> dict[str, tuple[Any, Any]]:
-        """What is different in the other one: name -> (value here, value there)."""
+        """The options that differ: name -> (value here, value in the other)."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.names()}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    def apply(self, engine: RunningEngine, result_cache: ResultCache | None = None) -> dict[str, tuple[Any, Any]]:
-        """Put these options in force and return what has changed: name -> (before, now).
+    def apply(self, engine: RunningEngine, result_cache: ResizableCache | None = None) -> dict[str, tuple[Any, Any]]:
+        """Put these options in force and return the ones that changed: name -> (before, now).
 
-        Requests that run or wait go on. Caches that get smaller evict; a shorter queue refuses only who comes later.
+        Requests that run or wait go on. Caches that get smaller evict; a shorter queue refuses later requests only.
         """
-        before = self.of(engine, result_cache)
-        changed = before.changes(self)
+        changed = self.of(engine, result_cache).changes(self)
         if result_cache is None and self.result_cache_mib:
             raise InvalidOptionError("There is no result cache here.", hint="Leave out result_cache_mib.")
-        wanted = {name: getattr(self, name) for name in ENGINE_OPTIONS if name in changed}
+        engine_changes = {name: getattr(self, name) for name in ENGINE_OPTIONS if name in changed}
         logits_mib = self.logits_cache_mib if self.enable_logits_cache else 0
         if logits_mib != engine.config.logits_cache_mib:
-            wanted["logits_cache_mib"] = logits_mib
-        if wanted:
-            engine.configure(**wanted)
+            engine_changes["logits_cache_mib"] = logits_mib
+        if engine_changes:
+            engine.configure(**engine_changes)
         if result_cache is not None and (changed.keys() & {"result_cache_mib", "result_cache_ttl_s"}):
             result_cache.resize(self.result_cache_mib << 20, self.result_cache_ttl_s)
         return changed
@@ -144,10 +147,10 @@ class OptimizationConfig(Options):
         return dataclasses.asdict(self)
 
 
-def _in_our_terms(name: str, value: Any) -> tuple[str, Any]:
-    """Our name and value of an option; no name where it says only what is so anyhow."""
-    if name in NOT_HERE:
-        raise UnknownOptionError(f"{name} cannot be set.", hint=NOT_HERE[name])
+def _first_name(name: str, value: Any) -> tuple[str, Any]:
+    """An option by its first name; "" for one that states what is always so."""
+    if name in FIXED:
+        raise UnknownOptionError(f"{name} cannot be set.", hint=FIXED[name])
     if name == "cache_size_mb":
         return "logits_cache_mib", value
     if name in ALWAYS_ON or name == "enable_prefetch":
