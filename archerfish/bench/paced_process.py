@@ -92,16 +92,16 @@ def serve(setup: Setup, model: Path, told: BinaryIO, given: Iterator[bytes]) -> 
     from archerfish.serve.host import EngineHost
     from archerfish.serve.host_config import HostConfig
     from archerfish.serve.hosted_llm import HostedLLM
-    from archerfish.serve.models import Hosted, Slot
+    from archerfish.serve.models import Hosted, ModelEntry
 
     host = EngineHost(HostConfig(address=setup.address, front_end_pass=setup.front_end_pass))
     made: list[tuple[LLMEngine, PacedRunner]] = []
 
     def load(lane: Lane) -> Hosted:
         made.append(make_engine(model, lane, text_thread=host.writer))
-        return HostedLLM(made[0][0], lane, host, host.figures, host.gate_of(made[0][0]))
+        return HostedLLM(made[0][0], lane, host, host.figures, host.llm_controller(made[0][0]))
 
-    host.shelf.add(Slot(NAME, "generation", load))
+    host.models.add(ModelEntry(NAME, "generation", load))
     tell(told, Report(address=host.open()))
 
     def work() -> None:

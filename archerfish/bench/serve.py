@@ -193,7 +193,7 @@ def measure_servers(
     tell: Tell = tell_nothing, progress: Progress = no_progress,
 ) -> Found:  # fmt: skip
     """Start the servers that are to be started, run the bench, stop them."""
-    from archerfish.serve.event_loop import new_event_loop
+    from archerfish.serve.client import new_event_loop
 
     async def main(processes: dict[str, ServerProcess]) -> Found:
         made = [Server(one, process=processes.get(one.name)) for one in servers]

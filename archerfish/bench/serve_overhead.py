@@ -29,7 +29,7 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import ServiceError
 from archerfish.params import SamplingParams
 from archerfish.serve.host_config import HostConfig, ModelSpec
-from archerfish.serve.supervisor import Supervisor
+from archerfish.serve.processes import engine_process
 
 PACES = {"steps of 5 ms": Pace(0.005), "steps of no time": NO_WAIT}
 NUM_PACED, NUM_PACED_TOKENS = 40, 64  # answers of a round on each way, and their tokens
@@ -175,8 +175,10 @@ def real_pair(config: EngineConfig, num_tokens: int) -> Iterator[Pair]:
     spec = ModelSpec(kind="generation", options=dataclasses.asdict(config))
     with ExitStack() as stack:
         engine = stack.enter_context(LLMEngine(config))
-        supervisor = stack.enter_context(Supervisor(HostConfig(models=(spec,), front_end_pass=credentials)))
-        front_end = stack.enter_context(FrontEnds(supervisor.address, credentials, 1))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="archerfish-overhead-"))
+        host = HostConfig(address=f"ipc://{directory}/engine", models=(spec,), front_end_pass=credentials)
+        stack.enter_context(engine_process(host))
+        front_end = stack.enter_context(FrontEnds(host.address, credentials, 1))
         front_end.wait()
         line = Line(front_end.host, front_end.port)
         stack.callback(line.close)

@@ -20,7 +20,8 @@ from archerfish.bench import paced_process
 from archerfish.bench.paced_process import Report, Setup, Task
 from archerfish.config import ServeConfig
 from archerfish.errors import ServiceError
-from archerfish.serve.front import FrontConfig, bind
+from archerfish.serve.host_config import FrontConfig
+from archerfish.serve.run import bind
 
 START_S = 120.0
 STOP_S = 15.0

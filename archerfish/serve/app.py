@@ -33,7 +33,7 @@ from archerfish.serve.openapi import openapi_document
 from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.sharing import FrontShare
+from archerfish.serve.sharing import FrontEndSync
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
@@ -46,7 +46,7 @@ STOPPED = "The service was stopped before the answer was complete."
 class StateRoutes:
     """Models, health, figures and the web page."""
 
-    def __init__(self, catalog: Catalog, share: FrontShare) -> None:
+    def __init__(self, catalog: Catalog, share: FrontEndSync) -> None:
         self.catalog, self.share = catalog, share
         self.routes = [
             Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
@@ -85,7 +85,7 @@ class StateRoutes:
 
     async def stats(self, request: Request) -> Response:
         """Figures of the engines and their caches."""
-        return json_response(await self.share.ask("stats"))
+        return json_response(await self.share.query("stats"))
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus of the engine process and all front ends, or of this front end if the engine is away."""
@@ -120,7 +120,7 @@ class AdminRoutes:
     The middleware lets only operators reach these routes.
     """
 
-    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontShare) -> None:
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
         self.catalog, self.results, self.share = catalog, results, share
         self.routes = [
             Route("/admin/optimization", self.show), Route("/admin/optimization", self.change, methods=["PATCH"])
@@ -128,7 +128,7 @@ class AdminRoutes:
 
     async def show(self, request: Request) -> Response:
         """The options in force."""
-        await self.share.tell()  # another front end may have changed them
+        await self.share.sync()  # another front end may have changed them
         engine = await self._configure(await self._find_model(request), {})
         return json_response(OptimizationConfig.of(engine, self.results).as_dict())
 
@@ -136,10 +136,10 @@ class AdminRoutes:
         """Change options, by either of their names; the answer has all of them, and those that changed with both values."""
         body = read_json(await request.body())
         card = await self._find_model(request)
-        await self.share.tell()
+        await self.share.sync()
         engine = await self._configure(card, {})
         changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
-        await self.share.tell_change()  # before anything else is awaited: a message in between would bring older options
+        await self.share.publish_options()  # before anything else is awaited: a message in between would bring older options
         engine = await self._configure(card, engine.changes)
         shown = OptimizationConfig.of(engine, self.results).as_dict()
         return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
@@ -176,7 +176,7 @@ def create_app(
         num_front_ends=config.num_front_ends,
     )
     texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
-    share = FrontShare(catalog, registry, results)
+    share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
 from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
@@ -72,7 +72,7 @@ class HostedEncoder:
     """
 
     def __init__(
-        self, engine: Encoder, lane: Lane, host: ModelHost, figures: Figures, controller: OverloadController, *,
+        self, engine: Encoder, lane: Lane, host: ModelHost, figures: MetricsCollector, controller: OverloadController, *,
         latency_s: float = 0.05,
     ) -> None:
         self.engine, self.lane, self.controller = engine, lane, controller

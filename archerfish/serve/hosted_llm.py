@@ -14,10 +14,10 @@ from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput, TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace, TokenLogprobs
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
@@ -36,7 +36,7 @@ class HostedLLM:
     kind = "generation"
 
     def __init__(
-        self, engine: LLMEngine, lane: Lane, host: ModelHost, figures: Figures, controller: OverloadController
+        self, engine: LLMEngine, lane: Lane, host: ModelHost, figures: MetricsCollector, controller: OverloadController
     ) -> None:
         self.engine, self.lane, self.controller = engine, lane, controller
         self.host, self.figures = host, figures

@@ -78,7 +78,9 @@ class RateLimits:
                 f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
                 hint="Shorten the prompt or lower max_tokens.",
             )
-        for kind, limit, amount in (("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)):
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
             wait_s = self._bucket(tenant, kind, limit).wait_s(amount, limit) if limit else 0.0
             if wait_s > 1e-9:
                 details = "" if kind == "requests" else f" This request may take about {amount:,} of them."

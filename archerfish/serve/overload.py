@@ -1,7 +1,7 @@
 """Overload control: which requests a model admits, and when a refused client may try again.
 
-Each model has an `OverloadController`, which bounds its queue and refuses requests that would miss their deadline. Only the loop
-of the engine process calls it, unless a comment says otherwise.
+Each model has an `OverloadController`, which bounds its queue and refuses requests that would miss their deadline. Only the
+loop of the engine process calls it, unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ class AdmittedRequest:
     """A request from its admission to its end. `num_output_tokens` and `is_complete` may be set in any thread."""
 
     __slots__ = (
-        "_controller", "_num_reserved", "is_complete", "is_ended", "is_queued", "max_output_tokens", "num_output_tokens", "size",
-        "tenant",
+        "_controller", "_num_reserved", "is_complete", "is_ended", "is_queued", "max_output_tokens", "num_output_tokens",
+        "size", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -359,7 +359,7 @@ class OverloadController:
         share = max(1, math.floor(most * tenant.weight / weights))
         has_others = len(self._queues) > (tenant.name in self._queues)
         if queue.num_places >= CROWDED_SHARE * most and has_others and own.num_places + num_places > share:
-            message = f"The queue is crowded, and {tenant.name!r} already holds {own.num_places:,.0f} places of its share of {share:,}."
+            message = f"The queue is crowded, and {tenant.name!r} holds {own.num_places:,.0f} places; its share is {share:,}."
             raise ShareUsedError(message, self._next_place_s() * weights / tenant.weight)
 
     def _check_time(self, tenant: Tenant, size: Backlog, deadline_s: float | None) -> None:
@@ -396,7 +396,8 @@ class OverloadController:
 
     def _recent_step_s(self) -> float:
         """Mean of the last steps, if the engine is busy: prompts of later requests will slow down steps as those before did."""
-        return sum(self._recent_steps) / len(self._recent_steps) if self.running and self._recent_steps else 0.0
+        is_known = self.running and len(self._recent_steps) == RECENT_STEPS
+        return sum(self._recent_steps) / len(self._recent_steps) if is_known else 0.0
 
     def _ahead(self, tenant: Tenant, size: Backlog) -> Backlog:
         """What waits and will be served before the next request of a tenant."""

@@ -1,7 +1,7 @@
-"""A client's request inside an engine process, and what a model sees of its host.
+"""A client's request inside an engine process, and the host as a model sees it.
 
-The host's loop calls all methods of models, except where a name or a comment says otherwise; what takes long (text, computing)
-runs in other threads and leaves its results for the loop.
+The host's loop calls all methods of models, unless a name or a comment says otherwise. Slow work (text, computing) runs in
+other threads, and the loop takes its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from archerfish.serve.wire import Message
 
 @dataclass(eq=False, slots=True)
 class PendingRequest:
-    """A request of a client, from its arrival to its last answer."""
+    """The host's record of a client's request, from its arrival to its last answer."""
 
     client: bytes
     message: Any
@@ -26,61 +26,61 @@ class PendingRequest:
     caller: Tenant = ANONYMOUS
     arrived: float = 0.0
     takes_bundles: bool = False
-    retry_after_s: Callable[[], float] | None = None  # how long its model thinks one should wait before the next
+    retry_after_s: Callable[[], float] | None = None  # the wait that its model suggests after a refusal
     is_over: bool = False
-    release: Callable[[], None] | None = None  # called once when it is over: what it holds in its model goes back
-    end_sequence: Callable[[int], object] | None = None  # ends one of n sequences, once they run
-    slot: Any = None  # of its model
-    model_work: Callable[[Any, PendingRequest], None] | None = None  # what to do with it once its model is loaded
-    on_end: Callable[[Message], None] | None = None  # of a request of our own
+    release: Callable[[], None] | None = None  # called once at the end, so that the model frees what the request holds
+    end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences
+    model_entry: Any = None  # the ModelEntry of its model
+    model_work: Callable[[Any, PendingRequest], None] | None = None  # called when its model has been loaded
+    on_end: Callable[[Message], None] | None = None  # gets the last answer, for a request that the host made itself
 
     @property
     def deadline(self) -> float:
-        """The moment, which counts from the arrival; infinite for a request that has none."""
+        """The time of the deadline, or infinity."""
         return math.inf if self.message.deadline_s is None else self.arrived + self.message.deadline_s
 
     def left_s(self, now: float) -> float | None:
-        """What is left of its time; a deadline that makes no sense stays as it is."""
+        """Seconds until the deadline. An invalid (negative) deadline is returned unchanged."""
         deadline_s: float | None = self.message.deadline_s
         return deadline_s if deadline_s is None or deadline_s < 0 else max(0.0, deadline_s - (now - self.arrived))
 
 
 class ModelHost(Protocol):
-    """What a model sees of its host. `answer`, `fail` and `post` may be called in any thread."""
+    """The host as a model sees it. `answer`, `fail` and `post` may be called in any thread."""
 
-    reader: Executor  # threads for texts on their way in; the loop wakes after each job
-    compiler: Executor  # the same for grammars, which may take seconds
+    reader: Executor  # threads that tokenize; the loop wakes after each job
+    compiler: Executor  # threads that compile grammars, which may take seconds
     clock: Callable[[], float]
 
-    def answer(self, ticket: PendingRequest, message: Message) -> None:
-        """Send an answer with all others of this round; any but a Chunk is the last."""
+    def answer(self, pending: PendingRequest, message: Message) -> None:
+        """Send an answer at the end of this round of the loop. Any answer but a Chunk is the last one."""
 
-    def fail(self, ticket: PendingRequest, error: BaseException) -> None: ...
+    def fail(self, pending: PendingRequest, error: BaseException) -> None: ...
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have the loop do something."""
+        """Have the loop call `work`."""
 
 
 def read_in_thread(
-    desk: ModelHost, ticket: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
+    host: ModelHost, pending: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
 ) -> None:
-    """Do something with texts in another thread, then what it returns in the loop, unless the request is over by then."""
+    """Call `work` in another thread and then, in the loop, the function that it returned, unless the request is over."""
 
-    def settle(act: Callable[[], None]) -> None:
-        if not ticket.is_over:
+    def finish(act: Callable[[], None]) -> None:
+        if not pending.is_over:
             try:
                 act()
             except Exception as error:
-                desk.fail(ticket, error)
+                host.fail(pending, error)
 
     def run() -> None:
-        if ticket.is_over:
+        if pending.is_over:
             return
         try:
             act = work()
         except BaseException as error:
-            desk.fail(ticket, error)
+            host.fail(pending, error)
         else:
-            desk.post(lambda: settle(act))
+            host.post(lambda: finish(act))
 
-    (executor or desk.reader).submit(run)
+    (executor or host.reader).submit(run)

@@ -14,6 +14,7 @@ import torch
 
 import archerfish
 from archerfish import EngineConfig, LLMEngine, PerformanceMonitor, RwkvSampler, SamplingParams, TTSRequest, TTSTokens
+from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine import llm_loading
 from archerfish.engine.tts import EOS, GLOBAL_OFFSET, PROPERTIES, TAG_1, VOCAB_SIZE
 from archerfish.errors import (
@@ -28,7 +29,6 @@ from archerfish.errors import (
 from archerfish.kernels.torch import reference
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.sequence import Plan
-from archerfish.compat.optimization import OptimizationConfig
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv

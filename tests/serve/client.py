@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from archerfish.config import ServeConfig
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve import front
+from archerfish.serve import front, run
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -34,8 +34,8 @@ def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] 
     """An engine host that is not started yet, and knows our front ends by their pass."""
     host = make_host(directory, **{"front_end_pass": PASS, **options})
     for encoder in encoders:
-        add_encoder(host, encoder, max_queue_texts=host.config.max_queue_texts)
-        host.shelf.slots[-1].aliases = aliases
+        add_encoder(host, encoder)
+        host.models.entries[-1].aliases = aliases
     return host
 
 
@@ -88,8 +88,8 @@ def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
     """Host and port of a server of an app in a thread."""
     config = ServeConfig(**{"port": 0, "log_level": "error", **options})
     ready = threading.Event()
-    with front.bind(config) as listener:
-        server = front.make_server(app, listener, config, lambda url: ready.set())
+    with run.bind(config) as listener:
+        server = front.make_server(app, config, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -102,7 +102,7 @@ def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
 
 
 def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
-    found = next(one for one in host.shelf if one.name == name)
+    found = next(one for one in host.models if one.name == name)
     assert isinstance(found, HostedEncoder)
     return found
 

@@ -203,11 +203,11 @@ def test_cancelling_before_the_text_is_read_leaves_nothing(tmp_path: Path) -> No
 
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
-        raw.say(GenerationRequest(request_id="1", prompt="the cat", params=LONG))
-        raw.say(Cancel(request_id="1"))
-        raw.say(Cancel(request_id="never there"))
-        raw.say(Ping(request_id="2"))
-        assert raw.hear() == Pong(v=1, request_id="2")
+        raw.send_message(GenerationRequest(request_id="1", prompt="the cat", params=LONG))
+        raw.send_message(Cancel(request_id="1"))
+        raw.send_message(Cancel(request_id="never there"))
+        raw.send_message(Ping(request_id="2"))
+        assert raw.receive() == Pong(v=1, request_id="2")
         gate.set()
         await whole(client, prompt="the cat")  # the same threads have read this one after it
         found = await until_free(client)
@@ -225,7 +225,7 @@ def test_a_client_that_vanishes_frees_its_blocks(tmp_path: Path, is_streamed: bo
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
-            raw.say(GenerationRequest(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
+            raw.send_message(GenerationRequest(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
         while (await stats(client))["models"]["tiny"]["num_running"] < 4:
             pass
         raw.close()
@@ -359,7 +359,7 @@ def test_bad_requests_are_told_whose_fault_it_is(tmp_path: Path, message: Any, s
 def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
-    host.shelf.slots[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
+    host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
 
     async def test(client: AsyncClient) -> None:
         error = await failure(client, EmbedRequest(request_id="", model="wrods", texts=["a"]))
@@ -378,15 +378,15 @@ def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) 
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
         encoder.gate.clear()
-        raw.say(EmbedRequest(request_id="1", texts=["a"]))
-        raw.say(EmbedRequest(request_id="1", texts=["b"]))
-        refused = raw.hear()
+        raw.send_message(EmbedRequest(request_id="1", texts=["a"]))
+        raw.send_message(EmbedRequest(request_id="1", texts=["b"]))
+        refused = raw.receive()
         assert isinstance(refused, Failed)
         assert (refused.request_id, refused.status) == ("1", 400)
         encoder.gate.set()
-        assert isinstance(raw.hear(), Vectors)
-        raw.say(EmbedRequest(request_id="1", texts=["c"]))
-        assert isinstance(raw.hear(), Vectors)
+        assert isinstance(raw.receive(), Vectors)
+        raw.send_message(EmbedRequest(request_id="1", texts=["c"]))
+        assert isinstance(raw.receive(), Vectors)
         raw.close()
 
     talk(host, test)
@@ -394,10 +394,10 @@ def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) 
 
 
 def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
+    host = make_host(tmp_path, max_queue_texts=3)
     add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
-    add_encoder(host, encoder, max_queue_texts=3)
+    add_encoder(host, encoder)
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
@@ -540,6 +540,6 @@ def test_limits_of_a_tenant_hold_in_the_engine_process(tmp_path: Path) -> None:
         await until_free(client)
 
     talk(host, test)
-    hosted = host.shelf.slots[0].hosted
+    hosted = host.models.entries[0].hosted
     assert isinstance(hosted, HostedLLM)
-    assert (hosted.gate.admission.num_queued, hosted.gate.admission.num_running) == (0, 0)
+    assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

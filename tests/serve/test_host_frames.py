@@ -41,14 +41,14 @@ def test_what_is_no_message_is_answered_with_an_error(tmp_path: Path) -> None:
         raw = Raw(host.config.address)
         for frames in ([b"", b"nonsense"], [b"nonsense"], [b""], [b"", b"", b""], [b"x", wire.encode(Ping(request_id="1"))]):
             raw.send(*frames)
-            answer = raw.hear()
+            answer = raw.receive()
             assert isinstance(answer, Failed)
             assert (answer.request_id, answer.code, answer.status) == ("", "undecodable_message", 400)
         payload = wire._encoder.encode({"type": "generate", "v": 99, "request_id": "7"})
         raw.send(b"", payload)
-        assert raw.hear().request_id == "7"
-        raw.say(Ping(request_id="1"))
-        assert raw.hear() == Pong(v=1, request_id="1")
+        assert raw.receive().request_id == "7"
+        raw.send_message(Ping(request_id="1"))
+        assert raw.receive() == Pong(v=1, request_id="1")
         raw.close()
 
     talk(host, test)
@@ -101,8 +101,8 @@ def run_fuzz(tmp_path: Path, count: int) -> None:
         for number, frames in enumerate(fuzzed(count, seed=count)):
             raw.send(*frames)
             if number % 200 == 199:
-                raw.say(Ping(request_id=f"mark {number}"))
-                while (answer := raw.hear()) != Pong(v=1, request_id=f"mark {number}"):
+                raw.send_message(Ping(request_id=f"mark {number}"))
+                while (answer := raw.receive()) != Pong(v=1, request_id=f"mark {number}"):
                     if isinstance(answer, Failed):
                         statuses.add(answer.status)
         raw.close()

@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 import zmq
 
-from archerfish.errors import InvalidInputError, InvalidOptionError, MachineError
+from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.figures import read_metrics
-from archerfish.serve.hosted_encoder import LEAST_BUDGET, HostedEncoder
-from archerfish.serve.metrics import family_of
-from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
+from archerfish.serve.health import NEW_FACTOR
+from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
+from archerfish.serve.metrics import family_of, read_metrics
+from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
+from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
     EmbedRequest,
-    Failed,
     GenerationRequest,
     Ping,
     Pong,
@@ -95,7 +94,7 @@ def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -
 def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for bound in ("LEAST_BUDGET", "MOST_BUDGET"):
+    for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
         monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
     host = make_host(tmp_path)
     encoder = WordEncoder()
@@ -150,36 +149,6 @@ def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_each_core_has_a_job_of_its_own_while_much_waits(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    encoder = WordEncoder(num_workers=2)
-    add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
-        await client.ask(EmbedRequest(request_id="", texts=["first"]))
-        assert encoder.entered.acquire(timeout=LIMIT_S)
-        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
-        hosted.latency_s = 0.0
-        encoder.gate.clear()
-        rest = " ".join(["x"] * (LEAST_BUDGET // 2 - 1))  # of a text: two make a job
-        firsts = [["0"], ["1"], ["2"], ["3"], ["4"], ["poison", "5"], ["6"]]
-        asking = [
-            asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[f"{first} {rest}" for first in each])))
-            for each in firsts
-        ]
-        await reached(client, "words", 8)
-        for _ in range(2):  # at once: the gate is closed
-            assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
-        encoder.gate.set()
-        for each, answer in zip(firsts, await asyncio.gather(*asking, return_exceptions=True), strict=True):
-            assert isinstance(answer, RemoteError if "poison" in each else Vectors)
-            if isinstance(answer, Vectors):
-                np.testing.assert_array_equal(np.frombuffer(answer.data, "<f4"), WordEncoder.vector(f"{each[0]} {rest}"))
-        assert (await stats(client))["models"]["words"]["queue_texts"] == 0
-
-    talk(host, test)
-
-
 def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
@@ -193,10 +162,10 @@ def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
+        hosted = next(one for one in host.models if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
-        hosted.budget = LEAST_BUDGET
-        texts: list[str | list[int]] = [f"{i} " * LEAST_BUDGET for i in range(200)]  # a job each
+        hosted.job_tokens = MIN_JOB_TOKENS
+        texts: list[str | list[int]] = [f"{i} " * MIN_JOB_TOKENS for i in range(200)]  # a job each
         burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
         chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**GREEDY, "max_tokens": 20}))
@@ -277,7 +246,7 @@ def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        clock.now += YOUNG_FACTOR * host.config.hang_s - 1
+        clock.now += NEW_FACTOR * host.config.hang_s - 1
         assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
         clock.now += 2
         assert (await failure(client, Ping(request_id="", probe=""))).status == 503
@@ -436,7 +405,7 @@ def test_models_are_loaded_when_asked_for_and_unloaded_for_room(tmp_path: Path, 
     for encoder in encoders:
         add_encoder(host, encoder, loads="demand")
     monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: 10)
-    monkeypatch.setattr(host.shelf, "_memory_bytes", 25)
+    monkeypatch.setattr(host.models, "_memory_bytes", 25)
 
     async def test(client: AsyncClient) -> None:
         async def loaded() -> str:
@@ -464,7 +433,7 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     def load(_: Any) -> Any:
         raise OSError("the disk is on fire")
 
-    host.shelf.add(Slot("gone", "embedding", load, "demand"))
+    host.models.add(ModelEntry("gone", "embedding", load, "demand"))
     add_encoder(host, WordEncoder())
 
     async def test(client: AsyncClient) -> None:
@@ -483,11 +452,11 @@ def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
         add_encoder(host, WordEncoder(name), loads="idle")
 
     async def test(client: AsyncClient) -> None:
-        while not all(slot.hosted is not None for slot in host.shelf.slots):
+        while not all(entry.hosted is not None for entry in host.models.entries):
             await client.ask(Ping(request_id=""))
-        assert sorted(one.name for one in host.shelf) == ["a", "b"]
+        assert sorted(one.name for one in host.models) == ["a", "b"]
 
-    assert all(slot.hosted is None for slot in host.shelf.slots)
+    assert all(entry.hosted is None for entry in host.models.entries)
     talk(host, test)
 
 
@@ -513,22 +482,6 @@ def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, A
 def keys() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
-
-
-def test_a_client_that_is_refused_at_once_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        client = AsyncClient(f"ipc://{tmp_path}/nobody", connect_s=0.3)
-        really_open = client._open
-
-        def open_and_hear() -> None:
-            really_open()
-            client._arrive(Failed(request_id="", code="not_allowed", message="No.", status=403))
-
-        monkeypatch.setattr(client, "_open", open_and_hear)
-        async with client:
-            assert (await failure(client, Ping(request_id=""))).status == 403
-
-    asyncio.run(main())
 
 
 def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
@@ -565,23 +518,20 @@ def test_a_models_own_name_comes_before_the_short_name_of_another() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    shelf = Shelf(ComputeThread(), cast(Any, None))
-    shelf.slots += [Slot("lab/writer", "generation", never), Slot("writer", "generation", never)]
-    assert shelf.find("writer", GENERATION).name == "writer"
-    assert shelf.find("lab/writer", GENERATION).name == "lab/writer"
+    table = ModelTable(ComputeThread(), cast(Any, None))
+    table.entries += [ModelEntry("lab/writer", "generation", never), ModelEntry("writer", "generation", never)]
+    assert table.find("writer", GENERATION).name == "writer"
+    assert table.find("lab/writer", GENERATION).name == "lab/writer"
 
 
-def test_without_a_name_the_model_is_meant_that_is_not_beside_another() -> None:
+def test_a_request_without_a_name_means_the_first_model_of_its_kind() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    shelf = Shelf(ComputeThread(), cast(Any, None))
-    shelf.slots += [Slot("stories", "generation", never, is_beside=True)]
-    assert shelf.find("", GENERATION).name == "stories"
-    shelf.slots += [Slot("writer", "generation", never)]
-    assert shelf.find("", GENERATION).name == "writer"
-    assert shelf.find("stories", GENERATION).name == "stories"
-    shelf.slots += [Slot("other", "generation", never)]
-    with pytest.raises(InvalidInputError, match="several") as caught:
-        shelf.find("", GENERATION)
-    assert "writer, other" in caught.value.hint
+    table = ModelTable(ComputeThread(), cast(Any, None))
+    table.entries += [ModelEntry("words", "embedding", never), *(ModelEntry(name, "generation", never) for name in ("a", "b"))]
+    found = [table.find("", GENERATION), table.find("", SCORES), table.find("b", GENERATION)]
+    assert [entry.name for entry in found] == ["a", "words", "b"]
+    table.entries.clear()
+    with pytest.raises(UnknownModelError, match="No generation model"):
+        table.find("", GENERATION)

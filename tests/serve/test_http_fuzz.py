@@ -194,7 +194,7 @@ def hosted_app(directory: Path) -> Iterator[Starlette]:
     """Over a tiny Llama and encoders in an engine host."""
     host = host_with(directory, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
     add_llm(host, directory, has_text=True, max_len=64)
-    host.shelf.slots[-1].aliases = (MODEL,)
+    host.models.entries[-1].aliases = (MODEL,)
     (directory / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     with host:
         yield app_of(host, max_body_bytes=MAX_BODY)

@@ -228,7 +228,7 @@ def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
         leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
         await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
-        await until(lambda: hosted(host).num_queued == 1)
+        await until(lambda: hosted(host).controller.queue.num_places == 1)
         encoder.gate.set()
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
@@ -246,7 +246,7 @@ def test_a_full_queue_answers_503_and_says_how_long_it_will_take(tmp_path: Path)
         await entered(encoder)
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
-        hosted(host).gate._speed.add(30.0, 3)  # ten seconds for each of the three tokens inside
+        hosted(host).controller.drain_s = lambda: 90.0  # type: ignore[method-assign]  # for three places
         for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
             refused = await client.post(route, json=body)
             assert refused.status_code == 503

@@ -66,7 +66,7 @@ def test_a_closed_connection_frees_the_queue(tmp_path: Path) -> None:
         leaving.request("POST", EMBEDDINGS, json.dumps({"input": ["gone"] * 50}), JSON)
         wait_for(lambda: num_waiting(engine) == 50)
         leaving.close()
-        wait_for(lambda: hosted(engine).num_queued == 1)
+        wait_for(lambda: hosted(engine).controller.queue.num_places == 1)
         encoder.gate.set()
         assert first.getresponse().status == 200
         first.close()
@@ -119,8 +119,9 @@ from tests.serve.client import app_of, words_host
 
 config = ServeConfig(port=0, log_level="error")
 models = (ModelSpec(kind="embedding", options={"model": "fake/words"}),)
-with words_host() as host, host, front.bind(config) as listener:
-    front.run_app(app_of(host), listener, config, lambda url: run.say(run.ready_text(url, models, config, {"embedding"})))
+with words_host() as host, host, run.bind(config) as listener:
+    text = run.ready_text(run.url_of(listener), models, config, {"embedding"})
+    front.make_server(app_of(host), config, lambda: run.say(text)).run(sockets=[listener])
 print("ended", sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.params import SamplingParams
-from archerfish.sequence import FinishReason, Request
+from archerfish.sequence import FinishReason
 from archerfish.text.output_text import OutputText
 from archerfish.text.stops import StopStrings
 from archerfish.text.text_tokenizer import TextTokenizer
