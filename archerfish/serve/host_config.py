@@ -38,14 +38,13 @@ def hint_for(name: str, listed: Iterable[str]) -> str:
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to serve. The options are those of EngineConfig, or of EmbedConfig for embeddings and cross-encoders.
 
-    is_beside: requests that name no model mean another model of this kind.
+    Requests that name no model mean the first one of their kind.
     """
 
     kind: Kind
     options: dict[str, Any] = {}
     loads: Literal["start", "idle", "demand"] = "start"
     aliases: tuple[str, ...] = ()
-    is_beside: bool = False
 
     @property
     def model(self) -> str:

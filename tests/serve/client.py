@@ -36,8 +36,8 @@ def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] 
     """An engine host that is not started yet; front ends use the password PASS."""
     host = make_host(directory, **{"front_end_pass": PASS, **options})
     for encoder in encoders:
-        add_encoder(host, encoder, max_queue_texts=host.config.max_queue_texts)
-        host.shelf.slots[-1].aliases = aliases
+        add_encoder(host, encoder)
+        host.models.entries[-1].aliases = aliases
     return host
 
 
@@ -104,7 +104,7 @@ def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
 
 
 def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
-    found = next(one for one in host.shelf if one.name == name)
+    found = next(one for one in host.models if one.name == name)
     assert isinstance(found, HostedEncoder)
     return found
 

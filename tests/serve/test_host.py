@@ -343,7 +343,7 @@ def test_bad_requests_fail_with_the_right_status(tmp_path: Path, message: Any, s
 def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
-    host.shelf.slots[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
+    host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
 
     async def test(client: AsyncClient) -> None:
         error = await failure(client, EmbedRequest(request_id="", model="wrods", texts=["a"]))
@@ -378,10 +378,10 @@ def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> 
 
 
 def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
+    host = make_host(tmp_path, max_queue_texts=3)
     add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
-    add_encoder(host, encoder, max_queue_texts=3)
+    add_encoder(host, encoder)
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
@@ -507,6 +507,6 @@ def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
         await until_free(client)
 
     talk(host, test)
-    hosted = host.shelf.slots[0].hosted
+    hosted = host.models.entries[0].hosted
     assert isinstance(hosted, HostedLLM)
-    assert (hosted.gate.admission.num_queued, hosted.gate.admission.num_running) == (0, 0)
+    assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import zmq
 
-from archerfish.errors import InvalidInputError, InvalidOptionError, MachineError
+from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.health import NEW_FACTOR
-from archerfish.serve.hosted_encoder import LEAST_BUDGET, HostedEncoder
+from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import family_of, read_metrics
-from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
+from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import (
@@ -94,7 +94,7 @@ def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> N
 def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for bound in ("LEAST_BUDGET", "MOST_BUDGET"):
+    for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
         monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
     host = make_host(tmp_path)
     encoder = WordEncoder()
@@ -149,36 +149,6 @@ def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_each_core_gets_its_own_job_under_load(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    encoder = WordEncoder(num_workers=2)
-    add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
-        await client.ask(EmbedRequest(request_id="", texts=["first"]))
-        assert encoder.entered.acquire(timeout=LIMIT_S)
-        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
-        hosted.latency_s = 0.0
-        encoder.gate.clear()
-        rest = " ".join(["x"] * (LEAST_BUDGET // 2 - 1))  # of a text: two make a job
-        firsts = [["0"], ["1"], ["2"], ["3"], ["4"], ["poison", "5"], ["6"]]
-        asking = [
-            asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[f"{first} {rest}" for first in each])))
-            for each in firsts
-        ]
-        await reached(client, "words", 8)
-        for _ in range(2):  # at the same time: the gate is closed
-            assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
-        encoder.gate.set()
-        for each, answer in zip(firsts, await asyncio.gather(*asking, return_exceptions=True), strict=True):
-            assert isinstance(answer, RemoteError if "poison" in each else Vectors)
-            if isinstance(answer, Vectors):
-                np.testing.assert_array_equal(np.frombuffer(answer.data, "<f4"), WordEncoder.vector(f"{each[0]} {rest}"))
-        assert (await stats(client))["models"]["words"]["queue_texts"] == 0
-
-    talk(host, test)
-
-
 def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
@@ -192,10 +162,10 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
+        hosted = next(one for one in host.models if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
-        hosted.budget = LEAST_BUDGET
-        texts: list[str | list[int]] = [f"{i} " * LEAST_BUDGET for i in range(200)]  # a job each
+        hosted.job_tokens = MIN_JOB_TOKENS
+        texts: list[str | list[int]] = [f"{i} " * MIN_JOB_TOKENS for i in range(200)]  # a job each
         burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
         chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**GREEDY, "max_tokens": 20}))
@@ -435,7 +405,7 @@ def test_models_are_loaded_on_demand_and_unloaded_for_memory(tmp_path: Path, mon
     for encoder in encoders:
         add_encoder(host, encoder, loads="demand")
     monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: 10)
-    monkeypatch.setattr(host.shelf, "_memory_bytes", 25)
+    monkeypatch.setattr(host.models, "_memory_bytes", 25)
 
     async def test(client: AsyncClient) -> None:
         async def loaded() -> str:
@@ -463,7 +433,7 @@ def test_failed_load_fails_the_request(tmp_path: Path) -> None:
     def load(_: Any) -> Any:
         raise OSError("the disk is on fire")
 
-    host.shelf.add(Slot("gone", "embedding", load, "demand"))
+    host.models.add(ModelEntry("gone", "embedding", load, "demand"))
     add_encoder(host, WordEncoder())
 
     async def test(client: AsyncClient) -> None:
@@ -482,11 +452,11 @@ def test_idle_models_are_loaded_in_idle_time(tmp_path: Path) -> None:
         add_encoder(host, WordEncoder(name), loads="idle")
 
     async def test(client: AsyncClient) -> None:
-        while not all(slot.hosted is not None for slot in host.shelf.slots):
+        while not all(entry.hosted is not None for entry in host.models.entries):
             await client.ask(Ping(request_id=""))
-        assert sorted(one.name for one in host.shelf) == ["a", "b"]
+        assert sorted(one.name for one in host.models) == ["a", "b"]
 
-    assert all(slot.hosted is None for slot in host.shelf.slots)
+    assert all(entry.hosted is None for entry in host.models.entries)
     talk(host, test)
 
 
@@ -552,23 +522,20 @@ def test_own_name_of_a_model_wins_over_a_short_name() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    shelf = Shelf(ComputeThread(), cast(Any, None))
-    shelf.slots += [Slot("lab/writer", "generation", never), Slot("writer", "generation", never)]
-    assert shelf.find("writer", GENERATION).name == "writer"
-    assert shelf.find("lab/writer", GENERATION).name == "lab/writer"
+    table = ModelTable(ComputeThread(), cast(Any, None))
+    table.entries += [ModelEntry("lab/writer", "generation", never), ModelEntry("writer", "generation", never)]
+    assert table.find("writer", GENERATION).name == "writer"
+    assert table.find("lab/writer", GENERATION).name == "lab/writer"
 
 
 def test_request_without_a_model_name_gets_the_default_model() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    shelf = Shelf(ComputeThread(), cast(Any, None))
-    shelf.slots += [Slot("stories", "generation", never, is_beside=True)]
-    assert shelf.find("", GENERATION).name == "stories"
-    shelf.slots += [Slot("writer", "generation", never)]
-    assert shelf.find("", GENERATION).name == "writer"
-    assert shelf.find("stories", GENERATION).name == "stories"
-    shelf.slots += [Slot("other", "generation", never)]
-    with pytest.raises(InvalidInputError, match="several") as caught:
-        shelf.find("", GENERATION)
-    assert "writer, other" in caught.value.hint
+    table = ModelTable(ComputeThread(), cast(Any, None))
+    table.entries += [ModelEntry("words", "embedding", never), *(ModelEntry(name, "generation", never) for name in ("a", "b"))]
+    found = [table.find("", GENERATION), table.find("", SCORES), table.find("b", GENERATION)]
+    assert [entry.name for entry in found] == ["a", "words", "b"]
+    table.entries.clear()
+    with pytest.raises(UnknownModelError, match="No generation model"):
+        table.find("", GENERATION)

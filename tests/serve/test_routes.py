@@ -203,7 +203,7 @@ def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
         leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
         await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
-        await until(lambda: hosted(host).num_queued == 1)
+        await until(lambda: hosted(host).controller.queue.num_places == 1)
         encoder.gate.set()
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
@@ -221,7 +221,7 @@ def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
         await entered(encoder)
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
-        hosted(host).gate._speed.add(30.0, 3)  # ten seconds for each of the three tokens inside
+        hosted(host).controller.drain_s = lambda: 90.0  # type: ignore[method-assign]  # for three places
         for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
             refused = await client.post(route, json=body)
             assert refused.status_code == 503
