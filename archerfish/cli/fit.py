@@ -30,7 +30,7 @@ class ModelSize:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes in memory in a type, or with matrices in a weight format and the rest in two bytes; 0: unknown for this model."""
+        """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
         return self.num_parameters * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else self._format_bytes(dtype)
 
     def _format_bytes(self, weight_format: str) -> int:
