@@ -79,10 +79,11 @@ class LogitsCache:
 
     def __init__(self, max_bytes: int, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: AdaptiveCache[CacheKey, _Kept] = AdaptiveCache(
-            max_bytes, ttl_seconds, clock=clock, on_drop=lambda key, kept: self._leave(key, kept.node)
+            max_bytes, ttl_seconds, clock=clock, on_drop=self._leave
         )
         self._of_node: dict[Node, set[CacheKey]] = {}
         self._num_dropped = 0  # with their node
+        self.on_drop: Callable[[Any], None] | None = None  # called with every value that goes, for whatever reason
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -146,10 +147,12 @@ class LogitsCache:
             found.refusals,
         )  # fmt: skip
 
-    def _leave(self, key: CacheKey, node: Node | None) -> None:
-        if node is None:
+    def _leave(self, key: CacheKey, kept: _Kept) -> None:
+        if self.on_drop is not None:
+            self.on_drop(kept.value)
+        if kept.node is None:
             return
-        keys = self._of_node[node]
+        keys = self._of_node[kept.node]
         keys.discard(key)
         if not keys:
-            del self._of_node[node]
+            del self._of_node[kept.node]

@@ -1,90 +1,49 @@
-"""What the routes answer, as the OpenAPI document states it. Answers are written by hand elsewhere; tests hold them to this."""
+"""What the routes answer: the types that they fill. The OpenAPI document states the same types (openapi.py)."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
-from pydantic.json_schema import models_json_schema
+from msgspec import UNSET, UnsetType, field
 
-from archerfish.serve.errors import is_anthropic
+from archerfish.serve.errors import Schema
 
-PREFIX = "#/components/schemas/"
-SENTENCES = {
-    400: "Something about the request is wrong: the message says what.", 401: "There is no key, or one that is not known.",
-    403: "The key is not an operator's.", 404: "There is no such model.", 413: "The request is too large.",
-    429: "Too much at once; Retry-After says when to try again.",
-    503: "The engine process does not answer or takes no more; Retry-After says when to try again.",
-    504: "The deadline of the request passed before its first token.",
-}  # fmt: skip
-WRITING = (400, 401, 404, 413, 429, 503, 504)  # errors of routes that generate
-COMPUTING = (400, 401, 404, 413, 429, 503)
-OPERATING = (400, 401, 403, 404, 413, 503)
-LOOKING = (401, 503)
+# OpenAI: chat and completions
 
 
-class Stated(BaseModel):
-    """Base of all: no members but these."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorDetail(Stated):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(Stated):
-    """OpenAI's."""
-
-    error: ErrorDetail
-
-
-class AnthropicErrorDetail(Stated):
-    type: str
-    message: str
-
-
-class AnthropicError(Stated):
-    """Anthropic's."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-
-
-class CachedTokens(Stated):
+class CachedTokens(Schema):
     cached_tokens: int
 
 
-class Usage(Stated):
+class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class FunctionCall(Stated):
-    name: str
+class FunctionCall(Schema, kw_only=True):
+    name: str | UnsetType = UNSET
     arguments: str
 
 
-class ToolCall(Stated):
-    id: str
-    type: Literal["function"]
+class ToolCall(Schema, kw_only=True):
+    """A call of a tool; in a stream the first event of a call has all members, later ones more of its arguments."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: FunctionCall
 
 
-class ChatMessage(Stated):
-    role: Literal["assistant"]
+class ChatMessage(Schema, kw_only=True):
+    role: Literal["assistant"] = "assistant"
     content: str | None
-    refusal: None
-    tool_calls: list[ToolCall] = []
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class TokenLogprob(Stated):
+class TokenLogprob(Schema):
     token: str
     logprob: float
     bytes: list[int]
@@ -94,274 +53,385 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Stated):
+class ChatLogprobs(Schema):
     content: list[ChosenLogprob]
-    refusal: None
+    refusal: None = None
 
 
-class Ending(Stated):
-    """Why a choice ended; stop_reason: the string or token that it ended on, or "deadline"."""
-
-    index: int
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | int | None
-
-
-class ChatChoice(Ending):
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-
-
+OpenAIFinish = Literal["stop", "length", "tool_calls"]
+StopReason = str | int | None  # the string or token that ended a choice, or "deadline"
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
-class ChatCompletion(Stated):
+class ChatChoice(Schema):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: OpenAIFinish
+    stop_reason: StopReason
+
+
+class ChatCompletion(Schema, kw_only=True):
     id: str
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs = []
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class ListedLogprobs(Stated):
+class ChatDelta(Schema):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(Schema):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: OpenAIFinish | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+
+
+class ChatChunk(Schema, kw_only=True):
+    """An event of a chat completion; the last one has usage and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ListedLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Ending):
+class CompletionChoice(Schema):
+    index: int
     text: str
-    logprobs: ListedLogprobs | None
-    prompt_logprobs: PromptLogprobs = []
-    prompt_token_ids: list[int] = []
-    token_ids: list[int] = []
+    logprobs: ListedLogprobs | None = None
+    finish_reason: OpenAIFinish | None = None  # null in events before the last one of a choice
+    stop_reason: StopReason | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Stated):
+class Completion(Schema, kw_only=True):
+    """A completion, or an event of one."""
+
     id: str
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: Usage | UnsetType | None = UNSET
 
 
-class WrittenResponse(BaseModel):
-    """A response; what it repeats of its request is left out here."""
+# OpenAI: responses
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputTextPart(Schema, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[ChosenLogprob] = field(default_factory=list)
+
+
+class MessageItem(Schema, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputTextPart] = field(default_factory=list)
+
+
+class FunctionCallItem(Schema, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+class InputTokensDetails(Schema):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Schema):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Schema):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(Schema):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Schema):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(Schema, kw_only=True):
+    """A response; most of its members repeat what the request asked for."""
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
     model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any]
+    output: list[MessageItem | FunctionCallItem] = field(default_factory=list)
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    metadata: dict[str, Any]
+    usage: ResponseUsage | None = None
 
 
-class MessageUsage(Stated):
+class ResponseEvent(Schema):
+    type: str
+    sequence_number: int
+
+
+class ResponseStatusEvent(ResponseEvent):
+    """response.created, .in_progress, .completed, .incomplete and .failed."""
+
+    response: ResponseObject
+
+
+class OutputItemEvent(ResponseEvent):
+    """response.output_item.added and .done."""
+
+    output_index: int
+    item: MessageItem | FunctionCallItem
+
+
+class ItemMemberEvent(ResponseEvent):
+    """What happens inside of one item, named by type: a part or arguments are added, grow or are done."""
+
+    item_id: str
+    output_index: int
+    content_index: int | UnsetType = UNSET
+    part: OutputTextPart | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[ChosenLogprob] | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+
+
+class ResponseErrorEvent(ResponseEvent):
+    code: str
+    message: str
+    param: str | None
+
+
+RESPONSE_EVENTS: list[type[Schema]] = [ResponseStatusEvent, OutputItemEvent, ItemMemberEvent, ResponseErrorEvent]
+
+# Anthropic: messages
+
+
+class MessageUsage(Schema, kw_only=True):
+    """Tokens; those out of the cache are not part of input_tokens."""
+
     input_tokens: int
-    cache_creation_input_tokens: int
+    cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
 
 
-class TextBlock(Stated):
-    type: Literal["text"]
-    text: str
+class TextBlock(Schema, tag_field="type", tag="text"):
+    text: str = ""
 
 
-class ToolUseBlock(Stated):
-    type: Literal["tool_use"]
+class ToolUseBlock(Schema, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = field(default_factory=dict)
 
 
-class WrittenMessage(Stated):
+class MessageEnd(Schema):
+    """Why a message ended; null in the event that starts one."""
+
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+
+
+class MessageObject(Schema, kw_only=True):
     id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
+    content: list[TextBlock | ToolUseBlock] = field(default_factory=list)
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
     usage: MessageUsage
 
 
-class TokenCount(Stated):
-    input_tokens: int
+class MessageStart(Schema, kw_only=True):
+    type: Literal["message_start"] = "message_start"
+    message: MessageObject
 
 
-class VectorUsage(Stated):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(Stated):
-    object: Literal["embedding"]
+class ContentBlockStart(Schema, kw_only=True):
+    type: Literal["content_block_start"] = "content_block_start"
     index: int
-    embedding: list[float] | str
+    content_block: TextBlock | ToolUseBlock
 
 
-class Embeddings(Stated):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: VectorUsage
-
-
-class RankedText(Stated):
+class BlockText(Schema, tag_field="type", tag="text_delta"):
     text: str
 
 
-class Ranked(Stated):
+class BlockInput(Schema, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class ContentBlockDelta(Schema, kw_only=True):
+    type: Literal["content_block_delta"] = "content_block_delta"
     index: int
-    relevance_score: float
-    document: RankedText | None = None
+    delta: BlockText | BlockInput
 
 
-class Ranking(Stated):
+class ContentBlockStop(Schema, kw_only=True):
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int
+
+
+class MessageDelta(Schema, kw_only=True):
+    type: Literal["message_delta"] = "message_delta"
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(Schema):
+    type: Literal["message_stop"] = "message_stop"
+
+
+MESSAGE_EVENTS: list[type[Schema]] = [
+    MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop
+]  # fmt: skip
+
+
+class TokenCount(Schema):
+    input_tokens: int
+
+
+# Tokens and vectors
+
+
+class TTSAnswer(Schema, kw_only=True):
+    """Speaker (global) and audio (semantic) tokens, from 0 on; 50 semantic tokens are a second of audio."""
+
+    id: str
+    object: Literal["tts.tokens", "tts.tokens.chunk"]
+    created: int
     model: str
-    results: list[Ranked]
-    usage: VectorUsage
+    global_tokens: list[int]
+    semantic_tokens: list[int]
+    finish_reason: str | None = None  # stop, length or deadline; null in events before the last
+    usage: Usage | UnsetType = UNSET
 
 
-class Similarities(Stated):
-    similarities: list[float] | list[list[float]]
-    model: str
-    usage: VectorUsage
-
-
-class Tokens(Stated):
+class Tokens(Schema):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Stated):
+class Detokenized(Schema):
     prompt: str
 
 
-class TTSTokens(Stated):
-    """Numbers from 0 on; 50 semantic tokens are a second of audio."""
+class VectorUsage(Schema):
+    prompt_tokens: int
+    total_tokens: int
 
-    id: str
-    object: Literal["tts.tokens"]
-    created: int
+
+class Embedding(Schema, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Schema, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
     model: str
-    global_tokens: list[int]
-    semantic_tokens: list[int]
-    finish_reason: Literal["stop", "length", "deadline"]
-    usage: Usage
+    usage: VectorUsage
 
 
-class Explanation(BaseModel):
-    """What the cache says of a prompt."""
+class DocumentText(Schema):
+    text: str
 
+
+class Ranked(Schema):
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class Ranking(Schema):
     model: str
+    results: list[Ranked]
+    usage: VectorUsage
 
 
-class Model(Stated):
+class Similarities(Schema):
+    similarities: list[float | list[float]]
+    model: str
+    usage: VectorUsage
+
+
+# The service itself
+
+
+class Model(Schema, kw_only=True):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str
+    owned_by: Literal["archerfish"] = "archerfish"
     kind: Literal["generation", "tts", "embedding", "cross-encoder"]
     max_length: int
-    dimension: int = 0
+    dimension: int | UnsetType = UNSET
 
 
-class Models(Stated):
-    object: Literal["list"]
+class Models(Schema, kw_only=True):
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Health(BaseModel):
-    status: Literal["ok"]
+class Health(Schema, kw_only=True):
+    status: Literal["ok"] = "ok"
     seconds: float
 
 
-class Failing(BaseModel):
-    status: Literal["failing"]
+class Failing(Schema, kw_only=True):
+    status: Literal["failing"] = "failing"
     reason: str
-
-
-class Figures(BaseModel):
-    """Figures by name."""
-
-
-class Options(BaseModel):
-    """Options by name."""
-
-
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-STRING = {"type": "string"}
-EVENT = {"type": "object", "properties": {"event": STRING, "data": STRING}, "required": ["data"]}
-STREAMED = {"chat/completions", "completions", "responses", "messages", "tts/tokens"}
-# By method and path: what a success looks like (a media type where it is no JSON), and which errors there are.
-ANSWERS: dict[tuple[str, str], tuple[type[BaseModel] | str, tuple[int, ...]]] = {
-    ("post", "/v1/chat/completions"): (ChatCompletion, WRITING), ("post", "/v1/completions"): (Completion, WRITING),
-    ("post", "/v1/responses"): (WrittenResponse, WRITING), ("post", "/v1/messages"): (WrittenMessage, WRITING),
-    ("post", "/v1/messages/count_tokens"): (TokenCount, COMPUTING), ("post", "/v1/embeddings"): (Embeddings, COMPUTING),
-    ("post", "/v1/rerank"): (Ranking, COMPUTING), ("post", "/similarity"): (Similarities, COMPUTING),
-    ("post", "/tokenize"): (Tokens, COMPUTING), ("post", "/detokenize"): (Detokenized, COMPUTING),
-    ("post", "/v1/tts/tokens"): (TTSTokens, WRITING),
-    ("post", "/v1/cache/explain"): (Explanation, COMPUTING), ("get", "/v1/models"): (Models, LOOKING),
-    ("get", "/v1/models/{model_id}"): (Model, (401, 404, 503)), ("get", "/health"): (Health, ()),
-    ("get", "/ready"): (Health, ()),
-    ("get", "/stats"): (Figures, (401, 403, 503)), ("get", "/metrics"): (TEXT, (401, 403, 503)),
-    ("get", "/admin/optimization"): (Options, OPERATING), ("patch", "/admin/optimization"): (Options, OPERATING),
-}  # fmt: skip
-
-
-def state_answers(app: FastAPI) -> None:
-    """Make the OpenAPI document of an app say what its routes answer."""
-    made = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = made()
-            for path, operations in document["paths"].items():
-                for method, operation in operations.items():
-                    operation["responses"] = responses(method, path)
-            schemas = document["components"]["schemas"]
-            for name in ("HTTPValidationError", "ValidationError"):  # which FastAPI supposes, but nobody answers
-                schemas.pop(name, None)
-            schemas.update(stated_schemas())
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def stated_schemas() -> dict[str, Any]:
-    models: list[type[BaseModel]] = [Error, AnthropicError, Failing]
-    for answer, _ in ANSWERS.values():
-        if not isinstance(answer, str) and answer not in models:
-            models.append(answer)
-    _, stated = models_json_schema([(model, "serialization") for model in models], ref_template=PREFIX + "{model}")
-    schemas: dict[str, Any] = stated["$defs"]
-    return schemas
-
-
-def responses(method: str, path: str) -> dict[str, Any]:
-    """Of one operation, as the document has them."""
-    answer, statuses = ANSWERS[method, path]
-    content: dict[str, Any] = {answer: {"schema": STRING}} if isinstance(answer, str) else of_schema(answer)
-    if method == "post" and path.removeprefix("/v1/") in STREAMED:
-        content["text/event-stream"] = {"schema": EVENT}
-    found: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    error = of_schema(AnthropicError if is_anthropic(path) else Error)
-    for status in statuses:
-        found[str(status)] = {"description": SENTENCES[status], "content": error}
-    if answer is Health:
-        found["503"] = {"description": "No computation succeeds now.", "content": of_schema(Failing)}
-    return found
-
-
-def of_schema(model: type[BaseModel]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": PREFIX + model.__name__}}}

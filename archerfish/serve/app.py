@@ -1,74 +1,72 @@
-"""The HTTP service: the routes of every kind of model, over a backend that computes."""
+"""The HTTP service: the routes of every kind of model, and those about the service itself, over a backend that computes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
 
-from archerfish.config import ServeConfig
+from archerfish.compat.optimization import OptimizationConfig
+from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.admin_routes import AdminRoutes
-from archerfish.serve.answers import state_answers
-from archerfish.serve.catalog import Catalog
+from archerfish.serve.answers import Failing, Health, Models
+from archerfish.serve.bodies import read_json
+from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
-from archerfish.serve.errors import RETRY_AFTER_S, install_handlers, json_response
+from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
-from archerfish.serve.identity import Identify, caller_of, note_blocked
-from archerfish.serve.limits import Blocked, retry_after
+from archerfish.serve.limits import retry_after
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
-from archerfish.serve.middleware import BodyLimit, RequestMetrics, Shed
+from archerfish.serve.middleware import RequestMiddleware, caller_of
 from archerfish.serve.openai_routes import OpenAIRoutes
+from archerfish.serve.openapi import openapi_document
 from archerfish.serve.page import page
-from archerfish.serve.refusals import Refusals
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.sharing import FrontShare
+from archerfish.serve.sharing import FrontEndSync
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.text_routes import TextRoutes
-from archerfish.serve.tts_routes import TTSRoutes
+from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
-from archerfish.serve.wire import Ping, Pong
+from archerfish.serve.wire import Configure, Ping, Pong, Report
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
 
 
 class StateRoutes:
-    """What the service says of itself."""
+    """Models, health, figures and the web page."""
 
-    def __init__(self, catalog: Catalog, share: FrontShare) -> None:
+    def __init__(self, catalog: Catalog, share: FrontEndSync) -> None:
         self.catalog, self.share = catalog, share
-        self.router = APIRouter()
-        handlers: dict[str, Callable[..., Coroutine[Any, Any, Response]]] = {
-            "/v1/models": self.models, "/v1/models/{model_id:path}": self.model, "/health": self.health, "/ready": self.ready,
-            "/stats": self.stats, "/metrics": self.metrics, "/": self.index,
-        }
-        for path, handler in handlers.items():
-            self.router.get(path, include_in_schema=path != "/", response_model=None)(handler)
-            self.router.head(path, include_in_schema=False, response_model=None)(handler)  # the server leaves out the body
+        self.routes = [
+            Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
+            Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
+            Route("/openapi.json", self.openapi),
+        ]  # fmt: skip
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """The models that are served."""
-        cards = await self.catalog.cards()
-        return json_response({"object": "list", "data": [self.catalog.describe(card) for card in cards]})
+        return json_response(Models(data=[self.catalog.describe(card) for card in await self.catalog.cards()]))
 
-    async def model(self, model_id: str) -> Response:
-        """One of them."""
-        return json_response(self.catalog.describe(await self.catalog.named(model_id)))
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        return json_response(self.catalog.describe(await self.catalog.named(request.path_params["model_id"])))
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """Whether a computation succeeds now."""
         return await self._ping("")
 
-    async def ready(self) -> Response:
+    async def ready(self, request: Request) -> Response:
         """Whether the engine process takes requests."""
         return await self._ping(None)
 
@@ -80,26 +78,85 @@ class StateRoutes:
         except (ArcherfishError, TimeoutError) as error:
             reason = error.message if isinstance(error, ArcherfishError) else f"no result within {HEALTH_TIMEOUT_S:g} s"
             wait = retry_after(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
-            return json_response({"status": "failing", "reason": reason}, 503, {"Retry-After": wait})
+            return json_response(Failing(reason=reason), 503, {"Retry-After": wait})
         assert isinstance(answer, Pong)
         seconds = answer.seconds if probe is not None else time.perf_counter() - began
-        return json_response({"status": "ok", "seconds": round(seconds, 6)})
+        return json_response(Health(seconds=round(seconds, 6)))
 
-    async def stats(self) -> Response:
+    async def stats(self, request: Request) -> Response:
         """Figures of the engines and their caches."""
-        return json_response(await self.share.ask("stats"))
+        return json_response(await self.share.query("stats"))
 
-    async def metrics(self) -> Response:
-        """Figures for Prometheus: of the engine process and all front ends; while it is away, of this front end."""
+    async def metrics(self, request: Request) -> Response:
+        """Figures for Prometheus of the engine process and all front ends, or of this front end if the engine is away."""
         return Response(exposition(await self.share.all_metrics()), media_type=CONTENT_TYPE)
 
     async def index(self, request: Request) -> Response:
-        """A page for people."""
+        """The web page."""
         models = [self.catalog.describe(card) for card in await self.catalog.cards()]
         return HTMLResponse(page(str(request.base_url).rstrip("/"), models))
 
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        return json_response(openapi_document(request.app.routes))
 
-async def cancelled(task: asyncio.Task[None]) -> None:
+
+class RemoteEngine:
+    """The options of an engine in another process, and the changes to send to it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.config = EngineConfig(**{name: value for name, value in values.items() if name in EngineConfig.names()})
+        self.changes: dict[str, Any] = {}
+
+    def configure(self, **changes: Any) -> dict[str, Any]:
+        self.changes |= changes
+        self.config = self.config.replace(**changes)
+        return changes
+
+
+class AdminRoutes:
+    """Reads and changes `OptimizationConfig` while the service runs. All front ends take over options of result caches.
+
+    The middleware lets only operators reach these routes.
+    """
+
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
+        self.catalog, self.results, self.share = catalog, results, share
+        self.routes = [
+            Route("/admin/optimization", self.show), Route("/admin/optimization", self.change, methods=["PATCH"])
+        ]  # fmt: skip
+
+    async def show(self, request: Request) -> Response:
+        """The options in force."""
+        await self.share.sync()  # another front end may have changed them
+        engine = await self._configure(await self._find_model(request), {})
+        return json_response(OptimizationConfig.of(engine, self.results).as_dict())
+
+    async def change(self, request: Request) -> Response:
+        """Change options, by either of their names; the answer has all of them, and those that changed with both values."""
+        body = read_json(await request.body())
+        card = await self._find_model(request)
+        await self.share.sync()
+        engine = await self._configure(card, {})
+        changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
+        await self.share.publish_options()  # before anything else is awaited: a message in between would bring older options
+        engine = await self._configure(card, engine.changes)
+        shown = OptimizationConfig.of(engine, self.results).as_dict()
+        return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
+
+    async def _find_model(self, request: Request) -> ModelCard:
+        return await self.catalog.find(request.query_params.get("model"), "generation")
+
+    async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
+        message = Configure(
+            request_id=self.catalog.new_id(), model=card.id, options=changes, credentials=self.catalog.credentials
+        )
+        answer = await self.catalog.backend.ask(message)
+        assert isinstance(answer, Report)
+        return RemoteEngine(answer.values)
+
+
+async def cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -107,43 +164,37 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 def create_app(
     backend: Backend, config: ServeConfig | None = None, registry: MetricRegistry | None = None, *, credentials: str = "",
     tenants: Tenants | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The service as an ASGI app. A backend that is a client of an engine process is closed when the app ends.
 
-    credentials: the pass with which this front end may tell the engine process whose a request is.
+    credentials: the password that allows this front end to name the tenants of requests to the engine process.
     """
-    config, registry = config or ServeConfig(), registry or MetricRegistry()
+    config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
     catalog = Catalog(backend, credentials, caller_of=caller_of)
-    tenants = tenants or Tenants()
     results = ResultCache(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
     texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
-    share = FrontShare(catalog, registry, results)
+    share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if isinstance(backend, AsyncClient):
                 stack.push_async_callback(backend.close, StoppedError(STOPPED, hint="Send the request again."))
             if config.num_front_ends > 1:
-                stack.push_async_callback(cancelled, asyncio.create_task(share.run()))
+                stack.push_async_callback(cancel, asyncio.create_task(share.run()))
             yield
 
-    app = FastAPI(title="archerfish", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for routes in (
+    groups = (
         OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
         TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
-    ):  # fmt: skip
-        app.router.routes.extend(routes.router.routes)  # one list: a router in a router is looked through twice
-    app.add_middleware(Refusals, registry=registry)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    blocked = Blocked()
-    app.add_middleware(Identify, tenants=tenants, blocked=blocked)
-    app.add_middleware(Shed)
-    app.add_middleware(RequestMetrics, registry=registry)
-    install_handlers(app)
-    note_blocked(app, blocked)
-    state_answers(app)
+    )  # fmt: skip
+    middleware = Middleware(RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes)
+    app = Starlette(
+        routes=[route for group in groups for route in group.routes], middleware=[middleware], exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
     return app

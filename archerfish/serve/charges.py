@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from archerfish.serve.catalog import Catalog
-from archerfish.serve.identity import caller_of, tenant_of
+from archerfish.serve.middleware import caller_of, tenant_of
 from archerfish.serve.wire import Charge
 
 CHARACTERS_PER_TOKEN = 4  # until a text has been tokenised

@@ -1,26 +1,27 @@
-"""Clients of an engine process: what HTTP front ends and other programs talk to it with.
+"""Clients of an engine process, for HTTP front ends and other programs.
 
     async with AsyncClient("ipc:///run/archerfish/engine") as client:
-        async for part in client.generate(Generate(request_id="1", prompt="Once", params={"max_tokens": 16}, stream=True)):
+        request = GenerationRequest(request_id="1", prompt="Once", params={"max_tokens": 16}, stream=True)
+        async for part in client.generate(request):
             ...                                         # Chunk, Chunk, ..., Generated
-        vectors = await client.ask(Embed(request_id="2", texts=["a text"]))
+        vectors = await client.ask(EmbedRequest(request_id="2", texts=["a text"]))
 
     with Client("ipc:///run/archerfish/engine") as client:     # the same without await, from any thread
         ...
 
-An answer that is a Failed is raised as a RemoteError. Leaving the iterator of `generate`, or cancelling what waits, cancels
-the request in the engine. When the connection breaks, because the process has died or cannot be reached any more, all that
-wait get an error at once (503, with the seconds to wait before trying again), and the client connects again by itself.
+A Failed answer is raised as a RemoteError. Closing the iterator of `generate`, or cancelling the task that waits, cancels the
+request in the engine. When the connection breaks, all waiting requests fail at once, with status 503 and the seconds to wait
+before the next try, and the client connects again by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -35,42 +36,41 @@ from archerfish.serve.wire import (
     Charge,
     Chunk,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
     Generated,
+    GenerationRequest,
     Message,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 
-Question = Embed | Score | Explain | Configure | Charge | Query | Ping
+Question = EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Query | Ping
 Answer = Vectors | Report | Pong
 Part = Chunk | Generated
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
-CONNECT_S = 10.0  # how long a first request waits for the engine process
-HEARTBEAT_MS, SILENCE_MS = 2000, 15_000  # a peer that is stopped or cut off counts as gone after such a silence
+CONNECT_S = 10.0  # time that a first request waits for the connection
+HEARTBEAT_MS, SILENCE_MS = 2000, 15_000  # a peer that is silent for so long counts as disconnected
 MAX_PENDING_MESSAGES = 100_000  # to or from one peer
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 EVENTS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class RemoteError(ArcherfishError):
-    """An error that the engine process answered with, or that it could not answer."""
+    """An error that the engine process answered with, or a broken connection to it."""
 
     def __init__(
         self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
         retry_after_s: float | None = None, blocked_s: float | None = None, needs_s: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
-        # Of this error, not of the class: the engine process says which.
-        self.code, self.status = code, status  # type: ignore[misc]
+        self.code, self.status = code, status  # type: ignore[misc]  # these belong to the error, not to its class
         self.param, self.retry_after_s, self.blocked_s, self.needs_s = param, retry_after_s, blocked_s, needs_s
 
     @classmethod
@@ -82,113 +82,24 @@ class RemoteError(ArcherfishError):
 
 
 class Backend(Protocol):
-    """What answers requests: AsyncClient has it, and so do the fakes of tests."""
+    """An engine as a front end sees it: an AsyncClient, or a fake in tests."""
 
-    def generate(self, request: Generate) -> AsyncIterator[Part]:
-        """Chunks if request.stream, then one Generated; raises RemoteError. Leaving the iterator cancels the request."""
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
+        """Yield Chunks if request.stream, then one Generated; raise RemoteError. Closing the iterator cancels the request."""
 
     async def ask(self, message: Question) -> Answer:
-        """The one answer to any other message; raises RemoteError."""
+        """Return the one answer to any other request; raise RemoteError."""
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """End a sequence of a request: it is complete, by a stop string that only the client knows."""
-
-
-class Waiting:
-    """Answers to one request that have come and are not fetched yet."""
-
-    __slots__ = ("_answers", "_waiter")
-
-    def __init__(self) -> None:
-        self._answers: deque[Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, answer: Message) -> None:
-        self._answers.append(answer)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Message:
-        while not self._answers:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        answer = self._answers.popleft()
-        if type(answer) is Failed:
-            raise RemoteError.of(answer)
-        return answer
-
-
-CLOSED = Failed(request_id="", code="cancelled", message="The answers were closed.")
-
-
-class Answers:
-    """Answers to one request as they come, the last of which is no Chunk. Who leaves or loses them cancels the request.
-
-    They have one reader, who hears of their end where another task closes them. What can be sent when they are made is on its
-    way then, while their reader is still getting ready.
-    """
-
-    __slots__ = ("_client", "_is_awaited", "_is_open", "_message", "_waiting")
-
-    def __init__(self, client: AsyncClient, message: Message) -> None:
-        self._client, self._message = client, message
-        self._is_open, self._is_awaited = True, False
-        self._waiting: Waiting | None = None  # None: not sent yet
-        if client.can_send_now():
-            with contextlib.suppress(ArcherfishError):  # which is raised when it is tried again
-                self._waiting = client.put(message)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        if self._is_awaited:
-            raise InvalidInputError("The next of these answers is being waited for already.", hint="Read them in one place.")
-        if not self._is_open:
-            raise StopAsyncIteration
-        self._is_awaited = True
-        try:
-            if self._waiting is None:
-                await self._client.reach()
-                if not self._is_open:
-                    raise StopAsyncIteration
-                self._waiting = self._client.put(self._message)
-            answer = await self._waiting.get()
-        except RemoteError:
-            if not self._is_open:
-                raise StopAsyncIteration from None
-            self._end(is_complete=True)
-            raise
-        except BaseException:
-            self._end(is_complete=False)
-            raise
-        finally:
-            self._is_awaited = False
-        if type(answer) is not Chunk:
-            self._end(is_complete=True)
-        return answer
-
-    async def aclose(self) -> None:
-        if self._is_awaited and self._waiting is not None:
-            self._waiting.put(CLOSED)
-        self._end(is_complete=False)
-
-    def _end(self, *, is_complete: bool) -> None:
-        if self._is_open and self._waiting is not None:
-            self._client.leave(self._message.request_id, is_complete=is_complete)
-        self._is_open = False
-
-    def __del__(self) -> None:
-        if self._is_open and self._waiting is not None:
-            self._client.lose(self._message.request_id)  # in whatever thread this happens
+        """End a sequence of a request, because the client found a stop string."""
 
 
 class AsyncClient:
-    """A connection to one engine process, for one event loop; it begins with the first request.
+    """A connection to one engine process, for one event loop. The first request opens it.
 
-    server_key: the public CURVE key of an engine process behind tcp. own_keys: the public and secret key of this client, where
-    the process asks for one that it knows; else new ones are made. retry_after_s: what an error says if the process is gone.
+    server_key: the public CURVE key of an engine process behind TCP. own_keys: the public and secret key of this client, if the
+    engine process knows its clients; otherwise new keys are made. retry_after_s: the wait that an error suggests while the
+    engine process is away.
     """
 
     def __init__(
@@ -201,142 +112,126 @@ class AsyncClient:
         self.is_connected = False
         self._server_key, self._own_keys = server_key, own_keys
         self._connect_s, self._retry_after_s = connect_s, retry_after_s
-        self._waiting: dict[str, Waiting] = {}
-        self._arrivals: list[asyncio.Future[None]] = []  # of requests that wait for the first connection
+        self._answers: dict[str, asyncio.Queue[Message]] = {}  # of requests that wait, by request_id
         self._ids = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # which the socket belongs to
+        self._connection_changed = asyncio.Event()
         self._was_connected = False
+        self._refusal: Failed | None = None  # of the keys of this client
         self._closed: StoppedError | None = None
 
     # Requests
 
-    def generate(self, request: Generate) -> Answers:
-        """Chunks if request.stream, then one Generated. Leaving the iterator cancels the request."""
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
+        """Yield Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
         named = self._named(request)
         named.takes_bundles = True
-        return Answers(self, named)
+        return self._exchange(named)
 
     async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
-        """The one answer to any other message."""
-        answers = Answers(self, self._named(message))
+        """Return the one answer to any other request."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), contextlib.aclosing(self._exchange(self._named(message))) as answers:
                 answer: Answer = await anext(answers)
                 return answer
         except TimeoutError:
-            raise self._gone(f"The engine process has not answered within {timeout_s:g} s.") from None
-        finally:
-            await answers.aclose()
+            raise RemoteError.of(self._unavailable(f"The engine process has not answered within {timeout_s:g} s.")) from None
 
     def _named(self, message: M) -> M:
-        """A copy with a request_id; the caller's own stays as it is."""
+        """A copy with a request_id. The caller's message stays unchanged."""
         return msgspec.structs.replace(message, request_id=message.request_id or f"#{next(self._ids)}")
 
-    def put(self, message: Message) -> Waiting:
-        """Send a request over the connection that there is; RemoteError where there is none any more."""
-        if message.request_id in self._waiting:
-            raise InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
-        payload = wire.encode(message)
-        waiting = self._waiting[message.request_id] = Waiting()
+    async def _exchange(self, message: Message) -> AsyncGenerator[Any, None]:
+        """Send a request and yield its answers; the last one is not a Chunk."""
+        await self._connect()
+        request_id, is_complete = message.request_id, False
+        if request_id in self._answers:
+            raise InvalidInputError(f"There is a live request {request_id!r}.", hint="Choose another request_id.")
+        answers = self._answers[request_id] = asyncio.Queue()
         try:
-            self._put(payload)
-        except RemoteError:
-            del self._waiting[message.request_id]
-            raise
-        return waiting
-
-    def _put(self, payload: bytes) -> None:
-        assert self._socket is not None
-        try:
-            self._socket.send_multipart([b"", payload], zmq.NOBLOCK)
-        except zmq.Again:
-            raise self._gone("The engine process takes no requests now.") from None
-        self._read()  # sending may have used up the signal that answers are there
+            self._send(message)
+            while not is_complete:
+                answer = await answers.get()
+                is_complete = type(answer) is not Chunk
+                if type(answer) is Failed:
+                    raise RemoteError.of(answer)
+                yield answer
+        finally:
+            del self._answers[request_id]
+            if not is_complete:
+                self._cancel(Cancel(request_id=request_id))
 
     def end_sequence(self, request_id: str, index: int) -> None:
-        """End a sequence of a request; nothing more of it is wanted."""
+        """End a sequence of a request, because the client found a stop string."""
         self._cancel(Cancel(request_id=request_id, index=index))
-
-    def leave(self, request_id: str, *, is_complete: bool = False) -> None:
-        """Nobody waits for a request any more."""
-        self._waiting.pop(request_id, None)
-        if not is_complete:
-            self._cancel(Cancel(request_id=request_id))
-
-    def lose(self, request_id: str) -> None:
-        """The same from any thread."""
-        if self._loop is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._loop.call_soon_threadsafe(self.leave, request_id)
 
     def _cancel(self, message: Cancel) -> None:
         if self.is_connected:
             with contextlib.suppress(RemoteError):
-                self._put(wire.encode(message))
+                self._send(message)
 
-    def _gone(self, message: str) -> RemoteError:
-        return RemoteError.of(self._told_gone(message))
+    def _send(self, message: Message) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart([b"", wire.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            raise RemoteError.of(self._unavailable("The engine process takes no requests now.")) from None
+        self._read()  # sending may have consumed the socket's signal that answers have come
 
-    def _told_gone(self, message: str) -> Failed:
-        wait_s = self._retry_after_s
-        return Failed(request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=wait_s)
+    def _unavailable(self, message: str) -> Failed:
+        return Failed(
+            request_id="", code="unavailable", message=message, status=503, hint="Try again.", retry_after_s=self._retry_after_s
+        )
 
     # The connection
 
-    def can_send_now(self) -> bool:
-        """Whether there is a connection, which belongs to the loop that runs here."""
-        try:
-            return self.is_connected and asyncio.get_running_loop() is self._loop
-        except RuntimeError:
-            return False
-
-    async def reach(self) -> None:
-        """Return when there is a connection. Only a first one is waited for; one that broke is told at once."""
+    async def _connect(self) -> None:
+        """Return when the connection is there. Only the first one is waited for; while it is broken, requests fail at once."""
         if self._closed is not None:
             raise StoppedError(self._closed.message, hint=self._closed.hint)
+        if self._socket is None:
+            self._open()
         if self.is_connected:
             return
-        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._arrivals.append(arrival)  # before there is anything to be told
+        if self._was_connected:
+            raise RemoteError.of(self._unavailable("The engine process is not there; it is being waited for."))
         try:
-            if self._socket is None:
-                self._open()
-            if arrival.done():  # no turn of the loop then, in which later requests would pass this one
-                arrival.result()
-                return
-            if self._was_connected:
-                raise self._gone("The engine process is not there; it is being waited for.")
-            await asyncio.wait_for(arrival, self._connect_s)
+            async with asyncio.timeout(self._connect_s):
+                await self._connection_changed.wait()
         except TimeoutError:
-            what = f"Nothing answers at {self.address} after {self._connect_s:g} s"
-            raise self._gone(f"{what}; an engine process with other keys would not.") from None
-        finally:
-            self._arrivals.remove(arrival)
+            message = f"Nothing answers at {self.address} after {self._connect_s:g} s; wrong CURVE keys may be the reason."
+            raise RemoteError.of(self._unavailable(message)) from None
+        if not self.is_connected:
+            raise RemoteError.of(self._refusal or self._unavailable("The connection was closed."))
 
     def _open(self) -> None:
-        opened = open_socket(zmq.DEALER)
+        try:
+            opened = open_socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise RemoteError.of(self._unavailable(f"A new connection cannot be made now: {error}.")) from None
         opened.setsockopt(zmq.RECONNECT_IVL, 20)
         opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if self._server_key:
             public, secret = self._own_keys or (key.decode() for key in zmq.curve_keypair())
             set_keys(opened, CURVE_SERVERKEY=self._server_key, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret)
+        loop = asyncio.get_running_loop()
         self._socket = opened
-        self._monitor = self._socket.get_monitor_socket(EVENTS)
-        loop = self._loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.FD, self._read)
-        loop.add_reader(self._monitor.FD, self._watch)
         try:
+            self._monitor = opened.get_monitor_socket(EVENTS)
+            loop.add_reader(self._socket.FD, self._read)
+            loop.add_reader(self._monitor.FD, self._read_events)
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self._shut()
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise RemoteError.of(self._unavailable(f"A new connection cannot be made now: {error}.")) from None
             raise InvalidOptionError(f"{self.address!r} is no address to connect to: {error}.") from None
-        self._watch()  # a descriptor tells of what comes after the first look
+        self._read_events()  # the file descriptors signal only what comes after the first look
         self._read()
 
     def _read(self) -> None:
-        """Hand out all answers that have come."""
+        """Hand all received answers to their requests."""
         while self._socket is not None:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -348,58 +243,57 @@ class AsyncClient:
                 self._fail_all(Failed(request_id="", code=error.code, message=error.message, status=502))
                 continue
             for one in answer.answers if isinstance(answer, Bundle) else (answer,):
-                waiting = self._waiting.get(one.request_id)
-                if waiting is not None:
-                    waiting.put(one)
+                if one.request_id in self._answers:
+                    self._answers[one.request_id].put_nowait(one)
 
-    def _watch(self) -> None:
-        """See the connection come and go."""
+    def _read_events(self) -> None:
+        """Follow the state of the connection."""
         while self._monitor is not None:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return
+            self._read()  # answers that came before the event
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_connected = self._was_connected = True
-                self._arrive(None)
             elif event == zmq.EVENT_DISCONNECTED:
                 if self.is_connected:
-                    self._read()
-                    self._fail_all(self._told_gone("The engine process has gone; the request is lost."))
+                    self._fail_all(self._unavailable("The engine process has gone; the request is lost."))
                     self._shut()
-                    self._open()  # a new socket, from which the next process gets nothing that was meant for this one
+                    with contextlib.suppress(RemoteError):  # the next request tries again
+                        self._open()  # a new socket: the next process must not get the requests to this one
+                continue
             else:
                 message = f"The engine process at {self.address} refuses the keys of this client."
                 hint = "Give server_key and own_keys."
-                self._arrive(Failed(request_id="", code="not_allowed", message=message, status=403, hint=hint))
+                self._refusal = Failed(request_id="", code="not_allowed", message=message, status=403, hint=hint)
+            self._wake()
 
-    def _arrive(self, failed: Failed | None) -> None:
-        for arrival in self._arrivals:
-            if not arrival.done():
-                arrival.set_result(None) if failed is None else arrival.set_exception(RemoteError.of(failed))
+    def _wake(self) -> None:
+        """Wake all requests that wait for the connection."""
+        self._connection_changed.set()
+        self._connection_changed.clear()
 
     def _fail_all(self, failed: Failed) -> None:
-        for waiting in self._waiting.values():
-            waiting.put(failed)
+        for answers in self._answers.values():
+            answers.put_nowait(failed)
 
     async def close(self, reason: StoppedError | None = None) -> None:
-        """Cancel what waits, for this reason, and leave."""
+        """Fail all waiting requests with this reason and disconnect."""
         self._closed = self._closed or reason or StoppedError("This client has been closed.", hint="Make a new one.")
-        stopped = Failed.of("", self._closed, self._retry_after_s)
-        self._fail_all(stopped)
-        self._arrive(stopped)
+        self._refusal = Failed.of("", self._closed, self._retry_after_s)
+        self._fail_all(self._refusal)
         self._shut()
+        self._wake()
 
     def _shut(self) -> None:
         self.is_connected = False
-        if self._socket is None or self._monitor is None:
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket.FD)
-        loop.remove_reader(self._monitor.FD)
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
+        if self._socket is not None:
+            self._socket.disable_monitor()
+        for opened in (self._monitor, self._socket):
+            if opened is not None:
+                asyncio.get_running_loop().remove_reader(opened.FD)
+                opened.close(0)
         self._socket = self._monitor = None
 
     async def __aenter__(self) -> Self:
@@ -410,7 +304,7 @@ class AsyncClient:
 
 
 class Client:
-    """An AsyncClient for programs without an event loop: it has a thread with one. Safe to use from several threads at once."""
+    """An AsyncClient for programs without an event loop; a thread of its own runs one. Several threads may use it at once."""
 
     def __init__(self, address: str, **options: Any) -> None:
         """options: those of AsyncClient."""
@@ -419,8 +313,8 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="archerfish-client", daemon=True)
         self._thread.start()
 
-    def generate(self, request: Generate) -> Generator[Part, None, None]:
-        """Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
+    def generate(self, request: GenerationRequest) -> Generator[Part, None, None]:
+        """Yield Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
         parts = self._client.generate(request)
         try:
             while (part := self._wait(anext(parts, None))) is not None:
@@ -429,7 +323,7 @@ class Client:
             self._wait(parts.aclose())
 
     def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
-        """The one answer to any other message."""
+        """Return the one answer to any other request."""
         return self._wait(self._client.ask(message, timeout_s))
 
     def _wait(self, work: Awaitable[T]) -> T:
@@ -459,7 +353,7 @@ class Client:
 
 
 def open_socket(kind: int) -> zmq.Socket[bytes]:
-    """A socket with the manners of both sides: heartbeats, bounded queues, no lingering."""
+    """A socket with heartbeats, bounded queues and no lingering, for either side."""
     opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     for name, value in {
         zmq.LINGER: 0, zmq.SNDHWM: MAX_PENDING_MESSAGES, zmq.RCVHWM: MAX_PENDING_MESSAGES,
@@ -470,7 +364,7 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
 
 
 def set_keys(opened: zmq.Socket[bytes], **keys: str) -> None:
-    """CURVE keys, of 40 characters each."""
+    """Set CURVE keys, of 40 characters each."""
     for name, key in keys.items():
         try:
             opened.setsockopt(getattr(zmq, name), key.encode("ascii"))

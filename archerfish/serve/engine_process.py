@@ -1,66 +1,54 @@
-"""`python -m archerfish.serve.engine_process`: the process around an EngineHost.
-
-Its configuration is one line of JSON on standard input, whose end is also the end of the process, so that it never outlives who
-started it. On standard output it says where it serves, or why it does not, and then that it lives (`vitals`).
-"""
+"""`python -m archerfish.serve.engine_process`: the process around an EngineHost, a child of the main process (`processes`)."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 import time
-from typing import BinaryIO
-
-import msgspec
 
 from archerfish.errors import ArcherfishError
 from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import HostConfig
-from archerfish.serve.signals import ignore_interrupts
-from archerfish.serve.vitals import Heart
+from archerfish.serve.processes import open_report_pipe, read_config, send_report, watch_parent
 
-LAST_S = 5.0  # what a process may take to end when its parent has
+LAST_S = 5.0  # the process may take this long to end after its parent
+EXIT_HUNG = 75
 
 
 def main() -> int:
-    """Read the configuration, load, say that it serves, serve."""
-    told = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else is printed goes to the log
+    """Read the configuration, load the models, report the address, and serve."""
+    pipe = open_report_pipe()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the compute thread
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    ignore_interrupts()
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostConfig)
+    config = read_config(HostConfig)
+
+    def end() -> None:
+        host.stop(0)
+        time.sleep(LAST_S)
+        os._exit(1)
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the pipe is full of heartbeats, or the main process has ended
+            os.write(pipe.fileno(), b"\n")
+
     try:
         host = EngineHost(config)
-        threading.Thread(target=watch_parent, args=(host,), name="archerfish-parent", daemon=True).start()
+        watch_parent(end)
         host.load_models()
         address = host.open()
     except ArcherfishError as error:
-        say(told, {"error": error.message, "hint": error.hint})
-        told.close()
+        send_report(pipe, {"error": error.message, "hint": error.hint or ""})
         return error.exit_code
     signal.signal(signal.SIGTERM, lambda *_: host.stop())
-    say(told, {"address": address})
-    host.on_beat = Heart(told).beat
+    send_report(pipe, {"address": address})
+    os.set_blocking(pipe.fileno(), False)
+    host.on_beat = beat
+    host.on_hang = lambda: os._exit(EXIT_HUNG)  # the main process starts another
     host.run()
     return 0
-
-
-def watch_parent(host: EngineHost) -> None:
-    """The end of standard input is the end of who started this process: nobody is left to answer to."""
-    while os.read(0, 4096):
-        pass
-    host.stop(0)
-    time.sleep(LAST_S)
-    os._exit(1)
-
-
-def say(told: BinaryIO, values: dict[str, str]) -> None:
-    told.write(msgspec.json.encode(values) + b"\n")
-    told.flush()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""A front end: one process that speaks HTTP and asks the engine process. `python -m archerfish.serve.front` is a further one.
+"""`python -m archerfish.serve.front`: a front end, a process that speaks HTTP and asks the engine process.
 
-All of them accept from one listening socket, which the first has opened. A further one reads its configuration from standard
-input, as one line of JSON, and ends when that does.
+It is a child of the main process (`processes`). All front ends accept connections from one listening socket.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import signal
 import socket
 import sys
@@ -18,90 +15,89 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import msgspec
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.config import ServeConfig
-from archerfish.errors import MachineError
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.connection import PATIENCE, Patience, connections_with
-from archerfish.serve.signals import LAST_S, ignore_interrupts
-from archerfish.serve.tenants import Tenants
+from archerfish.serve.host_config import GRACE_S, FrontConfig, read_tenants
+from archerfish.serve.processes import LAST_S, open_report_pipe, read_config, send_report, watch_parent
 
-GRACE_S = 30  # what running requests get after SIGTERM or SIGINT
-PAUSE_S = 0.05  # from one look at them to the next
-
-
-class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front end needs to know."""
-
-    address: str  # of the engine process
-    credentials: str
-    serve: dict[str, Any] = {}
-    retry_after_s: float = 1.0
-    listener: int = -1  # file descriptor
+DRAIN_POLL_S = 0.05
+REQUEST_S = 60.0  # a request must arrive completely within this time
+REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def build_app(config: FrontConfig) -> FastAPI:
+def build_app(config: FrontConfig) -> Starlette:
     serve = ServeConfig(**config.serve)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve))
+    return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
 
 
-def read_tenants(config: ServeConfig) -> Tenants:
-    return Tenants.from_file(config.api_keys_file) if config.api_keys_file else Tenants()
+class Connection(HttpToolsProtocol):
+    """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
 
+    _timer: asyncio.TimerHandle | None = None
 
-def bind(config: ServeConfig) -> socket.socket:
-    """A socket that listens as configured."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise MachineError(f"[serve] host {config.host!r} is no address of this machine: {error}.") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        if sys.platform != "win32":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
-        hint = "Give an address of this machine." if is_elsewhere else "Choose another port; 0 takes any free one."
-        raise MachineError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.", hint=hint) from error
-    return listener
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_timer()
 
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _refuse(self) -> None:
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(REQUEST_TIMEOUT)
+        self.transport.close()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with an end at which what runs is finished, or its clients are told that it will not be.
+    """uvicorn's server with another end: running requests are finished, or their clients get an error.
 
-    on_ready is called once it accepts requests, on_stop when it begins to stop, and on_force at the end of a stop that a second
-    SIGINT has cut short, or at once by a third.
+    SIGTERM begins the end. SIGINT cuts it short. `on_ready` is called once the server accepts connections.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None] = lambda: None,
-        on_force: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self.on_ready, self.on_stop, self.on_force = on_ready, on_stop, on_force
+        self.on_ready = on_ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals as a normal end; uvicorn would raise them again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.force_exit and sig == signal.SIGINT:
-            self.on_force()
-        super().handle_exit(sig, frame)
+        self.should_exit = True
+        self.force_exit = self.force_exit or sig == signal.SIGINT
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -109,32 +105,29 @@ class Server(uvicorn.Server):
             self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.on_stop()
         for one in (*self.servers, *(sockets or ())):
             one.close()
-        await self._drain(self.config.timeout_graceful_shutdown or 0, lambda: self.force_exit)
-        await self.lifespan.shutdown()  # whoever still waits for the engine gets an error now
+        await self._drain(GRACE_S, lambda: self.force_exit)
+        await self.lifespan.shutdown()  # requests that still wait for the engine fail now
         await self._drain(LAST_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
         for task in list(self.server_state.tasks):
             task.cancel()
-        if self.force_exit:
-            self.on_force()
 
     async def _drain(self, seconds: float, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait so long for the connections and requests that there are."""
+        """Wait until all connections and requests have ended, or `seconds` are over."""
         state, loop = self.server_state, asyncio.get_running_loop()
         end = loop.time() + seconds
         while (state.connections or state.tasks) and loop.time() < end and not is_enough():
             for connection in list(state.connections):
-                connection.shutdown()  # now, or once it has its answer
-            await asyncio.sleep(PAUSE_S)
+                connection.shutdown()  # now, or after its answer
+            await asyncio.sleep(DRAIN_POLL_S)
 
 
-def quiet(app: ASGIApp) -> ASGIApp:
-    """An app whose requests may be cancelled, as they are at the end, without a traceback in the log."""
+def without_tracebacks(app: ASGIApp) -> ASGIApp:
+    """Keep requests that are cancelled at the end of the server out of the log."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -146,71 +139,33 @@ def quiet(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def make_server(
-    app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None],
-    on_stop: Callable[[], None] = lambda: None, on_force: Callable[[], None] = lambda: None, *, patience: Patience = PATIENCE,
-) -> Server:
-    """A server for an app, with uvloop where it is installed."""
+def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
+    """A server for an app, with uvloop if it is installed."""
     settings: dict[str, Any] = {
         "log_level": config.log_level,
         "access_log": config.log_level == "debug",
         "lifespan": "on",
-        "http": connections_with(patience),
+        "http": Connection,
         "ws": "none",
         "server_header": False,
-        "timeout_graceful_shutdown": GRACE_S,
     }
-    return Server(uvicorn.Config(quiet(app), **settings), lambda: on_ready(url_of(listener)), on_stop, on_force)
-
-
-def run_app(
-    app: ASGIApp, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None],
-    on_stop: Callable[[], None] = lambda: None, on_force: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve an app until a signal; running requests are answered first, but `on_stop` is called before.
-
-    on_force: what ends the process, after a second Ctrl+C, which does not want to wait for them.
-    """
-    run_server(make_server(app, listener, config, on_ready, on_stop, on_force), listener)
-
-
-def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
-    with quiet_signals(server):
-        server.run(sockets=[listener])
-
-
-@contextmanager
-def quiet_signals(server: uvicorn.Server) -> Iterator[None]:
-    """Make SIGINT and SIGTERM a normal end: uvicorn raises them again once it has stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return Server(uvicorn.Config(without_tracebacks(app), **settings), on_ready)
 
 
 def main() -> int:
-    """A further front end, until it is told to stop or nobody is left who started it."""
-    ignore_interrupts()  # until it serves: ctrl-c reaches the whole group, and all of it stops
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontConfig)
+    """Serve until SIGTERM, or until the main process has ended."""
+    pipe = open_report_pipe()
+    config = read_config(FrontConfig)
     listener = socket.socket(fileno=config.listener)
-    server = make_server(build_app(config), listener, ServeConfig(**config.serve), lambda url: None)
+    server = make_server(
+        build_app(config), ServeConfig(**config.serve), lambda: send_report(pipe, {"address": str(listener.getsockname())})
+    )
 
-    def watch_parent() -> None:
-        while os.read(0, 4096):
-            pass
+    def stop() -> None:
         server.should_exit = True
 
-    threading.Thread(target=watch_parent, name="archerfish-parent", daemon=True).start()
-    run_server(server, listener)
+    watch_parent(stop)
+    server.run(sockets=[listener])
     return 0
 
 

@@ -1,9 +1,10 @@
-"""From a prompt in tokens to pieces of text: what the routes for text have in common."""
+"""From a body to the text of an answer: what all routes that generate have in common."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,28 +17,29 @@ from starlette.requests import Request
 from archerfish.engine.request_options import check_option_values, check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
-from archerfish.sequence import FinishReason
-from archerfish.sequence import Request as TokenRequest
-from archerfish.serve.catalog import Catalog, ModelCard
+from archerfish.serve.answers import CachedTokens, ChosenLogprob, OpenAIFinish, StopReason, TokenLogprob, Usage
+from archerfish.serve.bodies import GenerationBody
+from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
+from archerfish.serve.chat_bodies import ToolBody
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError
-from archerfish.serve.presence import unless_gone
+from archerfish.serve.errors import InvalidParameterError, with_param
+from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache, generate_cached, parse_cache_control
-from archerfish.serve.served_texts import ServedText, ServedTexts, aside, blamed
-from archerfish.serve.sse import EventStream, Outbox
-from archerfish.serve.tool_choice import CallParser, explained
-from archerfish.serve.wire import Chunk, Generate, Generated
+from archerfish.serve.sse import EventStream, Outbox, unless_gone
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
 from archerfish.text.output_text import OutputText
 from archerfish.text.tool_calls import ToolPiece
 
 T = TypeVar("T")
-Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest
+Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest tokens
 UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
-USUAL = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
+DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
+RESERVED = ("self", "tokenizer", "messages", "tools")  # names that chat_template_kwargs cannot have
+LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
 
 
 class DeadlineError(ServiceError):
-    """A request whose time was up before its first token."""
+    """The deadline of a request passed before its first token."""
 
     status, code = 504, "deadline_exceeded"
     default_hint = "Give it more time (deadline_s), or try when less is waiting."
@@ -47,334 +49,367 @@ class DeadlineError(ServiceError):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True)
-class Order:
-    """What a route wants generated."""
+class PendingCall:
+    """A call of a tool whose arguments may still grow."""
 
-    text: ServedText
-    prompt_ids: list[int]
-    params: SamplingParams
-    call_parser: Callable[[], CallParser] | None = None  # where the answer may call tools
-    priority: int = 0
-    deadline_s: float | None = None
-    is_streamed: bool = False
-    tools: Sequence[dict[str, Any]] = ()
-    form: str | None = None  # the parameter that says what the answer must be
+    def __init__(self, name: str) -> None:
+        self.id = new_id("call")
+        self.name = name
+        self.parts: list[str] = []
 
     @property
-    def model_id(self) -> str:
-        return self.text.card.id
-
-    def message(self, address: dict[str, Any]) -> Generate:
-        """As it is sent. Stop strings are found here, so they make chunks necessary."""
-        params = {name: value for name, usual in USUAL.items() if (value := getattr(self.params, name)) != usual}
-        return Generate(
-            token_ids=self.prompt_ids, params=params, stream=self.is_streamed or bool(self.params.stop), wants_ids=True,
-            priority=self.priority, deadline_s=self.deadline_s, **address,
-        )
+    def arguments(self) -> str:
+        return "".join(self.parts)
 
 
 @dataclass(slots=True)
-class Piece:
-    """What one sequence of an answer gained."""
+class ChoiceDelta:
+    """What a message of the engine adds to a choice."""
 
-    index: int
+    choice: Choice
     text: str
     token_ids: list[int]
-    logprobs: list[Logprob] | None = None
-    parts: list[ToolPiece] | None = None  # the text again, where tools may be called
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    logprobs: list[Logprob] | None
+    parts: list[ToolPiece] | None  # the text again, where tools may be called: text, names of calls and arguments
 
 
-class Writing:
-    """One sequence of an answer while it comes."""
+class Choice:
+    """One of the n sequences of an answer: all that has come of it."""
 
-    def __init__(self, order: Order) -> None:
-        tokenizer = None if order.params.stages else order.text.tokenizer  # their tokens stand for no text
-        # The engine says which token ended a sequence, so that end tokens need not be known here.
-        request = TokenRequest("", order.prompt_ids, order.params, max_tokens=0)
-        self._text = None if tokenizer is None else OutputText(tokenizer, request)
-        self._shows_end = order.params.include_stop_str_in_output
-        self._parser = None if order.call_parser is None else order.call_parser()
-        self.num_tokens = 0
-        self.is_open = True
-        self.was_cut = False  # by a stop string: the engine does not know of it
-        self.has_calls = False
+    def __init__(self, index: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
+        self.index = index
+        self._output_text = output_text
+        self._parser = None if tool_use is None else tool_use.parser()
+        self._has_one_call = tool_use is not None and tool_use.has_one_call
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.calls: list[PendingCall] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: StopReason = None
+        self.was_cut = False  # by a stop string, of which the engine does not know
 
-    def take(self, index: int, gained: Any) -> Piece:
-        """Add what a Chunk or an Output tells."""
-        token_ids, stop_reason = gained.token_ids, gained.stop_reason
-        reason: FinishReason | None = gained.finish_reason
-        shown_ids = token_ids
-        is_end = reason == "stop" and token_ids and token_ids[-1] == stop_reason
-        if is_end and not self._shows_end:
-            shown_ids = token_ids[:-1]
-        text: str = gained.text
-        if self._text is not None:
-            text, stop = self._text.feed(shown_ids, reason)
-            if stop is not None:
-                shown_ids = shown_ids[: self._text.num_tokens - self.num_tokens]
-                self.was_cut = reason is None
-                token_ids, reason, stop_reason = shown_ids, "stop", stop
-        self.num_tokens += len(token_ids)
-        self.is_open = reason is None
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add(self, gain: Chunk | Output) -> ChoiceDelta:
+        output_text, num_before = self._output_text, self._output_text.num_tokens
+        text, stop = output_text.feed(gain.token_ids, gain.finish_reason, (gain.stop_reason,))
+        token_ids, logprobs = gain.token_ids, gain.logprobs
+        self.finish_reason, self.stop_reason = gain.finish_reason, gain.stop_reason
+        if stop is not None:
+            self.was_cut = gain.finish_reason is None
+            self.finish_reason, self.stop_reason = "stop", stop
+            token_ids = token_ids[: output_text.num_tokens - num_before]
+        if logprobs is not None:
+            logprobs = logprobs[: output_text.num_shown - num_before]
+            self.logprobs += logprobs
+        self.token_ids += token_ids
         parts: list[ToolPiece] | None = None
-        if self._parser is not None:
-            parts = list(self._parser.feed(text)) if text else []
-            if reason is not None:
-                parts += self._parser.finish()
-            self.has_calls = self.has_calls or any(part.kind == "name" for part in parts)
-        logprobs = None if gained.logprobs is None else gained.logprobs[: len(shown_ids)]
-        return Piece(index, text, token_ids, logprobs, parts, reason, stop_reason)
+        if self._parser is None:
+            self._texts.append(text)
+        else:
+            parts = self._parse(text)
+        return ChoiceDelta(self, text, token_ids, logprobs, parts)
 
-
-class Answer:
-    """What has come of an order: messages of the backend in, pieces out."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.writings = [Writing(order) for _ in range(order.params.n)]
-        self.end_sequence: Callable[[int], None] | None = None  # tells the engine which has come to its end
-        self.num_cached = 0
-        self.prompt_logprobs: list[Logprob] | None = None
-
-    def take(self, message: Chunk | Generated) -> list[Piece]:
-        if isinstance(message, Chunk):
-            if message.num_cached_tokens:
-                self.num_cached = message.num_cached_tokens
-            return self._pieces((message,), message.retry_after_s)
-        self.num_cached = message.num_cached_tokens
-        self.prompt_logprobs = message.prompt_logprobs
-        return self._pieces(message.outputs, message.retry_after_s)
-
-    def _pieces(self, gains: Sequence[Any], retry_after_s: float | None) -> list[Piece]:
-        pieces: list[Piece] = []
-        for gained in gains:
-            writing = self.writings[gained.index]
-            if writing.is_open:
-                if gained.finish_reason is not None:
-                    self._check(gained.finish_reason, writing.num_tokens + len(gained.token_ids), retry_after_s)
-                pieces.append(writing.take(gained.index, gained))
-                if writing.was_cut and self.end_sequence is not None:
-                    self.end_sequence(gained.index)
-        return pieces
-
-    def _check(self, finish_reason: str, num_tokens: int, retry_after_s: float | None) -> None:
-        if finish_reason == "error":
-            raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
-        if finish_reason == "abort":
-            raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
-        if finish_reason == "deadline" and num_tokens == 0:
-            raise DeadlineError("The deadline of this request passed before its first token.", retry_after_s)
+    def _parse(self, text: str) -> list[ToolPiece]:
+        assert self._parser is not None
+        parts = list(self._parser.feed(text)) if text else []
+        if self.finish_reason is not None:
+            parts += self._parser.finish()
+        if self._has_one_call:
+            parts = [part for part in parts if part.index <= 0]
+        for part in parts:
+            if part.kind == "text":
+                self._texts.append(part.text)
+            elif part.kind == "name":
+                self.calls.append(PendingCall(part.text))
+            else:
+                self.calls[part.index].parts.append(part.text)
+        return parts
 
     @property
-    def is_cut(self) -> bool:
-        """Whether nothing more of what the engine may send is wanted."""
-        return any(writing.was_cut for writing in self.writings) and not any(writing.is_open for writing in self.writings)
+    def openai_reason(self) -> OpenAIFinish:
+        """Why the choice ended, in OpenAI's words, which have none for a deadline."""
+        if self.finish_reason == "stop":
+            return "tool_calls" if self.calls else "stop"
+        return "length"
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.order.prompt_ids)
+    def shown_stop_reason(self) -> StopReason:
+        return "deadline" if self.finish_reason == "deadline" else self.stop_reason
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request to the engine, and its answer as far as it has come."""
+
+    text: ModelText
+    request: GenerationRequest
+    params: SamplingParams
+    format_param: str | None = None  # the parameter that states the format of the answer
+    tool_use: ToolUse | None = None
+    choices: list[Choice] = field(init=False)
+    num_cached: int = 0
+    prompt_logprobs: list[Logprob] | None = None
+
+    def __post_init__(self) -> None:
+        tokenizer, params = self.text.tokenizer, self.params
+        self.choices = [
+            Choice(index, OutputText(tokenizer, self.prompt_ids, params), self.tool_use) for index in range(params.n)
+        ]
+
+    @property
+    def model(self) -> str:
+        return self.text.card.id
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.token_ids or []
 
     @property
     def num_output(self) -> int:
-        return sum(writing.num_tokens for writing in self.writings)
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def needs_no_more(self) -> bool:
+        """Whether all choices have ended and the engine does not know it."""
+        return any(choice.was_cut for choice in self.choices) and all(choice.finish_reason for choice in self.choices)
+
+    def add(self, message: Chunk | Generated, end_sequence: Callable[[int], None] | None) -> list[ChoiceDelta]:
+        """Add a message of the backend. `end_sequence` is called for a choice that a stop string has ended."""
+        self.num_cached = message.num_cached_tokens or self.num_cached
+        gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
+        if isinstance(message, Generated):
+            self.prompt_logprobs = message.prompt_logprobs
+        deltas: list[ChoiceDelta] = []
+        for gain in gains:
+            choice = self.choices[gain.index]
+            if choice.finish_reason is not None:
+                continue
+            if gain.finish_reason is not None:
+                check_ending(gain.finish_reason, len(choice.token_ids) + len(gain.token_ids), message.retry_after_s)
+            deltas.append(choice.add(gain))
+            if choice.was_cut and end_sequence is not None:
+                end_sequence(gain.index)
+        return deltas
+
+    def chosen_logprobs(self, logprobs: Sequence[Logprob] | None) -> list[ChosenLogprob]:
+        return [
+            ChosenLogprob(
+                **self._token_logprob(token_id, logprob),
+                top_logprobs=[TokenLogprob(**self._token_logprob(*likely)) for likely in top],
+            )
+            for token_id, logprob, _, top in logprobs or ()
+        ]
+
+    def _token_logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token, raw = self.text.token(token_id)
+        return {"token": token, "logprob": max(logprob, LEAST_LOGPROB), "bytes": raw}
 
 
-@dataclass(slots=True)
-class Choice:
-    """One whole sequence."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    finish_reason: str = "stop"
-    stop_reason: str | int | None = None
+def check_ending(finish_reason: str, num_tokens: int, retry_after_s: float | None) -> None:
+    """Raise an error for a sequence that did not end as it should."""
+    if finish_reason == "error":
+        raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
+    if finish_reason == "abort":
+        raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
+    if finish_reason == "deadline" and num_tokens == 0:
+        raise DeadlineError("The deadline of this request passed before its first token.", retry_after_s)
 
 
-@dataclass(slots=True)
-class Call:
-    """A call of a tool."""
-
-    name: str
-    arguments: str = ""
+def new_id(prefix: str, separator: str = "_") -> str:
+    return f"{prefix}{separator}{secrets.token_hex(12)}"
 
 
-def joined(index: int, pieces: Sequence[Piece]) -> Choice:
-    """The pieces of one sequence together."""
-    choice = Choice(index)
-    texts: list[str] = []
-    arguments: list[list[str]] = []
-    for piece in pieces:
-        choice.token_ids += piece.token_ids
-        choice.logprobs += piece.logprobs or ()
-        if piece.finish_reason is not None:
-            choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-        if piece.parts is None:
-            texts.append(piece.text)
-        for part in piece.parts or ():
-            if part.kind == "text":
-                texts.append(part.text)
-            elif part.kind == "name":
-                choice.calls.append(Call(part.text))
-                arguments.append([])
-            else:
-                arguments[part.index].append(part.text)
-    choice.text = "".join(texts)
-    for call, collected in zip(choice.calls, arguments, strict=True):
-        call.arguments = "".join(collected)
-    return choice
-
-
-def openai_reason(finish_reason: str, has_calls: bool) -> str:
-    """Why an answer ended, in the words that OpenAI has: a deadline is a limit like another."""
-    if finish_reason == "stop":
-        return "tool_calls" if has_calls else "stop"
-    return "length"
-
-
-@dataclass(slots=True)
-class Asked:
-    """What the backend will say to an order."""
-
-    messages: AsyncIterator[Chunk | Generated]
-    end_sequence: Callable[[int], None] | None  # tells the engine which has come to its end
+def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = False) -> Usage:
+    num_prompt = sum(len(generation.prompt_ids) for generation in generations)
+    num_output = 0 if is_output_hidden else sum(generation.num_output for generation in generations)
+    return Usage(
+        prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output,
+        prompt_tokens_details=CachedTokens(cached_tokens=sum(generation.num_cached for generation in generations)),
+    )
 
 
 class EventWriter(Protocol):
     """How a route writes an answer as events."""
 
-    def begin(self, answers: Sequence[Answer]) -> bytes: ...
-    def piece(self, number: int, piece: Piece) -> bytes: ...
-    def end(self, answers: Sequence[Answer]) -> bytes: ...
+    def start(self) -> bytes:
+        """The events before the first delta, when it has come."""
+
+    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+        """The events of a delta of generation `number`; may be none."""
+
+    def end(self) -> bytes: ...
     def error(self, error: Exception) -> bytes: ...
 
 
 class TextService:
-    """What the routes for text share: the models, their tokenizers, and how orders are carried out."""
+    """Makes requests to the engine out of bodies, and runs them."""
 
     def __init__(self, catalog: Catalog, results: ResultCache | None = None, *, keep_alive_s: float = 0.0) -> None:
         self.catalog, self.keep_alive_s = catalog, keep_alive_s
-        self.texts = ServedTexts()
-        self.results = results or ResultCache()  # which is off
+        self.results = results or ResultCache()  # disabled
 
-    async def model(self, name: str | None) -> ServedText:
-        """The model that writes for a request."""
-        return await self.texts.of(await self.catalog.find(name, "generation"))
+    async def find_text(self, name: str | None) -> ModelText:
+        """The generation model of a name, or the first one."""
+        return await self.catalog.text_of(await self.catalog.find(name, "generation"))
 
-    async def complete(self, request: Request, orders: Sequence[Order]) -> list[tuple[Answer, list[Choice]]]:
-        """Whole answers, unless the client goes away before."""
-        return await unless_gone(request, all_of([self._complete(request, order) for order in orders]))
+    def prepare(
+        self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
+        format_param: str | None = None, tool_use: ToolUse | None = None,
+    ) -> Generation:
+        """A request to the engine. Stop strings are found here, so that they need a streamed answer."""
+        if params.stop:
+            text.need_tokenizer("stop")
+        try:
+            check_option_values(None, 0, body.deadline_s, "")
+        except InvalidInputError as error:
+            raise with_param(error, "deadline_s") from None
+        if not -(2**31) <= body.priority < 2**31:
+            raise InvalidParameterError("priority is out of range.", "priority")
+        stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
+        generate = GenerationRequest(
+            token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
+            priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
+        )
+        return Generation(text, generate, params, format_param, tool_use)
 
-    async def _complete(self, request: Request, order: Order) -> tuple[Answer, list[Choice]]:
-        asked = self._ask(request, order)
-        answer = Answer(order)
-        pieces: list[list[Piece]] = [[] for _ in answer.writings]
-        async with self._reading(asked, answer) as messages:
-            async for message in messages:
-                for piece in await aside(partial(answer.take, message), size_of(message)):
-                    pieces[piece.index].append(piece)
-                if answer.is_cut:
-                    break
-        return answer, [joined(index, own) for index, own in enumerate(pieces)]
+    async def prepare_chat(
+        self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], *, param: str = "messages",
+        names: dict[str, str] | None = None, template_values: dict[str, Any] | None = None, answer_start: str = "",
+    ) -> Generation:
+        """A request for the next message of a conversation.
 
-    async def stream(self, request: Request, orders: Sequence[Order], writer: EventWriter) -> EventStream:
-        """Events as the answers come."""
-        asked = [self._ask(request, order) for order in orders]  # first of all: the rest is made while they are computed
+        param: the parameter that holds the conversation. names: the route's names of SamplingParams, where they differ.
+        """
+        text = await self.find_text(body.model)
+        choice, values = body.check_tool_choice(), body.sampling()
+        options = dict(template_values or {})
+        reserved = [name for name in RESERVED if name in options]
+        if reserved:
+            raise InvalidParameterError(f"chat_template_kwargs cannot hold {reserved[0]!r}.", "chat_template_kwargs")
+        tool_use, format_param = None, body.grammar_param
+        if choice != "none":
+            if "grammar" in values:
+                raise InvalidParameterError("A format and tools exclude each other; set tool_choice to none.", "tools")
+            options["tools"], format_param = body.tools, "tools"
+            style = text.call_style(options)
+            tool_use = ToolUse.choose(style, body.tools, choice, body.parallel_tool_calls, text.tokenizer)
+            if tool_use.grammar is not None:
+                values["grammar"] = tool_use.grammar
+        params = checked_params(values, text.card, {"grammar": format_param, **(names or {})})
+        text.check_size(sum(len(message["content"]) for message in messages), param)
+        prompt_ids = await text.encode_chat(messages, param, options)
+        if answer_start:
+            prompt_ids = prompt_ids + await text.encode(answer_start, param, False, plain=True)
+        text.check_length(prompt_ids, param)
+        return self.prepare(request, body, text, prompt_ids, text.add_stops(params), format_param, tool_use)
+
+    async def complete(self, request: Request, *generations: Generation) -> None:
+        """Run generations to their end, unless the client goes away before."""
+
+        async def run(generation: Generation) -> None:
+            messages, end_sequence = self._send(request, generation)
+            async with closing(messages, generation):
+                async for message in messages:
+                    num_tokens = sum(len(output.token_ids) for output in getattr(message, "outputs", ()))
+                    await in_thread(partial(generation.add, message, end_sequence), num_tokens)
+                    if generation.needs_no_more:
+                        break
+
+        await unless_gone(request, run_all([run(generation) for generation in generations]))
+
+    async def stream(self, request: Request, generations: Sequence[Generation], writer: EventWriter) -> EventStream:
+        """Events as the tokens come."""
+        sent = [self._send(request, generation) for generation in generations]
 
         async def produce(outbox: Outbox) -> None:
-            answers = [Answer(order) for order in orders]
-            is_begun = False
+            has_started = False
 
-            async def pump(number: int) -> None:
-                nonlocal is_begun
-                answer = answers[number]
-                async with self._reading(asked[number], answer) as messages:
+            async def run(number: int, generation: Generation) -> None:
+                nonlocal has_started
+                messages, end_sequence = sent[number]
+                async with closing(messages, generation):
                     async for message in messages:
-                        has_ended = False
-                        for piece in answer.take(message):
-                            if not is_begun:
-                                is_begun = True
-                                outbox.put(writer.begin(answers))
-                            data = writer.piece(number, piece)
+                        for delta in generation.add(message, end_sequence):
+                            if not has_started:
+                                has_started = True
+                                outbox.put(writer.start())
+                            data = writer.delta(number, delta)
                             if data:
                                 outbox.put(data)
-                            has_ended = has_ended or piece.finish_reason is not None
-                        if has_ended and answer.is_cut:
+                        if generation.needs_no_more:
                             break
                         if outbox.is_full:
-                            await outbox.room()
+                            await outbox.wait_for_room()
 
-            await all_of([pump(number) for number in range(len(orders))])
-            outbox.put(writer.end(answers))
+            await run_all([run(number, generation) for number, generation in enumerate(generations)])
+            outbox.put(writer.end())
 
         return await EventStream(produce, writer.error, keep_alive_s=self.keep_alive_s).start(request)
 
-    def _ask(self, request: Request, order: Order) -> Asked:
-        """The backend's messages to an order."""
-        backend, message = self.catalog.backend, order.message(self.catalog.address(request, order.text.card))
-        if self.results.is_enabled:
+    def _send(
+        self, request: Request, generation: Generation
+    ) -> tuple[AsyncIterator[Chunk | Generated], Callable[[int], None] | None]:
+        """The backend's messages, and the function that ends one of several sequences."""
+        backend, generate = self.catalog.backend, generation.request
+        if self.results.is_enabled:  # the cache needs all sequences whole
             control = parse_cache_control(request.headers.get("cache-control"))
-            return Asked(generate_cached(
-                self.results, backend.generate, message, model=order.model_id, namespace=message.tenant, control=control
-            ), None)  # a cache wants all sequences whole
-        return Asked(backend.generate(message), partial(backend.end_sequence, message.request_id))
-
-    @asynccontextmanager
-    async def _reading(self, asked: Asked, answer: Answer) -> AsyncIterator[AsyncIterator[Chunk | Generated]]:
-        """Messages to an order; leaving them cancels what is still to come."""
-        order, messages = answer.order, asked.messages
-        answer.end_sequence = asked.end_sequence
-        try:
-            yield messages
-        except RemoteError as error:
-            if order.tools and order.params.grammar is not None:
-                raise explained(error, str(order.params.grammar["value"]), order.tools) from None
-            if error.code == InvalidInputError.code and "grammar" in error.message.lower():
-                error.param = error.param or order.form
-            raise
-        finally:
-            close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)
-            if close is not None:
-                await close()
+            return generate_cached(
+                self.results, backend.generate, generate, model=generation.model, namespace=generate.tenant, control=control
+            ), None
+        return backend.generate(generate), partial(backend.end_sequence, generate.request_id)
 
 
-async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all; if one fails, the others are cancelled."""
+@asynccontextmanager
+async def closing(messages: AsyncIterator[Chunk | Generated], generation: Generation) -> AsyncIterator[None]:
+    """Cancel what is still to come, and make errors about grammars name the parameter that stated them."""
+    try:
+        yield
+    except RemoteError as error:
+        if generation.tool_use is not None and generation.tool_use.grammar is not None:
+            raise generation.tool_use.explain(error) from None
+        if error.code == InvalidInputError.code and "grammar" in error.message.lower():
+            error.param = error.param or generation.format_param
+        raise
+    finally:
+        close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> None:
+    """Run all; if one fails, the others are cancelled."""
     if len(works) == 1:
-        return [await works[0]]
+        await works[0]
+        return
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def size_of(message: Chunk | Generated) -> int:
-    return 0 if isinstance(message, Chunk) else sum(len(output.token_ids) for output in message.outputs)
-
-
 def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str] | None = None) -> SamplingParams:
-    """SamplingParams of what a body states (None: left out) for a model.
+    """SamplingParams for a model.
 
-    An error names the body's parameter, by `names` if it differs. max_tokens may be more than a prompt leaves room for, where
-    the answer ends with the context; it may not be more than the model takes of prompt and answer together.
+    names: the route's names of SamplingParams, where they differ; errors use them. max_tokens may be more than the prompt
+    leaves room for, and not more than the model takes of prompt and answer together.
     """
     named = names or {}
-    names_here = {ours: name for ours, name in named.items() if ours != "grammar"}  # which is a word of messages too
+    in_messages = {ours: name for ours, name in named.items() if ours != "grammar"}  # "grammar" is a plain word there
     try:
         params = SamplingParams.of(values)
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
         stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
-        error.message = re.sub(r"\w+", lambda word: names_here.get(word[0], word[0]), error.message)
-        raise blamed(error, named.get(stated, stated)) if stated else error from None
+        error.message = re.sub(r"\w+", lambda word: in_messages.get(word[0], word[0]), error.message)
+        raise with_param(error, named.get(stated, stated)) if stated else error from None
     if params.max_tokens is not None and params.max_tokens > card.max_length:
         shown = named.get("max_tokens", "max_tokens")
         limit = f"this model takes {card.max_length:,} tokens, prompt and answer together"
@@ -384,25 +419,10 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
 
 
 def check_can_be_sent(values: dict[str, Any], names: dict[str, str]) -> None:
-    """Numbers and texts may be ones that the engine process cannot be told."""
-    try:
-        msgspec.msgpack.encode(values)
-    except UNSENDABLE as error:
-        if len(values) > 1:
-            for name, value in values.items():
-                check_can_be_sent({name: value}, names)
-        shown = names.get(next(iter(values)), next(iter(values)))
-        raise InvalidParameterError(f"{shown} cannot be passed on: {error}.", shown) from None
-
-
-def checked_order(order: Order) -> Order:
-    """An order whose other options are right too."""
-    if order.params.stop:
-        order.text.need_tokenizer("stop")
-    try:
-        check_option_values(None, 0, order.deadline_s, "")
-    except InvalidInputError as error:
-        raise blamed(error, "deadline_s") from None
-    if not -(2**31) <= order.priority < 2**31:
-        raise InvalidParameterError("priority is out of range.", "priority")
-    return order
+    """Refuse values that msgpack cannot encode."""
+    for name, value in values.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UNSENDABLE as error:
+            shown = names.get(name, name)
+            raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None

@@ -1,8 +1,8 @@
-"""The engine process: all models of a device behind one ROUTER socket.
+"""The engine process: all models of a device behind a ROUTER socket.
 
-One loop drains the socket, hands requests to the models, lets them launch and take in work, and sends what they brought; it
-waits for nothing but the next event. Everything is computed in one other thread (`compute`), texts are read and written in
-threads beside it. `engine_process` is the process.
+One loop receives requests, hands them to the models, lets the models make progress, and sends their answers. It waits for
+events only. Everything is computed in one other thread (`compute`); text is read and written in further threads.
+`engine_process` is the process around it.
 """
 
 from __future__ import annotations
@@ -18,54 +18,152 @@ from typing import Any, Self
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, StoppedError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.sched.policy import FairShare
 from archerfish.serve import wire
 from archerfish.serve.admission import AdmissionLimits
-from archerfish.serve.callers import Callers, tenant_of_key
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import Beside, ComputeThread, Waker
-from archerfish.serve.figures import Figures, as_values
-from archerfish.serve.front_figures import FrontFigures
 from archerfish.serve.gate import Gate, ReadingGate
-from archerfish.serve.host_config import HostConfig, admit_only, check_address
+from archerfish.serve.health import HangWatch, HealthCheck
+from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator, tenant_of_key
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
-from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, Shelf, Slot, make_slot
-from archerfish.serve.probing import Prober
-from archerfish.serve.ticket import Ticket
-from archerfish.serve.vitals import BEAT_S, ComputeWatch
+from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
+from archerfish.serve.models import GENERATION, SCORES, VECTORS, Shelf, make_slot
+from archerfish.serve.pending_request import PendingRequest
+from archerfish.serve.processes import BEAT_S
 from archerfish.serve.wire import (
     Bundle,
     Cancel,
     Charge,
     Chunk,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
+    GenerationRequest,
     Message,
     Ping,
-    Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
 )
 
 logger = logging.getLogger("archerfish.serve")
 MESSAGE = int(zmq.POLLIN)
-MAX_RECEIVED = 64  # messages of one round: a flood keeps the models waiting for a few milliseconds
+MAX_RECEIVED = 64  # messages of one round, so that a flood delays the models by a few milliseconds only
 IDLE_POLL_MS = 1000
-GONE_CHECKS_S = (0.0, 0.02, 0.2, 2.0)  # after a connection has broken, until it is known whose it was
-LEAST_WAIT_S = 1.0  # that a refused client is told
+MIN_RETRY_AFTER_S = 1.0
+
+
+class Listener:
+    """The ROUTER sockets of an engine process: one for front ends and, if configured, one for other programs.
+
+    A client is identified by the number of its socket and its ZMQ identity.
+    """
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._authenticator: ThreadAuthenticator | None = None
+        self._clients: dict[int, bytes] = {}  # by the file descriptor of their connection
+        self._disconnected: list[bytes] = []
+
+    def open(self, poller: zmq.Poller) -> str:
+        """Listen on all addresses; return the one for front ends, with its real port."""
+        if self._config.client_keys:
+            self._authenticator = start_authenticator(self._config.client_keys)
+        addresses = [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
+        return addresses[0]
+
+    def _open(self, address: str, poller: zmq.Poller) -> str:
+        opened = open_socket(zmq.ROUTER)
+        opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        opened.setsockopt(zmq.MAXMSGSIZE, self._config.max_message_bytes)
+        if self._config.secret_key and address.startswith("tcp:"):
+            opened.setsockopt(zmq.CURVE_SERVER, 1)
+            set_keys(opened, CURVE_PUBLICKEY=self._config.public_key, CURVE_SECRETKEY=self._config.secret_key)
+            if self._config.client_keys:
+                opened.setsockopt(zmq.ZAP_DOMAIN, b"archerfish")
+        self._sockets.append(opened)
+        self._monitors.append(opened.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        try:
+            opened.bind(address)
+        except zmq.ZMQError as error:
+            self.close(0)
+            hint = "Choose another address, or stop the process that has this one."
+            raise MachineError(f"Cannot listen on {address}: {error}.", hint=hint) from error
+        poller.register(opened, zmq.POLLIN)
+        poller.register(self._monitors[-1], zmq.POLLIN)
+        endpoint = opened.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.rstrip(b"\0").decode()
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the client and the payload of all messages, at most MAX_RECEIVED of a socket."""
+        for number, socket in enumerate(self._sockets):
+            if not has_message(socket):
+                continue
+            for _ in range(MAX_RECEIVED):
+                try:
+                    frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                client = bytes([number]) + frames[0].bytes
+                self._note_connection(client, frames[-1])
+                is_whole = len(frames) == 3 and not frames[1].bytes
+                yield client, frames[-1].bytes if is_whole else b""
+
+    def _note_connection(self, client: bytes, frame: zmq.Frame) -> None:
+        try:
+            connection = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # inproc
+            return
+        if self._clients.get(connection) != client:
+            self._read_events()  # the descriptor may have belonged to a client whose end was not read yet
+            self._clients[connection] = client
+
+    def take_disconnected(self) -> list[bytes]:
+        """The clients whose connections have broken since the last call."""
+        self._read_events()
+        found, self._disconnected = self._disconnected, []
+        return found
+
+    def _read_events(self) -> None:
+        for monitor in self._monitors:
+            while has_message(monitor):
+                event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+                client = self._clients.pop(int(event["value"]), None)
+                if client is not None:
+                    self._disconnected.append(client)
+
+    def send(self, client: bytes, payload: bytes) -> bool:
+        """Return False if the client is gone, or reads so slowly that its queue is full."""
+        try:
+            self._sockets[client[0]].send_multipart([client[1:], b"", payload], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def close(self, linger_ms: int) -> None:
+        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+            socket.disable_monitor()
+            monitor.close(0)
+            socket.close(linger_ms)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._sockets, self._monitors, self._authenticator = [], [], None
 
 
 class EngineHost:
-    """Serves models at an address until it is stopped. A context manager runs it in a thread of its own."""
+    """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
     def __init__(
         self, config: HostConfig, *, tenant_of: Callable[[str], str] = tenant_of_key,
@@ -74,38 +172,38 @@ class EngineHost:
         check_address(config)
         self.config = config
         self.address = config.address
-        self.figures, self.front_figures = Figures(), FrontFigures(clock)
+        self.clock = clock
+        self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
-        self.clock = clock
         self.reader: Executor = Beside("read", 2, self.waker)
         self.compiler: Executor = Beside("grammars", 2, self.waker)
         self.writer: Executor = Beside("write", 1, self.waker)
         self.shelf = Shelf(
-            self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock, live=self.live_tickets
+            self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock, live=self.pending_requests
         )
-        self.watch = ComputeWatch(self.compute, config.hang_s)
-        self.prober = Prober(self.shelf, self.compute, self.watch, self, clock)
-        self.on_beat: Callable[[str], None] | None = None  # told about every BEAT_S what there is to complain of
+        self.watch = HangWatch(self.compute, config.hang_s)
+        self.health = HealthCheck(self.shelf, self.compute, self.watch, self, clock)
+        self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
+        self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
         self.callers = Callers(config, tenant_of)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
-        self._posted: deque[Callable[[], None]] = deque()
-        self._outbox: deque[tuple[Ticket, Message]] = deque()
-        self._tickets: dict[bytes, dict[str, Ticket]] = {}  # of each client with live requests
-        self._gone_checks: list[float] = []  # when to look again who is gone
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._guard: ThreadAuthenticator | None = None
-        self._next_beat = float("-inf")
-        self._num_moves = 0  # rounds in which a model got on
-        self._stops_at: float | None = None  # while draining: when what still runs is given up
-        self._thread: threading.Thread | None = None
         self.num_lost_clients = 0
+        self._listener = Listener(config)
+        self._poller = zmq.Poller()
+        self._is_open = False
+        self._posted: deque[Callable[[], None]] = deque()
+        self._outbox: deque[tuple[PendingRequest, Message]] = deque()
+        self._pending: dict[bytes, dict[str, PendingRequest]] = {}  # by client and request_id
+        self._next_beat = float("-inf")
+        self._num_moves = 0  # rounds in which a model made progress
+        self._stops_at: float | None = None  # while stopping: when running requests are given up
+        self._thread: threading.Thread | None = None
 
     # Models
 
     def load_models(self) -> None:
-        """Make a place for every model of the configuration and load those for the start."""
+        """Make a slot for every model of the configuration and load those that are loaded at the start."""
         hub = HubConfig(**self.config.hub)
         for spec in self.config.models:
             self.shelf.add(make_slot(
@@ -114,41 +212,40 @@ class EngineHost:
             ))  # fmt: skip
 
     def gate_of(self, engine: LLMEngine) -> Gate:
-        """In front of a model that writes."""
-        self._share_out(engine)
+        """The admission of requests to a generation model."""
+        self._set_weights(engine)
         limits = replace(self.limits, max_queued_requests=engine.config.max_queue_size)
         return Gate(
             self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self.clock
         )
 
-    def _share_out(self, engine: LLMEngine) -> None:
-        """Tell a scheduler that asks for it the shares of tenants as they are now."""
+    def _set_weights(self, engine: LLMEngine) -> None:
+        """Give a fair-share scheduler the current weights of the tenants."""
         policy = engine.scheduler.policy
         if isinstance(policy, FairShare):
             policy.set_weights({tenant.name: tenant.weight for tenant in self.callers.tenants.all()})
 
     def reading_gate(self) -> ReadingGate:
-        """In front of a model that writes nothing."""
+        """The admission of texts to an embedding model or a cross-encoder."""
         return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self.clock)
 
-    def live_tickets(self) -> Iterator[Ticket]:
-        return (ticket for tickets in self._tickets.values() for ticket in tickets.values())
+    def pending_requests(self) -> Iterator[PendingRequest]:
+        return (pending for requests in self._pending.values() for pending in requests.values())
 
-    # What models see; in any thread
+    # For models, in any thread
 
-    def answer(self, ticket: Ticket, message: Message) -> None:
-        self._outbox.append((ticket, message))
+    def answer(self, pending: PendingRequest, message: Message) -> None:
+        self._outbox.append((pending, message))
 
-    def fail(self, ticket: Ticket, error: BaseException) -> None:
+    def fail(self, pending: PendingRequest, error: BaseException) -> None:
         if not isinstance(error, ArcherfishError):
             logger.error("A request failed.", exc_info=error)
-        status = getattr(error, "status", 500)
         wait_s: float | None = getattr(error, "retry_after_s", None)
-        if status in (429, 503):
-            if wait_s is None and ticket.retry_after_s is not None:
-                wait_s = ticket.retry_after_s()
-            wait_s = max(LEAST_WAIT_S, wait_s or 0.0)
-        self.answer(ticket, Failed.of(ticket.message.request_id, error, wait_s))
+        if getattr(error, "status", 500) in (429, 503):
+            if wait_s is None and pending.retry_after_s is not None:
+                wait_s = pending.retry_after_s()
+            wait_s = max(MIN_RETRY_AFTER_S, wait_s or 0.0)
+        self.answer(pending, Failed.of(pending.message.request_id, error, wait_s))
 
     def post(self, work: Callable[[], None]) -> None:
         self._posted.append(work)
@@ -157,86 +254,68 @@ class EngineHost:
     # The loop
 
     def open(self) -> str:
-        """Listen; returns the address, with the port that was taken where the configuration leaves it open."""
-        opened = self._socket = open_socket(zmq.ROUTER)
-        opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        opened.setsockopt(zmq.MAXMSGSIZE, self.config.max_message_bytes)
-        if self.config.secret_key:
-            opened.setsockopt(zmq.CURVE_SERVER, 1)
-            set_keys(opened, CURVE_PUBLICKEY=self.config.public_key, CURVE_SECRETKEY=self.config.secret_key)
-            if self.config.client_keys:
-                self._guard = admit_only(self.config.client_keys)
-                opened.setsockopt(zmq.ZAP_DOMAIN, b"archerfish")
-        self._monitor = opened.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            opened.bind(self.config.address)
-        except zmq.ZMQError as error:
-            self._close_sockets(0)
-            hint = "Choose another address, or stop who has this one."
-            raise MachineError(f"Cannot listen on {self.config.address}: {error}.", hint=hint) from error
-        endpoint = opened.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        return endpoint.rstrip(b"\0").decode()
+        """Listen; return the address for front ends, with its real port."""
+        self._is_open = True
+        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        return self._listener.open(self._poller)
 
     def run(self) -> None:
-        """Serve until `stop`; what runs then is finished first."""
-        if self._socket is None:
+        """Serve until `stop`; running requests are finished first."""
+        if not self._is_open:
             self.open()
-        assert self._socket is not None and self._monitor is not None
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        poller.register(self.waker.fileno(), zmq.POLLIN)
-        timeout = 0
+        timeout_ms = 0
         try:
             while not self._is_done():
-                poller.poll(timeout)
-                timeout = 0 if self._round() else self._pause_ms()
+                self._poller.poll(timeout_ms)
+                timeout_ms = 0 if self._round() else self._pause_ms()
         finally:
             self._close()
 
     def _round(self) -> bool:
-        """Everything there is to do now; whether there may be more."""
+        """Do everything that can be done now; return whether there may be more."""
         self.waker.clear()
-        num_received = self._receive()
+        num_received = 0
+        for client, payload in self._listener.receive():
+            self._receive(client, payload)
+            num_received += 1
         while self._posted:
             self._posted.popleft()()
         has_moved = False
         for hosted in self.shelf:
             has_moved = hosted.advance() or has_moved
         self._num_moves += has_moved
-        self._look_for_gone()
+        for client in self._listener.take_disconnected():
+            self._drop_client(client)
         self._flush()
         self.figures.settle()
         self._beat()
-        if not has_moved and not self._tickets and self._stops_at is None:
+        if not has_moved and not self._pending and self._stops_at is None:
             has_moved = self._use_idle_time()
-        return has_moved or num_received == MAX_RECEIVED
+        return has_moved or num_received >= MAX_RECEIVED
 
     def _beat(self) -> None:
-        """Say that the loop moves, and what is known of the compute thread."""
+        """Report every BEAT_S that the loop runs, unless the compute thread hangs."""
         now = self.clock()
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S
         for hosted in self.shelf:
             if isinstance(hosted, HostedLLM):
-                self._share_out(hosted.engine)
+                self._set_weights(hosted.engine)
         has_work = any(hosted.has_work for hosted in self.shelf)
-        complaint = self.watch.look(now, has_work=has_work, is_loading=self.shelf.is_loading, num_moves=self._num_moves)
-        if complaint:
-            logger.error("%s", complaint)
-        if self.on_beat is not None:
-            self.on_beat(complaint)
+        problem = self.watch.check(now, has_work=has_work, is_loading=self.shelf.is_loading, num_moves=self._num_moves)
+        if problem:
+            logger.error("The engine process hangs: %s", problem)
+            self.on_hang()
+        else:
+            self.on_beat()
 
     def _pause_ms(self) -> int:
-        """Until the next thing that no event announces."""
-        now = self.clock()
-        times = [*self._gone_checks, *([] if self._stops_at is None else [self._stops_at])]
-        return max(1, min([IDLE_POLL_MS, *(int(1000 * (moment - now)) + 1 for moment in times)]))
+        left_s = IDLE_POLL_MS / 1000 if self._stops_at is None else self._stops_at - self.clock()
+        return max(1, min(IDLE_POLL_MS, int(1000 * left_s) + 1))
 
     def _use_idle_time(self) -> bool:
-        """Do a piece of what can be done before it is wanted; whether there is more of it."""
+        """Do some work in advance; return whether there is more of it."""
         self.shelf.keep_within_memory()
         self.shelf.load_next()
         return any(hosted.use_idle_time() for hosted in self.shelf)
@@ -244,35 +323,25 @@ class EngineHost:
     def _is_done(self) -> bool:
         if self._stops_at is None:
             return False
-        return not self._tickets or self.clock() >= self._stops_at
+        return not self._pending or self.clock() >= self._stops_at
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Refuse what comes, finish what runs, then end. May be called in any thread and by a signal's handler."""
+        """Refuse new requests, finish the running ones, then end. Any thread and any signal handler may call this."""
         stops_at = self.clock() + (self.config.grace_s if grace_s is None else grace_s)
         self._stops_at = stops_at if self._stops_at is None else min(self._stops_at, stops_at)
         self.waker.wake()
 
     def _close(self) -> None:
         stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
-        for tickets in list(self._tickets.values()):
-            for ticket in list(tickets.values()):
-                self.fail(ticket, stopped)
+        for pending in list(self.pending_requests()):
+            self.fail(pending, stopped)
         self._flush()
         self.shelf.close()
         for threads in (self.reader, self.compiler, self.writer):
             threads.shutdown()
         self.compute.close()
-        self._close_sockets(1000)
+        self._listener.close(1000)
         self.waker.close()
-
-    def _close_sockets(self, linger_ms: int) -> None:
-        if self._socket is not None and self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(linger_ms)
-        if self._guard is not None:
-            self._guard.stop()
-        self._socket = self._monitor = self._guard = None
 
     def __enter__(self) -> Self:
         self.address = self.open()
@@ -285,182 +354,138 @@ class EngineHost:
         if self._thread is not None:
             self._thread.join()
 
-    # Sending
+    # Answers
 
     def _flush(self) -> None:
-        """Send all that has been answered; what several requests of one client got goes together."""
+        """Send all answers. Those of one client that takes bundles go together."""
         bundles: defaultdict[bytes, list[Any]] = defaultdict(list)
         while self._outbox:
-            ticket, message = self._outbox.popleft()
-            if ticket.is_over:
+            pending, message = self._outbox.popleft()
+            if pending.is_over:
                 continue
             is_last = type(message) is not Chunk
             if is_last:
-                self._forget(ticket)
-            if ticket.takes_bundles:
-                bundles[ticket.client].append(message)
-            elif ticket.on_end is None:
-                self._send(ticket.client, message)
+                self._end(pending)
+            if pending.takes_bundles:
+                bundles[pending.client].append(message)
+            elif pending.on_end is None:
+                self._send(pending.client, message)
             elif is_last:
-                ticket.on_end(message)
+                pending.on_end(message)
         for client, answers in bundles.items():
             self._send(client, answers[0] if len(answers) == 1 else Bundle(request_id="", answers=answers))
 
-    def _send(self, client: bytes, message: Message) -> bool:
-        assert self._socket is not None
+    def _send(self, client: bytes, message: Message) -> None:
         try:
             payload = wire.encode(message)
         except (TypeError, ValueError, OverflowError) as error:
             payload = wire.encode(Failed.of(message.request_id, error))
             logger.error("An answer cannot be encoded.", exc_info=error)
-        try:
-            self._socket.send_multipart([client, b"", payload], zmq.NOBLOCK)
-        except zmq.ZMQError:  # gone, or so far behind with reading that it might as well be
-            self._lose(client)
-            return False
-        return True
+        if not self._listener.send(client, payload):
+            self._drop_client(client)
 
-    def _forget(self, ticket: Ticket) -> None:
-        """A request is over: its model takes back what it has."""
-        ticket.is_over = True
-        tickets = self._tickets.get(ticket.client, {})
-        if tickets.get(ticket.message.request_id) is ticket:
-            del tickets[ticket.message.request_id]
-            if not tickets:
-                del self._tickets[ticket.client]
-        if ticket.release is not None:
-            ticket.release()
+    def _end(self, pending: PendingRequest) -> None:
+        """Forget a request and let its model free what it holds."""
+        pending.is_over = True
+        requests = self._pending.get(pending.client, {})
+        if requests.get(pending.message.request_id) is pending:
+            del requests[pending.message.request_id]
+            if not requests:
+                del self._pending[pending.client]
+        if pending.release is not None:
+            pending.release()
 
-    def _lose(self, client: bytes) -> None:
-        """A client has gone, and its requests with it."""
-        tickets = self._tickets.get(client)
-        if tickets:
+    def _drop_client(self, client: bytes) -> None:
+        """Cancel all requests of a client that is gone."""
+        requests = self._pending.get(client)
+        if requests:
             self.num_lost_clients += 1
-            for ticket in list(tickets.values()):
-                self._forget(ticket)
+            for pending in list(requests.values()):
+                self._end(pending)
 
-    def _look_for_gone(self) -> None:
-        """After a connection has broken: whoever cannot be sent to any more is gone."""
-        assert self._monitor is not None
-        now = self.clock()
-        while has_message(self._monitor):
-            self._monitor.recv_multipart(zmq.NOBLOCK)
-            self._gone_checks = [now + wait for wait in GONE_CHECKS_S]
-        if self._gone_checks and self._gone_checks[0] <= now:
-            self._gone_checks = [moment for moment in self._gone_checks if moment > now]
-            for client in list(self._tickets):
-                if client:
-                    self._send(client, Pong(request_id=""))
+    # Requests
 
-    # Receiving
-
-    def _receive(self) -> int:
-        assert self._socket is not None
-        if not has_message(self._socket):
-            return 0
-        for number in range(MAX_RECEIVED):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return number
-            self._take(frames)
-        return MAX_RECEIVED
-
-    def _take(self, frames: list[bytes]) -> None:
-        """One message, whatever it is: nothing that a client sends ends the loop."""
-        client = frames[0]
-        payload = frames[-1] if len(frames) == 3 and not frames[1] else b""
+    def _receive(self, client: bytes, payload: bytes) -> None:
+        """Handle one message. Whatever a client sends, the loop goes on."""
         try:
             message = wire.decode_request(payload)
         except wire.WireError as error:
             self._send(client, Failed.of(wire.request_id_of(payload), error))
             return
+        known = self._pending.get(client, {}).get(message.request_id)
         if isinstance(message, Cancel):
-            ticket = self._tickets.get(client, {}).get(message.request_id)
-            if ticket is not None and message.index is None:
-                self._forget(ticket)
-            elif ticket is not None and message.index is not None and ticket.end_sequence is not None:
-                ticket.end_sequence(message.index)
+            if known is not None and message.index is None:
+                self._end(known)
+            elif known is not None and message.index is not None and known.end_sequence is not None:
+                known.end_sequence(message.index)
             return
-        if message.request_id in self._tickets.get(client, {}):
-            twice = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
-            self._send(client, Failed.of(message.request_id, twice))
+        if known is not None:
+            in_use = InvalidInputError(f"There is a live request {message.request_id!r}.", hint="Choose another request_id.")
+            self._send(client, Failed.of(message.request_id, in_use))
             return
-        takes_bundles = isinstance(message, Generate) and message.takes_bundles
-        ticket = Ticket(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
-        self._tickets.setdefault(client, {})[message.request_id] = ticket
+        takes_bundles = isinstance(message, GenerationRequest) and message.takes_bundles
+        pending = PendingRequest(client, message, arrived=self.clock(), takes_bundles=takes_bundles)
+        self._pending.setdefault(client, {})[message.request_id] = pending
         try:
-            self._handle(ticket, message)
+            self._handle(pending, message)
         except Exception as error:
-            self.fail(ticket, error)
+            self.fail(pending, error)
 
-    def _handle(self, ticket: Ticket, message: Any) -> None:
+    def _handle(self, pending: PendingRequest, message: Any) -> None:
         if isinstance(message, Ping):
-            self.prober.answer(ticket, message)
+            self.health.answer(pending, message)
         elif isinstance(message, Query):
-            self._query(ticket, message)
+            self.answer(pending, Report(request_id=message.request_id, values=self._query(message)))
         elif isinstance(message, Charge):
             self.callers.check_operator(message.credentials)
             _, caller = self.callers.find(message.credentials, message.tenant)
             self.rates.charge(caller, message.num_tokens, is_spent=message.is_spent)
-            self.answer(ticket, Report(request_id=message.request_id))
+            self.answer(pending, Report(request_id=message.request_id))
         elif isinstance(message, Configure):
             self.callers.check_operator(message.credentials)
-            kinds = (*GENERATION, *SCORES)
-            hosted = self._loaded(self.shelf.find(message.model, kinds))
-            self.answer(ticket, Report(request_id=message.request_id, values=hosted.configure(message.options)))
+            slot = self.shelf.find(message.model, (*GENERATION, *SCORES))
+            if slot.hosted is None:
+                raise StoppedError(f"The model {slot.name} is not loaded.", hint="Send it a request first.")
+            self.answer(pending, Report(request_id=message.request_id, values=slot.hosted.configure(message.options)))
         else:
-            self._work(ticket, message)
+            self._submit(pending, message)
 
-    def _work(self, ticket: Ticket, message: Generate | Embed | Score | Explain) -> None:
+    def _submit(
+        self, pending: PendingRequest, message: GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest
+    ) -> None:
+        """Hand a request to its model."""
         if self._stops_at is not None:
             raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
-        ticket.tenant, ticket.caller = self.callers.find(message.credentials, message.tenant)
-        if isinstance(message, Explain):
-            self.shelf.submit(self.shelf.find(message.model, GENERATION), ticket, lambda hosted, one: hosted.explain(one))
+        pending.tenant, pending.caller = self.callers.find(message.credentials, message.tenant)
+        if isinstance(message, ExplainRequest):
+            self.shelf.submit(self.shelf.find(message.model, GENERATION), pending, lambda hosted, one: hosted.explain(one))
             return
-        kinds = GENERATION if isinstance(message, Generate) else VECTORS if isinstance(message, Embed) else SCORES
-        self.shelf.submit(self.shelf.find(message.model, kinds), ticket, lambda hosted, one: hosted.submit(one))
+        kinds = {GenerationRequest: GENERATION, EmbedRequest: VECTORS, ScoreRequest: SCORES}[type(message)]
+        self.shelf.submit(self.shelf.find(message.model, kinds), pending, lambda hosted, one: hosted.submit(one))
 
-    def _loaded(self, slot: Slot) -> Hosted:
-        if slot.hosted is None:
-            raise StoppedError(f"The model {slot.name} is not loaded.", hint="Send it a request first.")
-        return slot.hosted
-
-    # Questions about the process
-
-    def _query(self, ticket: Ticket, message: Query) -> None:
-        values: dict[str, Any]
+    def _query(self, message: Query) -> dict[str, Any]:
         if message.about == "models":
-            values = {"models": [slot.card() for slot in self.shelf.slots]}
-        elif message.about in ("stats", "metrics", "options"):
-            self.callers.check_operator(message.credentials)
-            if message.source:
-                self.front_figures.take(message.source, message.values)
-            values = self._report(message.about)
-        else:
+            return {"models": [slot.card() for slot in self.shelf.slots]}
+        if message.about not in ("stats", "metrics", "options"):
             hint = "Ask for models, stats, metrics or options."
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
-        self.answer(ticket, Report(request_id=message.request_id, values=values))
-
-    def _report(self, about: str) -> dict[str, Any]:
-        if about == "options":
-            return {"version": self.front_figures.version, "options": self.front_figures.options}
+        self.callers.check_operator(message.credentials)
+        if message.source:
+            self.front_end_metrics.take(message.source, message.values)
+        if message.about == "options":
+            return {"version": self.front_end_metrics.version, "options": self.front_end_metrics.options}
         models = {slot.name: slot.hosted.stats() for slot in self.shelf.slots if slot.hosted is not None}
-        host = self._host_stats()
-        if about == "stats":
-            return {"models": models, "host": host}
-        of_front_ends = {metric.name: as_values(metric) for metric in self.front_figures.metrics()}
-        return {**of_front_ends, **self.figures.report(models, host)}
-
-    def _host_stats(self) -> dict[str, float]:
-        return {
-            "clients": len(self._tickets), "live_requests": sum(map(len, self._tickets.values())),
+        host = {
+            "clients": len(self._pending), "live_requests": sum(map(len, self._pending.values())),
             "lost_clients": self.num_lost_clients, "loaded_models": sum(1 for _ in self.shelf),
             "unloaded_models": self.shelf.num_unloaded, "job_seconds": self.compute.running_s(),
         }  # fmt: skip
+        if message.about == "stats":
+            return {"models": models, "host": host}
+        metrics = [*self.front_end_metrics.metrics(), *self.figures.metrics(models), *gauges(host)]
+        return {metric.name: metric_values(metric) for metric in metrics}
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Without the exception that a receive in vain costs at every turn of the loop."""
+    """Whether a receive would succeed. This is cheaper than the exception of one that does not."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & MESSAGE)

@@ -1,9 +1,12 @@
-"""How an engine process is started, and who may reach it."""
+"""How the processes of a service are configured, and who may use an engine process."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -11,19 +14,21 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from archerfish.config import EmbedConfig, EngineConfig
-from archerfish.errors import InvalidOptionError, did_you_mean, nearest
+from archerfish.errors import CallerError, InvalidOptionError, did_you_mean, nearest
+from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
+GRACE_S = 30.0  # running requests may take this long after SIGTERM
 
 
 def names_of(name: str, aliases: Iterable[str]) -> list[str]:
-    """Under which a request may call for a model: its own name, aliases, and the last part of each."""
+    """All names by which a request may ask for a model: its own name, its aliases, and the last part of each."""
     found = [name, *aliases]
     return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
 
 
 def hint_for(name: str, listed: Iterable[str]) -> str:
-    """For who names none of the models that are listed. Their other names may be paths of this machine, and are not told."""
+    """A hint for a request with an unknown model name. It shows listed names only: aliases may be paths of this machine."""
     own = list(listed)
     last = {one.rsplit("/", 1)[-1]: one for one in own}
     close = nearest(name, [*own, *last])
@@ -31,9 +36,9 @@ def hint_for(name: str, listed: Iterable[str]) -> str:
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to serve: options are those of EngineConfig, or of EmbedConfig for vectors and scores.
+    """A model to serve. The options are those of EngineConfig, or of EmbedConfig for embeddings and cross-encoders.
 
-    is_beside: there is another of its kind for requests that name no model.
+    is_beside: requests that name no model mean another model of this kind.
     """
 
     kind: Kind
@@ -49,44 +54,63 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine process is started.
+    """The configuration of an engine process.
 
-    front_end_pass: what front ends send as credentials, so that they may name tenants, ask for figures and change options.
-    public_key, secret_key: the CURVE keys of the process; client_keys: the public keys that may connect, empty for all.
+    front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change options.
+    public_key, secret_key: the CURVE keys of the process, for TCP. client_keys: the public keys that may connect, or empty.
     """
 
-    address: str = ""
+    address: str = ""  # where the front ends connect
+    open_address: str = ""  # where other programs connect; empty: nowhere
     models: tuple[ModelSpec, ...] = ()
     hub: dict[str, Any] = {}
     front_end_pass: str = ""
     public_key: str = ""
     secret_key: str = ""
     client_keys: tuple[str, ...] = ()
-    api_keys_file: str = ""  # for clients without the pass, and for the limits of tenants
-    admission: dict[str, Any] = {}  # of AdmissionLimits
-    latency_budget_ms: float = 50.0  # of a job of embeddings
+    api_keys_file: str = ""  # API keys and limits of tenants
+    admission: dict[str, Any] = {}  # options of AdmissionLimits
+    latency_budget_ms: float = 50.0  # duration of one job of embeddings
     max_queue_texts: int = 8192
     max_message_bytes: int = 64 << 20
-    memory_gib: float = 0.0  # what loaded models may take together; 0: no limit
-    grace_s: float = 30.0  # what running requests get after SIGTERM
-    hang_s: float = 120.0  # a job that takes longer hangs, unless its model is new or has needed a quarter of it before
-    silence_s: float = 60.0  # and so does a process whose loop has not moved for so long
+    memory_gib: float = 0.0  # limit for all loaded models together; 0: no limit
+    grace_s: float = GRACE_S
+    hang_s: float = 120.0  # a longer job counts as hung, unless its model is new or has needed a quarter of that before
+    silence_s: float = 60.0  # a process without a heartbeat for so long counts as hung
+
+
+class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of a front end. `serve` has the values of ServeConfig."""
+
+    address: str  # of the engine process
+    credentials: str
+    serve: dict[str, Any] = {}
+    retry_after_s: float = 1.0
+    listener: int = -1  # file descriptor of the socket from which it accepts connections
+
+
+def read_tenants(api_keys_file: str) -> Tenants:
+    return Tenants.from_file(api_keys_file) if api_keys_file else Tenants()
+
+
+# Addresses and keys
 
 
 def check_address(config: HostConfig) -> None:
-    """Beyond this machine everything is encrypted, or not sent."""
-    scheme, _, rest = config.address.partition("://")
-    if scheme not in ("ipc", "tcp", "inproc") or not rest:
-        raise InvalidOptionError(f"{config.address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
+    """Refuse addresses that other machines can reach without encryption."""
     if bool(config.public_key) != bool(config.secret_key):
-        raise InvalidOptionError("An engine process needs both of its CURVE keys, or none.")
+        raise InvalidOptionError("The ZMQ server needs both CURVE keys, the public and the secret one, or none.")
     if config.client_keys and not config.secret_key:
-        raise InvalidOptionError("client_keys are given, but no keys of the engine process.")
-    if scheme == "tcp" and not config.secret_key and not is_loopback(rest.rpartition(":")[0]):
-        raise InvalidOptionError(
-            f"{config.address} can be reached from other machines, but there are no CURVE keys.",
-            hint="Give public_key and secret_key (zmq.curve_keypair() makes a pair), or listen on tcp://127.0.0.1.",
-        )
+        raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
+    for address in filter(None, (config.address or "none", config.open_address)):
+        scheme, _, rest = address.partition("://")
+        if scheme not in ("ipc", "tcp", "inproc") or not rest:
+            raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
+        if scheme == "tcp" and not config.secret_key and not is_loopback(rest.rpartition(":")[0]):
+            raise InvalidOptionError(
+                f"Other machines can reach {address}, but there are no CURVE keys.",
+                hint="Give the ZMQ server keys ([serve] zmq_key_file), or listen on tcp://127.0.0.1.",
+            )
 
 
 def is_loopback(host: str) -> bool:
@@ -98,15 +122,59 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def admit_only(client_keys: tuple[str, ...]) -> ThreadAuthenticator:
-    """Answers the sockets of this process who may connect."""
+def start_authenticator(client_keys: tuple[str, ...]) -> ThreadAuthenticator:
+    """Start a thread that lets only clients with these public keys connect to the sockets of this process."""
     known = frozenset(client_keys)
 
     class Keys:
         def callback(self, domain: str, key: bytes) -> bool:
             return key.decode() in known
 
-    guard = ThreadAuthenticator(zmq.Context.instance())
-    guard.start()
-    guard.configure_curve_callback(domain="archerfish", credentials_provider=Keys())
-    return guard
+    authenticator = ThreadAuthenticator(zmq.Context.instance())
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="archerfish", credentials_provider=Keys())
+    return authenticator
+
+
+# Credentials of messages
+
+
+class NotAllowedError(CallerError):
+    """Only front ends and operators may do this."""
+
+    status, code = 403, "not_allowed"
+
+
+def tenant_of_key(credentials: str) -> str:
+    """The tenant name of an API key where no file of API keys says otherwise: the hash of the key."""
+    return hashlib.sha256(credentials.encode(errors="surrogatepass")).hexdigest()[:32] if credentials else ""
+
+
+class Callers:
+    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials."""
+
+    def __init__(self, config: HostConfig, tenant_of: Callable[[str], str]) -> None:
+        self.tenants = read_tenants(config.api_keys_file)
+        self._pass = config.front_end_pass.encode()
+        self._is_private = not self._pass and not config.open_address and config.address.startswith(("ipc:", "inproc:"))
+        self._tenant_of = tenant_of
+
+    def is_front_end(self, credentials: str) -> bool:
+        return bool(self._pass) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), self._pass)
+
+    def find(self, credentials: str, tenant: str) -> tuple[str, Tenant]:
+        """The tenant whose cached contexts a request may share, and the limits of its sender."""
+        if self.is_front_end(credentials):
+            return tenant, self.tenants.named(tenant) or replace(ANONYMOUS, name=tenant)
+        if tenant:
+            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
+        if self.tenants.has_keys:
+            caller = self.tenants.find(credentials)
+            return caller.name, caller
+        own = self._tenant_of(credentials)
+        return own, replace(ANONYMOUS, name=own)
+
+    def check_operator(self, credentials: str) -> None:
+        """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
+        if not self._is_private and not self.is_front_end(credentials):
+            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve.admission import BusyError, ImpossibleDeadlineError, TooLateError
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate, ReadingPass
 from archerfish.serve.limits import RefusedError
+from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.service_rate import JobCost
-from archerfish.serve.ticket import Desk, Ticket, read_aside
-from archerfish.serve.wire import Embed, Score, Vectors
+from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 Array = npt.NDArray[np.float32]
@@ -52,7 +52,7 @@ class Encoder(Protocol):
 class Encoding:
     """The texts of one request on their way through jobs."""
 
-    ticket: Ticket
+    ticket: PendingRequest
     texts: list[TokenizedText]
     normalize: bool | None
     finish: Callable[[Array], Array]
@@ -89,8 +89,8 @@ class HostedEncoder:
     """
 
     def __init__(
-        self, engine: Encoder, lane: Lane, desk: Desk, figures: Figures, gate: ReadingGate, *, latency_s: float = 0.05,
-        max_queue_texts: int = 8192,
+        self, engine: Encoder, lane: Lane, desk: ModelHost, figures: MetricsCollector, gate: ReadingGate, *,
+        latency_s: float = 0.05, max_queue_texts: int = 8192,
     ) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
@@ -117,7 +117,7 @@ class HostedEncoder:
         shown = {"kind": self.kind, "max_length": self.engine.get_max_seq_length(), "directory": directory}
         return shown if self.kind == "cross-encoder" else {**shown, "dimension": self.engine.get_embedding_dimension()}
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: PendingRequest) -> None:
         inputs, normalize, finish = self._wishes(ticket.message)
         num_tokens = sum(len(text) for text in inputs if isinstance(text, list))
         num_bytes = sum(size_of(text) for text in inputs)
@@ -132,9 +132,9 @@ class HostedEncoder:
         if num_bytes + num_tokens <= MAX_QUICK_BYTES:
             read()()
         else:
-            read_aside(self._desk, ticket, read)
+            read_in_thread(self._desk, ticket, read)
 
-    def _admit(self, ticket: Ticket, num_texts: int, num_tokens: int, num_bytes: int) -> ReadingPass:
+    def _admit(self, ticket: PendingRequest, num_texts: int, num_tokens: int, num_bytes: int) -> ReadingPass:
         """Before anything is spent on the texts."""
         deadline_s = ticket.message.deadline_s
         if deadline_s is not None and not deadline_s > 0:
@@ -154,11 +154,11 @@ class HostedEncoder:
 
     def _wishes(self, message: Any) -> tuple[list[Any], bool | None, Callable[[Array], Array]]:
         """What to compute for a request, how, and what to make of it."""
-        if isinstance(message, Embed):
+        if isinstance(message, EmbedRequest):
             if self.kind == "cross-encoder":
                 raise InvalidInputError(f"{self.name} is a cross-encoder: it scores pairs.", hint="Name an embedding model.")
             return list(message.texts), message.normalize, lambda rows: rows
-        if not isinstance(message, Score):
+        if not isinstance(message, ScoreRequest):
             raise InvalidInputError(f"{self.name} writes no text; it has vectors.", hint="Name a generation model.")
         if not message.documents:
             return [], True, lambda rows: rows
@@ -352,15 +352,15 @@ class HostedEncoder:
             encoding.is_tried_again = True
             self._queue.append(replace(encoding, rows=None, num_taken=0, num_done=0, is_alone=True, is_tried_again=False))
 
-    def probe(self, ticket: Ticket) -> None:
+    def probe(self, ticket: PendingRequest) -> None:
         """Answer after a real pass over one word."""
         if self.kind == "cross-encoder":
-            ticket.message = Score(request_id="", query="health", documents=["health"])
+            ticket.message = ScoreRequest(request_id="", query="health", documents=["health"])
         else:
-            ticket.message = Embed(request_id="", texts=["health"])
+            ticket.message = EmbedRequest(request_id="", texts=["health"])
         self.submit(ticket)
 
-    def explain(self, ticket: Ticket) -> None:
+    def explain(self, ticket: PendingRequest) -> None:
         raise InvalidInputError(f"{self.name} has no prefix cache.", hint="Name a generation model.")
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -10,19 +10,19 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.counts import engine_counts
-from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sequence import Namespace, TokenLogprobs
+from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
-from archerfish.serve.ticket import Desk, Ticket, read_aside
-from archerfish.serve.wire import Chunk, Explain, Generate, Generated, Output, Report
+from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
+from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
+from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = "\0probe"  # no key's hash and no front end's name for one
 MAX_QUICK_TOKENS = 8192  # a prompt of so many ids is read by the loop itself
@@ -35,7 +35,7 @@ class HostedLLM:
 
     kind = "generation"
 
-    def __init__(self, engine: LLMEngine, lane: Lane, desk: Desk, figures: Figures, gate: Gate) -> None:
+    def __init__(self, engine: LLMEngine, lane: Lane, desk: ModelHost, figures: MetricsCollector, gate: Gate) -> None:
         self.engine, self.lane, self.gate = engine, lane, gate
         self.desk, self.figures = desk, figures
         self._ids = itertools.count()
@@ -67,10 +67,10 @@ class HostedLLM:
         except ArcherfishError:
             return False
 
-    def submit(self, ticket: Ticket) -> None:
-        """Take in a Generate: at once where it is only ids, else by way of the reader."""
-        message: Generate = ticket.message
-        if not isinstance(message, Generate):
+    def submit(self, ticket: PendingRequest) -> None:
+        """Take in a GenerationRequest: at once where it is only ids, else by way of the reader."""
+        message: GenerationRequest = ticket.message
+        if not isinstance(message, GenerationRequest):
             raise InvalidInputError(f"{self.name} writes text; it has no vectors.", hint="Name an embedding model.")
         answering = Answering(self, ticket)
         if ticket.on_end is None:
@@ -85,9 +85,9 @@ class HostedLLM:
             live = self._prepare(answering)
             return lambda: self._enter(live, answering)
 
-        read_aside(self.desk, ticket, read, self.desk.compiler if has_grammar else None)
+        read_in_thread(self.desk, ticket, read, self.desk.compiler if has_grammar else None)
 
-    def _admit(self, ticket: Ticket, message: Generate) -> Pass:
+    def _admit(self, ticket: PendingRequest, message: GenerationRequest) -> Pass:
         """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
         params, ids = message.params, message.token_ids
         max_tokens, num_sequences = most_tokens(params), params.get("n", 1)
@@ -106,7 +106,7 @@ class HostedLLM:
             self.figures.refused(self.name, error.code)
             raise
 
-    def _prepare(self, answering: Answering) -> LiveRequest:
+    def _prepare(self, answering: Answering) -> Request:
         """In any thread."""
         message = answering.message
         params = read_params(message.params)
@@ -130,19 +130,19 @@ class HostedLLM:
             deadline_s=answering.ticket.left_s(self.desk.clock()),
         )
 
-    def _enter(self, live: LiveRequest, answering: Answering) -> None:
+    def _enter(self, live: Request, answering: Answering) -> None:
         answering.live, entry = live, answering.entry
         try:
             if entry is not None:
-                entry.tokenized(len(live.request.prompt_token_ids))
+                entry.tokenized(len(live.prompt_token_ids))
             self.engine.submit(live)
         except OverloadedError as error:
             self.figures.refused(self.name, error.code)
             raise
-        answering.is_heard_in_loop = not live.has_text
+        answering.is_heard_in_loop = not live.collector.has_text
         answering.is_plain = answering.message.stream and entry is not None
-        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request.request_id, index)
-        answering.ticket.release = lambda: self._release(live.request.request_id, entry)
+        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request_id, index)
+        answering.ticket.release = lambda: self._release(live.request_id, entry)
 
     def _release(self, request_id: str, entry: Pass | None) -> None:
         self.engine.abort(request_id)
@@ -194,16 +194,17 @@ class HostedLLM:
         with contextlib.suppress(ArcherfishError):
             self.engine.grammars.warm_up()
 
-    def probe(self, ticket: Ticket) -> None:
+    def probe(self, ticket: PendingRequest) -> None:
         """Answer after a real step: one token after one token."""
         vocab_size, number = self.engine.facts.vocab_size, next(self._ids)
         prompt = [number % vocab_size, number // vocab_size % vocab_size]  # a new one each time: no cache has it
-        ticket.message = Generate(request_id="", token_ids=prompt, params={"max_tokens": 1, "temperature": 0.0}, wants_ids=True)
+        params = {"max_tokens": 1, "temperature": 0.0}
+        ticket.message = GenerationRequest(request_id="", token_ids=prompt, params=params, wants_ids=True)
         ticket.tenant = PROBE_TENANT
         self.submit(ticket)
 
-    def explain(self, ticket: Ticket) -> None:
-        message: Explain = ticket.message
+    def explain(self, ticket: PendingRequest) -> None:
+        message: ExplainRequest = ticket.message
         prompt = message.prompt if message.prompt is not None else message.token_ids
         if prompt is None or (message.prompt is not None and message.token_ids is not None):
             raise InvalidInputError("Give one of prompt and token_ids.")
@@ -213,7 +214,7 @@ class HostedLLM:
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
             return lambda: self.desk.answer(ticket, report)
 
-        read_aside(self.desk, ticket, read)
+        read_in_thread(self.desk, ticket, read)
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
@@ -235,9 +236,9 @@ class Answering:
     """Turns what an engine brings to one request into the answers that its client wants."""
 
     model: HostedLLM
-    ticket: Ticket
-    message: Generate = field(init=False)
-    live: LiveRequest | None = None
+    ticket: PendingRequest
+    message: GenerationRequest = field(init=False)
+    live: Request | None = None
     entry: Pass | None = None
     last_token: float = 0.0
     is_heard_in_loop: bool = False  # as what brings no text is: it may wait for the end of a step
@@ -282,8 +283,8 @@ class Answering:
             chunk.text = delta.text
         if delta.logprobs is not None:
             chunk.logprobs = flat(delta.logprobs)
-        if is_first and self.live is not None and 0 in self.live.sequences:
-            chunk.num_cached_tokens = self.live.sequences[0].num_cached
+        if is_first and self.live is not None and 0 in self.live.collector.sequences:
+            chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
         if delta.finish_reason == "deadline" and not self.last_token:
             chunk.retry_after_s = self.model.gate.retry_after_s()
         return chunk
@@ -327,7 +328,7 @@ class Answering:
         self.model.desk.answer(self.ticket, answer)
 
 
-def size_of_prompt(message: Generate) -> int:
+def size_of_prompt(message: GenerationRequest) -> int:
     """About how many bytes of text, without a look at each."""
     if message.messages is not None:
         return sum(len(str(part.get("content", ""))) for part in message.messages)

@@ -10,8 +10,8 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import locate
 from archerfish.engine.llm_loading import ModelFacts, read_facts
 from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
-from archerfish.models.encoder import encoder_class
 from archerfish.serve.host_config import ModelSpec
 from archerfish.store.format import ARROW_NAME
 from archerfish.store.metadata import read_metadata

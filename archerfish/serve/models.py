@@ -18,15 +18,15 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve.admission import BusyError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
-from archerfish.serve.ticket import Desk, Ticket
+from archerfish.serve.pending_request import ModelHost, PendingRequest
 
 logger = logging.getLogger("archerfish.serve")
 Hosted = HostedLLM | HostedEncoder
@@ -57,7 +57,7 @@ class Slot:
     lane: Lane | None = None
     is_loading: bool = False
     error: BaseException | None = None  # of the last attempt to load it
-    waiting: list[Ticket] = field(default_factory=list)  # until it is loaded
+    waiting: list[PendingRequest] = field(default_factory=list)  # until it is loaded
     last_used: float = 0.0
     num_requests: int = 0
     num_bytes: int = 0  # that it takes, or would take
@@ -84,8 +84,8 @@ class Shelf:
     """
 
     def __init__(
-        self, compute: ComputeThread, desk: Desk, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
-        live: Callable[[], Iterable[Ticket]] = tuple,
+        self, compute: ComputeThread, desk: ModelHost, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
+        live: Callable[[], Iterable[PendingRequest]] = tuple,
     ) -> None:
         """live: all requests that are not over, which may be with those who read their texts."""
         self.slots: list[Slot] = []
@@ -121,7 +121,7 @@ class Shelf:
                 return found[0]
         raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
 
-    def submit(self, slot: Slot, ticket: Ticket, act: Callable[[Hosted, Ticket], None]) -> None:
+    def submit(self, slot: Slot, ticket: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
         """Hand a request to a model, which is loaded first if it is not there."""
         slot.last_used = self._clock()
         slot.num_requests += 1
@@ -137,7 +137,7 @@ class Shelf:
         slot.waiting.append(ticket)
         self.load(slot)
 
-    def _hand(self, hosted: Hosted, ticket: Ticket, act: Callable[[Hosted, Ticket], None]) -> None:
+    def _hand(self, hosted: Hosted, ticket: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
         ticket.retry_after_s = hosted.gate.retry_after_s
         act(hosted, ticket)
 
@@ -253,8 +253,8 @@ def free_memory() -> None:
 
 
 def make_slot(
-    spec: ModelSpec, hub: HubConfig, desk: Desk, figures: Figures, writer: Executor, *, latency_s: float, max_queue_texts: int,
-    gate_of: Callable[[LLMEngine], Gate], reading_gate: Callable[[], ReadingGate],
+    spec: ModelSpec, hub: HubConfig, desk: ModelHost, figures: MetricsCollector, writer: Executor, *, latency_s: float,
+    max_queue_texts: int, gate_of: Callable[[LLMEngine], Gate], reading_gate: Callable[[], ReadingGate],
 ) -> Slot:
     """The place of a model that a configuration names."""
 

@@ -11,8 +11,12 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from msgspec import UNSET
+
+from archerfish.serve.answers import Model
+
 CHAT = {"messages": [{"role": "user", "content": "What does an archerfish do?"}], "max_tokens": 64}
-MOST_TOKENS = 512  # of an answer in the page's chat
+MAX_TOKENS = 512  # of an answer in the page's chat
 EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of model, method, path, body
     ("generation", "POST", "/v1/chat/completions", CHAT),
     ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
@@ -43,24 +47,24 @@ def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, 
 
 
 def examples(kinds: set[str]) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Calls that a service with models of these kinds answers, the most telling first."""
+    """Calls that a service with models of these kinds answers, the most interesting first."""
     can_rank = bool(kinds & {"embedding", "cross-encoder"})
     found = [(method, path, body) for kind, method, path, body in EXAMPLES if not kind or kind in kinds]
-    return [one for one in found if can_rank or one[1] != "/v1/rerank"]
+    return [example for example in found if can_rank or example[1] != "/v1/rerank"]
 
 
-def page(base_url: str, models: Sequence[dict[str, Any]]) -> str:
-    """The page, for a server that is reached at `base_url`."""
-    kinds = {model["kind"] for model in models}
+def page(base_url: str, models: Sequence[Model]) -> str:
+    """The page of a server at `base_url`."""
+    kinds: set[str] = {model.kind for model in models}
     shown = []
     for model in models:
-        size = f", {model['dimension']} dimensions" if "dimension" in model else ""
-        shown.append(f"<b>{html.escape(model['id'])}</b> ({model['kind']}{size}, up to {model['max_length']} tokens)")
+        size = f", {model.dimension} dimensions" if model.dimension is not UNSET else ""
+        shown.append(f"<b>{html.escape(model.id)}</b> ({model.kind}{size}, up to {model.max_length} tokens)")
     routes = "".join(
         f"<b>{method} {path}</b><pre>{html.escape(curl(base_url, method, path, body))}</pre>\n"
         for method, path, body in examples(kinds)
     )
-    most_tokens = min([MOST_TOKENS, *(model["max_length"] for model in models if model["kind"] == "generation")])
+    most_tokens = min([MAX_TOKENS, *(model.max_length for model in models if model.kind == "generation")])
     return template().substitute(
         models="<br>".join(shown), routes=routes, hide_chat="" if "generation" in kinds else "hidden",
         hide_compare="" if "embedding" in kinds else "hidden", most_tokens=most_tokens,

@@ -1,70 +1,58 @@
-"""/v1/responses, as OpenAI has it, without a memory: every request brings its whole conversation."""
+"""/v1/responses, in OpenAI's form. Responses are not stored: every request brings its whole conversation."""
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter
-from pydantic import Field, PlainValidator, WithJsonSchema
+import msgspec
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve.errors import UnsupportedParameterError, failure_body, json_response, kind_of
-from archerfish.serve.generation import Answer, Call, Logprob, Order, Piece, TextService
-from archerfish.serve.openai_routes import chat_order, chosen_logprobs, new_call_id
-from archerfish.serve.openai_schemas import (
-    Stops,
-    ToolBody,
-    chat_message,
-    format_grammar,
-    function_call,
-    stated,
-)
-from archerfish.serve.schemas import STRING, UNUSED, Body, BodyRoute, text_at, wrong
-from archerfish.serve.sse import dumped, quoted
+from archerfish.serve import answers
+from archerfish.serve.bodies import STRING, UNUSED, Body, BodyRoute, Checked, Values, bounded, check_text, wrong_value
+from archerfish.serve.chat_bodies import OBJECTS, Stop, ToolBody, read_message, template_call
+from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type
+from archerfish.serve.formats import nested_grammar
+from archerfish.serve.generation import Choice, ChoiceDelta, Generation, Logprob, PendingCall, TextService, new_id
+from archerfish.serve.sse import named_event
 
 LOGPROBS = "message.output_text.logprobs"
-STATEFUL = "This server keeps no responses: send the whole conversation in input"
+STATELESS = "This server keeps no responses: send the whole conversation in input"
+Item = answers.MessageItem | answers.FunctionCallItem
 
 
-def input_messages(value: Any) -> list[dict[str, Any]]:
-    """Items of input as a conversation; calls that follow each other become one message of the assistant."""
+def read_input(value: Any, where: str) -> list[dict[str, Any]]:
+    """Items of input as a conversation; calls in a row become one message of the assistant."""
     if isinstance(value, str):
-        return [{"role": "user", "content": text_at(value, "input")}]
+        return [{"role": "user", "content": check_text(value, where)}]
     if not isinstance(value, list) or not value:
-        raise wrong("input must be a string or a list of items that is not empty.")
+        raise wrong_value(f"{where} must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # names of functions by the ids of their calls
     for index, item in enumerate(value):
-        where = f"input[{index}]"
+        place = f"{where}[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             known = {key: item[key] for key in item if key not in ("type", "id", "status", "phase")}
-            messages.append(chat_message(known, where, names))
+            messages.append(read_message(known, place, names))
         elif kind == "function_call":
-            call_id, name = text_at(item.get("call_id"), f"{where}.call_id"), text_at(item.get("name"), f"{where}.name")
+            call_id, name = check_text(item.get("call_id"), f"{place}.call_id"), check_text(item.get("name"), f"{place}.name")
             names[call_id] = name
-            call = function_call(call_id, name, text_at(item.get("arguments"), f"{where}.arguments"))
+            call = template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-            messages.append(chat_message(result, where, names))
+            messages.append(read_message(result, place, names))
         else:
-            what = f"of type {kind!r}" if isinstance(kind, str) else kind_of(item)
-            raise wrong(f"{where} is {what}, which is not supported: messages, function_call and function_call_output are.")
+            found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
+            known_items = "messages, function_call and function_call_output are"
+            raise wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
     return messages
-
-
-Input = Annotated[
-    list[dict[str, Any]], PlainValidator(input_messages),
-    WithJsonSchema({"anyOf": [STRING, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}),
-]
 
 
 class ResponseStreamOptions(Body):
@@ -76,20 +64,20 @@ class ResponseStreamOptions(Body):
 class ResponsesBody(ToolBody):
     """POST /v1/responses."""
 
-    format_name: ClassVar[str] = "text"
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    format_param: ClassVar[str] = "text"
+    unsupported: ClassVar[Values] = {
         "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
         "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
-    input: Input
+    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [STRING, {**OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
-    max_output_tokens: int | None = stated(minimum=1)
-    stop: Stops = Field([])
+    max_output_tokens: int | None = bounded(minimum=1)
+    stop: Stop = Field([])
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
-    include: list[str] | None = Field(None, description=f"{LOGPROBS}, or what there is nothing of here.")
-    top_logprobs: int | None = stated(minimum=0, maximum=MAX_LOGPROBS)
+    include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
+    top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
     store: bool | None = None
     previous_response_id: str | None = None
     stream_options: ResponseStreamOptions | None = Field(None, description=UNUSED)
@@ -99,22 +87,20 @@ class ResponsesBody(ToolBody):
     prompt_cache_key: str | None = Field(None, description=UNUSED)
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
-    def stated_format(self) -> dict[str, Any] | None:
-        return format_grammar(self.text, self.format_name)
-
-    def check_stateless(self) -> None:
-        if self.store:
-            raise UnsupportedParameterError(f"{STATEFUL}, and leave out store or set it to false.", "store")
-        if self.previous_response_id is not None:
-            raise UnsupportedParameterError(f"{STATEFUL}, instead of previous_response_id.", "previous_response_id")
+    def format_grammar(self) -> dict[str, Any] | None:
+        return nested_grammar(self.text, self.format_param)
 
     def sampling(self) -> dict[str, Any]:
+        if self.store:
+            raise UnsupportedParameterError(f"{STATELESS}, and leave out store or set it to false.", "store")
+        if self.previous_response_id is not None:
+            raise UnsupportedParameterError(f"{STATELESS}, instead of previous_response_id.", "previous_response_id")
         include = self.include or ()
         unknown = [name for name in include if name not in (LOGPROBS, "reasoning.encrypted_content")]
         if unknown:
             raise UnsupportedParameterError(f"include of {unknown[0]!r} is not supported.", "include")
-        found = {**super().sampling(), "max_tokens": self.max_output_tokens}
-        return {**found, "logprobs": self.top_logprobs or 0} if LOGPROBS in include or self.top_logprobs else found
+        values = {**super().sampling(), "max_tokens": self.max_output_tokens}
+        return {**values, "logprobs": self.top_logprobs or 0} if LOGPROBS in include or self.top_logprobs else values
 
 
 class ResponsesRoutes:
@@ -122,183 +108,161 @@ class ResponsesRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.router = APIRouter(route_class=BodyRoute)
-        self.router.post("/v1/responses", response_model=None)(self.responses)
+        self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody)]
 
     async def responses(self, request: Request, body: ResponsesBody) -> Response:
         """The answer to a conversation, as items."""
-        body.check_stateless()
-        opening = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+        system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
         names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        order = await chat_order(self.service, body, [*opening, *body.input], param="input", names=names)
-        blank = blank_response(body, order)
+        generation = await self.service.prepare_chat(request, body, [*system, *body.input], param="input", names=names)
+        response = empty_response(body, generation)
         if body.stream:
-            return await self.service.stream(request, [order], ResponseEvents(order, blank))
-        [(answer, [choice])] = await self.service.complete(request, [order])
-        has_message = choice.text or not choice.calls
-        output = [message_item(new_id("msg"), order, choice.text, choice.logprobs)] if has_message else []
-        output += [call_item(new_id("fc"), new_call_id(), call.name, call.arguments) for call in choice.calls]
-        output[-1]["status"] = status_of(choice.finish_reason)
-        return json_response(ended(blank, answer, choice.finish_reason, output))
+            return await self.service.stream(request, [generation], ResponseEvents(generation, response))
+        await self.service.complete(request, generation)
+        [choice] = generation.choices
+        output: list[Item] = [call_item(call) for call in choice.calls]
+        if choice.text or not choice.calls:
+            output.insert(0, message_item(generation, choice.text, choice.logprobs))
+        output[-1].status = status_of(choice)
+        return json_response(ended(response, generation, output))
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(16)}"
-
-
-def blank_response(body: ResponsesBody, order: Order) -> dict[str, Any]:
-    """The response before anything is written."""
-    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in body.tools]
+def empty_response(body: ResponsesBody, generation: Generation) -> answers.ResponseObject:
+    """The response before anything is generated."""
     choice = body.tool_choice or "auto"
-    return {
-        "id": new_id("resp"), "object": "response", "created_at": int(time.time()), "status": "in_progress", "error": None,
-        "incomplete_details": None, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
-        "model": order.model_id, "output": [], "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None, "store": False, "temperature": order.params.temperature,
-        "text": body.text or {"format": {"type": "text"}}, "top_p": order.params.top_p, "truncation": "disabled",
-        "tool_choice": {"type": "function", "name": choice[1:]} if choice[0] == "=" else choice, "tools": tools,
-        "metadata": body.metadata or {}, "usage": None,
-    }
+    return answers.ResponseObject(
+        id=new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens, model=generation.model,
+        parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
+        text=body.text or {"format": {"type": "text"}}, top_p=generation.params.top_p,
+        tool_choice={"type": "function", "name": choice[1:]} if choice[0] == "=" else choice,
+        tools=[{"type": "function", "strict": False, **tool["function"]} for tool in body.tools], metadata=body.metadata or {},
+    )  # fmt: skip
 
 
-def ended(blank: dict[str, Any], answer: Answer, finish_reason: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+def ended(response: answers.ResponseObject, generation: Generation, output: list[Item]) -> answers.ResponseObject:
     """The whole response."""
-    status = status_of(finish_reason)
-    usage = {
-        "input_tokens": answer.num_prompt,
-        "input_tokens_details": {"cached_tokens": answer.num_cached, "cache_write_tokens": 0},
-        "output_tokens": answer.num_output, "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.num_prompt + answer.num_output,
-    }
-    details = None if status == "completed" else {"reason": "max_output_tokens"}
-    return {**blank, "status": status, "incomplete_details": details, "output": output, "usage": usage}
+    num_input, num_output = len(generation.prompt_ids), generation.num_output
+    usage = answers.ResponseUsage(
+        input_tokens=num_input, input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
+        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(), total_tokens=num_input + num_output,
+    )
+    status = status_of(generation.choices[0])
+    details = None if status == "completed" else answers.IncompleteDetails()
+    return msgspec.structs.replace(response, status=status, incomplete_details=details, output=output, usage=usage)
 
 
-def status_of(finish_reason: str) -> str:
-    """Of a response, and of its last item."""
-    return "completed" if finish_reason == "stop" else "incomplete"
+def status_of(choice: Choice) -> answers.ItemStatus:
+    """The status of a response, and of its last item."""
+    return "completed" if choice.finish_reason in (None, "stop") else "incomplete"
 
 
-def text_part(order: Order, text: str, logprobs: Sequence[Logprob]) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": chosen_logprobs(order, logprobs)}
+def message_item(generation: Generation, text: str, logprobs: list[Logprob]) -> answers.MessageItem:
+    part = answers.OutputTextPart(text=text, logprobs=generation.chosen_logprobs(logprobs))
+    return answers.MessageItem(id=new_id("msg"), status="completed", content=[part])
 
 
-def message_item(
-    item_id: str, order: Order, text: str, logprobs: Sequence[Logprob], status: str = "completed"
-) -> dict[str, Any]:
-    content = [text_part(order, text, logprobs)]
-    return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
-
-
-def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
-    return {"type": "function_call", "id": item_id, "call_id": call_id, "name": name, "arguments": arguments, "status": status}
+def call_item(call: PendingCall) -> answers.FunctionCallItem:
+    return answers.FunctionCallItem(
+        id=new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
+    )
 
 
 class ResponseEvents:
     """A response in its events: items are added, grow and are done, one after the other."""
 
-    def __init__(self, order: Order, blank: dict[str, Any]) -> None:
-        self._order, self._blank = order, blank
+    def __init__(self, generation: Generation, response: answers.ResponseObject) -> None:
+        self._generation, self._response = generation, response
         self._number = 0
-        self._output: list[dict[str, Any]] = []  # items that are done
-        self._text: list[str] | None = None  # of the message that is open
+        self._output: list[Item] = []  # the last one is open, if `_is_open`
+        self._is_open = False
+        self._texts: list[str] = []  # of the open message
         self._logprobs: list[Logprob] = []
-        self._call: Call | None = None  # that is open
-        self._arguments: list[str] = []
-        self._item_id = self._call_id = ""
-        self._delta = b""  # how events of the open item begin
-        self._finish_reason = "stop"
+        self._call: PendingCall | None = None  # of the open item, if that is a call
 
-    def begin(self, answers: Sequence[Answer]) -> bytes:
-        return self._event("response.created", response=self._blank) + self._event("response.in_progress", response=self._blank)
+    def start(self) -> bytes:
+        return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
 
-    def piece(self, number: int, piece: Piece) -> bytes:
-        written = b""
-        logprobs = piece.logprobs
-        if piece.parts is None and (piece.text or logprobs):
-            written = self._write_text(piece.text, logprobs)
-        for part in piece.parts or ():
+    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+        logprobs, written = delta.logprobs, b""
+        if delta.parts is None and (delta.text or logprobs):
+            return self._write_text(delta.text, logprobs)
+        for part in delta.parts or ():
             if part.kind == "text":
                 written += self._write_text(part.text, logprobs)
                 logprobs = None
             elif part.kind == "name":
-                written += self._close() + self._open_call(part.text)
+                written += self._close() + self._open_call(delta.choice.calls[part.index])
             else:
-                self._arguments.append(part.text)
-                written += self._delta % (self._next(), quoted(part.text))
-        self._finish_reason = piece.finish_reason or "stop"  # what ends before is whole
+                written += self._member("response.function_call_arguments.delta", delta=part.text)
         return written
 
     def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
-        opening = b"" if self._text is not None else self._close() + self._open_message()
-        assert self._text is not None
-        self._text.append(text)
+        is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
+        written = b"" if is_open else self._close() + self._open_message()
+        self._texts.append(text)
         self._logprobs += logprobs or ()
-        shown = quoted(chosen_logprobs(self._order, logprobs)) if logprobs else b"[]"
-        return opening + self._delta % (self._next(), shown, quoted(text))
+        shown = self._generation.chosen_logprobs(logprobs) if logprobs else []
+        return written + self._member("response.output_text.delta", content_index=0, delta=text, logprobs=shown)
+
+    def _open(self, item: Item) -> bytes:
+        self._is_open = True
+        self._output.append(item)
+        return self._item("response.output_item.added")
 
     def _open_message(self) -> bytes:
-        self._item_id, self._text = new_id("msg"), []
-        place = len(self._output)
-        kind = b"response.output_text.delta"
-        head = b'event: %s\ndata: {"type":"%s","content_index":0,"output_index":%d' % (kind, kind, place)
-        head += b',"item_id":"%s"' % self._item_id.encode()
-        self._delta = head + b',"sequence_number":%d,"logprobs":%s,"delta":%s}\n\n'
-        item = {**message_item(self._item_id, self._order, "", (), "in_progress"), "content": []}
-        part = text_part(self._order, "", ())
-        added = self._event("response.output_item.added", output_index=place, item=item)
-        return added + self._event(
-            "response.content_part.added", item_id=self._item_id, output_index=place, content_index=0, part=part
-        )
+        self._texts, self._logprobs = [], []
+        added = self._open(answers.MessageItem(id=new_id("msg"), status="in_progress"))
+        return added + self._member("response.content_part.added", content_index=0, part=answers.OutputTextPart())
 
-    def _open_call(self, name: str) -> bytes:
-        self._item_id, self._call_id = new_id("fc"), new_call_id()
-        self._call, self._arguments = Call(name), []
-        place = len(self._output)
-        kind = b"response.function_call_arguments.delta"
-        head = b'event: %s\ndata: {"type":"%s","output_index":%d,"item_id":"%s"' % (kind, kind, place, self._item_id.encode())
-        self._delta = head + b',"sequence_number":%d,"delta":%s}\n\n'
-        item = call_item(self._item_id, self._call_id, name, "", "in_progress")
-        return self._event("response.output_item.added", output_index=place, item=item)
+    def _open_call(self, call: PendingCall) -> bytes:
+        self._call = call
+        item = call_item(call)
+        item.arguments, item.status = "", "in_progress"
+        return self._open(item)
 
-    def _close(self) -> bytes:
-        """Events for the end of the item that is open."""
-        place = len(self._output)
-        where = {"item_id": self._item_id, "output_index": place}
-        status = status_of(self._finish_reason)
-        if self._text is not None:
-            item = message_item(self._item_id, self._order, "".join(self._text), self._logprobs, status)
-            part = item["content"][0]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            written = self._event("response.output_text.done", **where, content_index=0, **done)
-            written += self._event("response.content_part.done", **where, content_index=0, part=part)
-            self._text, self._logprobs = None, []
-        elif self._call is not None:
-            item = call_item(self._item_id, self._call_id, self._call.name, "".join(self._arguments), status)
-            done = {"arguments": item["arguments"], "name": self._call.name}
-            written = self._event("response.function_call_arguments.done", **where, **done)
-            self._call = None
-        else:
+    def _close(self, status: answers.ItemStatus = "completed") -> bytes:
+        """The events at the end of the open item."""
+        if not self._is_open:
             return b""
-        self._output.append(item)
-        return written + self._event("response.output_item.done", output_index=place, item=item)
+        item = self._output[-1]
+        item.status = status
+        if isinstance(item, answers.MessageItem):
+            part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
+            item.content = [part]
+            written = self._member("response.output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
+            written += self._member("response.content_part.done", content_index=0, part=part)
+        else:
+            item.arguments = "" if self._call is None else self._call.arguments
+            written = self._member("response.function_call_arguments.done", arguments=item.arguments, name=item.name)
+        self._is_open = False
+        return written + self._item("response.output_item.done")
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        written = self._close()
-        if not self._output:
-            written += self._open_message() + self._close()
-        whole = ended(self._blank, answers[0], self._finish_reason, self._output)
-        return written + self._event(f"response.{whole['status']}", response=whole)
+    def end(self) -> bytes:
+        written = b"" if self._output else self._open_message()
+        written += self._close(status_of(self._generation.choices[0]))
+        whole = ended(self._response, self._generation, self._output)
+        return written + self._status(f"response.{whole.status}", whole)
 
     def error(self, error: Exception) -> bytes:
-        body = failure_body(error)["error"]
-        failed = {**self._blank, "status": "failed", "error": {"code": body["code"], "message": body["message"]}}
-        written = self._event("error", code=body["code"], message=body["message"], param=body["param"])
-        return written + self._event("response.failed", response=failed)
+        body = failure_body(error)
+        assert isinstance(body, Error)
+        code, message = body.error.code, body.error.message
+        failure = answers.ResponseFailure(code=code, message=message)
+        failed = msgspec.structs.replace(self._response, status="failed", error=failure)
+        event = answers.ResponseErrorEvent("error", self._number, code=code, message=message, param=body.error.param)
+        return self._event(event) + self._status("response.failed", failed)
 
-    def _event(self, kind: str, **values: Any) -> bytes:
-        return f"event: {kind}\ndata: ".encode() + dumped({"type": kind, "sequence_number": self._next(), **values}) + b"\n\n"
+    def _status(self, kind: str, response: answers.ResponseObject) -> bytes:
+        return self._event(answers.ResponseStatusEvent(kind, self._number, response=response))
 
-    def _next(self) -> int:
+    def _item(self, kind: str) -> bytes:
+        return self._event(answers.OutputItemEvent(kind, self._number, len(self._output) - 1, self._output[-1]))
+
+    def _member(self, kind: str, **members: Any) -> bytes:
+        item_id, index = self._output[-1].id, len(self._output) - 1
+        return self._event(answers.ItemMemberEvent(kind, self._number, item_id, index, **members))
+
+    def _event(self, event: answers.ResponseEvent) -> bytes:
         self._number += 1
-        return self._number - 1
+        return named_event(event)

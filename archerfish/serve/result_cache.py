@@ -13,11 +13,11 @@ import msgspec
 
 from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
-from archerfish.serve.wire import Chunk, Generate, Generated, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
 
 OVERHEAD_BYTES = 512  # of an entry beside its payload: key, entry, places in orders
 COMPLETE = ("stop", "length")
-# All else of a Generate may change the answer.
+# All else of a GenerationRequest may change the answer.
 NOT_PART_OF_THE_KEY = (
     "v", "type", "request_id", "model", "stream", "takes_bundles", "priority", "deadline_s", "credentials", "tenant",
 )  # fmt: skip
@@ -60,7 +60,7 @@ def is_deterministic(params: dict[str, Any]) -> bool:
     return params.get("temperature", 1.0) == 0 or params.get("seed") is not None
 
 
-def key_of(request: Generate, model: str) -> bytes | None:
+def key_of(request: GenerationRequest, model: str) -> bytes | None:
     """What an answer depends on, hashed: the model, by its full name, and all that is asked. None: it depends on chance too."""
     if not is_deterministic(request.params):
         return None
@@ -167,7 +167,7 @@ class Recording:
         return None
 
 
-def replay(answer: Generated, request: Generate) -> Iterator[Chunk | Generated]:
+def replay(answer: Generated, request: GenerationRequest) -> Iterator[Chunk | Generated]:
     """A whole answer as a backend would send it for this request."""
     if not request.stream:
         yield msgspec.structs.replace(answer, request_id=request.request_id)
@@ -182,8 +182,8 @@ def replay(answer: Generated, request: Generate) -> Iterator[Chunk | Generated]:
 
 
 async def generate_cached(
-    cache: ResultCache, generate: Callable[[Generate], AsyncIterator[Chunk | Generated]], request: Generate, *, model: str,
-    namespace: str, control: CacheControl,
+    cache: ResultCache, generate: Callable[[GenerationRequest], AsyncIterator[Chunk | Generated]], request: GenerationRequest,
+    *, model: str, namespace: str, control: CacheControl,
 ) -> AsyncIterator[Chunk | Generated]:
     """What `generate` (of a Backend) gives for a request, out of the cache where it can be."""
     is_wanted = cache.is_enabled and (control.may_read or control.may_store)

@@ -1,75 +1,157 @@
-"""Running the service: an engine process, front ends, and a clean stop."""
+"""Running the service: the main process with an engine process and front ends as its children, and a clean stop."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import zmq.auth
+
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.serve.front import GRACE_S, FrontConfig, bind, build_app, read_tenants, run_app
-from archerfish.serve.front_ends import FrontEnds
-from archerfish.serve.host_config import HostConfig, ModelSpec, is_loopback
+from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, ModelSpec, check_address, is_loopback, read_tenants
 from archerfish.serve.page import curl, examples
-from archerfish.serve.signals import orderly_end
-from archerfish.serve.supervisor import Supervisor
-from archerfish.store.bundled import STORY_MODEL
+from archerfish.serve.processes import KeptProcess, engine_process, front_process, kill_all, stop_all, stop_on_signals
+from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
-STOPPING = f"Stopping: what runs has {GRACE_S} s to finish, nothing new is taken. Ctrl+C ends it at once."
-STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB, once they are written
+STOPPING = f"Stopping: running requests have {GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
+STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB
+UNREAD_S = 60  # a client that reads nothing of its answer for so long is disconnected
 
 
 def serve(
     serve: ServeConfig | None = None, engine: EngineConfig | None = None, embed: EmbedConfig | None = None,
     hub: HubConfig | None = None, progress: Progress = no_progress, *, announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `announce` gets the lines that say where, and that it stops; else they are printed."""
-    config, hub = serve or ServeConfig(), hub or HubConfig()
+    """Serve until SIGINT or SIGTERM. `announce` gets the texts for the user; without it they are printed."""
+    config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or say
     models = models_of(config, engine or EngineConfig(), embed or EmbedConfig())
+    read_tenants(config.api_keys_file)  # errors in the configuration should show before the models are loaded
+    front_ends: list[KeptProcess] = []
+    engines: list[KeptProcess] = []
+    directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
 
-    kinds: set[str] = set()
+    def kill() -> None:
+        kill_all(front_ends)
+        kill_all(engines)
+        shutil.rmtree(directory, ignore_errors=True)
 
-    def tell(url: str) -> None:
-        (announce or say)(ready_text(url, models, config, kinds))
+    try:
+        host = host_config(config, models, hub, f"ipc://{directory}/engine")
+        with stop_on_signals(kill), bind(config) as listener:
+            kinds = fetch_models(models, hub, progress)
+            engine_child = engine_process(host)
 
-    read_tenants(config)  # before the models are loaded: a faulty file should show at once, and so should a taken port
-    with orderly_end() as ending, bind(config) as listener:
-        kinds |= fetch_models(models, hub, progress)
-        credentials = secrets.token_urlsafe(32)
-        host = HostConfig(
-            models=models, hub=dataclasses.asdict(hub), front_end_pass=credentials, max_queue_texts=config.max_queue_texts,
-            latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
-            admission=admission_of(config, models), memory_gib=config.memory_gib, hang_s=config.hang_s,
-        )
-        supervisor = Supervisor(host)
-        ending.kills.append(supervisor.kill)
-        with supervisor:
-            front = FrontConfig(
-                address=supervisor.address, credentials=credentials, serve=dataclasses.asdict(config),
-                retry_after_s=max(1.0, supervisor.start_s), listener=listener.fileno(),
-            )
-            others = FrontEnds(front, config.num_front_ends - 1)
-            ending.kills.insert(0, others.kill)
+            def front_config() -> FrontConfig:
+                address = engine_child.wait()["address"]
+                return FrontConfig(
+                    address=address, credentials=host.front_end_pass, serve=dataclasses.asdict(config),
+                    retry_after_s=max(1.0, engine_child.start_s), listener=listener.fileno(),
+                )
 
-            def stop() -> None:
-                ending.is_begun = True
-                others.stop()
-                with contextlib.suppress(OSError):  # nobody may read it any more
-                    (announce or say)(STOPPING)
+            engines.append(engine_child)
+            front_ends += [front_process(front_config, listener.fileno()) for _ in range(config.num_front_ends)]
+            try:
+                for child in (*engines, *front_ends):
+                    child.start()
+                for child in (*engines, *front_ends):
+                    child.wait()
+                announce(ready_text(url_of(listener), models, config, kinds))
+                wait_for_signal()
+                with contextlib.suppress(OSError):  # the reader of the output may be gone
+                    announce(STOPPING)
+            finally:
+                listener.close()
+                stop_all(front_ends)
+                stop_all(engines)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
-            with others:
-                run_app(build_app(front), listener, config, tell, stop, ending.force)
+
+def wait_for_signal() -> None:
+    """Return when a signal asks the service to stop."""
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        threading.Event().wait()
+
+
+def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, address: str) -> HostConfig:
+    public_key, secret_key = read_keys(config.zmq_key_file)
+    host = HostConfig(
+        address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
+        front_end_pass=secrets.token_urlsafe(32), public_key=public_key, secret_key=secret_key,
+        client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
+        max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
+        admission=admission_of(config, models), memory_gib=config.memory_gib, hang_s=config.hang_s,
+    )  # fmt: skip
+    if config.zmq_address.endswith((":*", ":0")):
+        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
+    if secret_key and not config.zmq_address.startswith("tcp:"):
+        raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    check_address(host)
+    return host
+
+
+def read_keys(path: str) -> tuple[str, str]:
+    """The public and the secret CURVE key of a file as `zmq.auth.create_certificates` writes it."""
+    if not path:
+        return "", ""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise InvalidOptionError(f"[serve] zmq_key_file {path} cannot be read: {error}.") from error
+    if secret is None:
+        hint = "Name the file that ends in .key_secret."
+        raise InvalidOptionError(f"[serve] zmq_key_file {path} has no secret key.", hint=hint)
+    return public.decode(), secret.decode()
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """A socket that listens as configured."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise MachineError(f"[serve] host {config.host!r} is no address of this machine: {error}.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if sys.platform != "win32":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted connections inherit it
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+        hint = "Give an address of this machine." if is_elsewhere else "Choose another port; 0 takes any free one."
+        raise MachineError(f"Cannot listen on {config.host}:{config.port}: {error.strerror}.", hint=hint) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:
-    """The models to serve, as the engine process is told of them."""
+    """The models to serve, for the configuration of the engine process."""
     found: list[ModelSpec] = []
     loads: Any = config.loads
     if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
-        engine = engine.replace(scheduling_policy="fair-share")  # between tenants
+        engine = engine.replace(scheduling_policy="fair-share")  # tenants share the engine
     if config.kinds in ("all", "generation"):
         found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,), loads=loads))
     if config.kinds in ("all", "embedding"):
@@ -83,7 +165,7 @@ def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> 
 
 
 def story_spec(engine: EngineConfig) -> ModelSpec:
-    """The model that archerfish brings along, beside the one that is served unless a user names his own."""
+    """The small model that archerfish contains. It is served in addition to the default model."""
     options = engine.replace(
         model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
         max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0,
@@ -94,17 +176,17 @@ def story_spec(engine: EngineConfig) -> ModelSpec:
 
 
 def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str, Any]:
-    """Limits of the gate in front of a model that writes."""
-    writers = [spec.options for spec in models if spec.kind == "generation"]
+    """The admission limits of generation models."""
+    generation = [spec.options for spec in models if spec.kind == "generation"]
     return {
         "max_wait_s": config.max_wait_s, "max_prompt_tokens": config.max_prompt_tokens,
         "max_output_tokens": config.max_output_tokens,
-        "is_fair": all(options["scheduling_policy"] == "fair-share" for options in writers),
+        "is_fair": all(options["scheduling_policy"] == "fair-share" for options in generation),
     }
 
 
 def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> set[str]:
-    """Download and convert what is not there yet, where somebody sees the progress; gives what kinds of models these are."""
+    """Download and convert missing models here, where the user sees the progress; return the kinds of all models."""
     from archerfish.engine.arrow_engine import locate
     from archerfish.engine.llm_loading import read_facts
     from archerfish.serve.model_cards import is_tts
@@ -121,12 +203,14 @@ def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progre
 
 
 def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kinds: set[str]) -> str:
-    """What a person sees when the service is ready. kinds: as GET /v1/models shows them."""
+    """The text for the user when the service is ready. kinds: as GET /v1/models shows them."""
     names = [spec.model for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
     if not config.api_keys_file and not is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
+    if config.zmq_address:
+        lines.insert(1, f"ZMQ clients connect to {config.zmq_address}.")
     first = examples(kinds)[0]
     return "\n".join([*lines, curl(url, *first, has_keys=bool(config.api_keys_file)), ""])
 

@@ -1,44 +1,86 @@
-"""Server-sent events: bytes that are there go out in one write, and who writes them waits for who reads them."""
+"""Answers as long as the client is there: whole ones, and streams of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from archerfish.errors import ArcherfishError
-from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.presence import disconnected
+from archerfish.serve.errors import ClientGoneError, encode_json
 
+T = TypeVar("T")
 logger = logging.getLogger("archerfish.serve")
-MAX_WAITING_BYTES = 64 << 10  # events that wait for a reader; beyond, their producer waits
-COMMENT = b": keep-alive\n\n"  # which every reader of events skips
+MAX_WAITING_BYTES = 64 << 10  # events that wait for the client to read; beyond, their producer waits
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-quoted = msgspec.json.Encoder().encode  # a text, or anything of texts and numbers, as JSON
+DONE = b"data: [DONE]\n\n"
+MARK = "\0text\0"
 
 
-def dumped(data: Any) -> bytes:
-    """JSON of what may hold anything a client sent, half of a surrogate pair included."""
-    return json.dumps(data, separators=(",", ":")).encode()
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client closes its connection first."""
+    gone = asyncio.create_task(disconnected(request))
+    limit = asyncio.timeout(None)
+
+    def cancel_work(_: object) -> None:
+        limit.reschedule(0)
+
+    try:
+        async with limit:
+            gone.add_done_callback(cancel_work)
+            try:
+                return await work
+            finally:
+                gone.remove_done_callback(cancel_work)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+    except TimeoutError:
+        if limit.expired():
+            raise ClientGoneError from None
+        raise
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client is gone. The body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def data_event(data: Any) -> bytes:
+    return b"data: %b\n\n" % encode_json(data)
+
+
+def named_event(data: Any) -> bytes:
+    """An event that is named by the type of its data."""
+    return b"event: %b\ndata: %b\n\n" % (data.type.encode(), encode_json(data))
+
+
+class TextEvent:
+    """An event that is sent often and differs in one text only: encoded once with MARK in place of the text."""
+
+    def __init__(self, event: bytes) -> None:
+        self._before, self._after = event.split(encode_json(MARK))
+
+    def write(self, text: str) -> bytes:
+        return self._before + encode_json(text) + self._after
 
 
 class Outbox:
     """Bytes on their way to one client."""
 
-    def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self._is_closed = False
         self.was_used = False
-        self.num_quiet = 0  # looks of the timer since there was something
+        self.num_quiet = 0  # ticks of the keep-alive timer since the last bytes
         self._arrival, self._room = asyncio.Event(), asyncio.Event()
 
     def put(self, data: bytes) -> None:
@@ -49,7 +91,7 @@ class Outbox:
         self._arrival.set()
 
     def close(self) -> None:
-        """No more will come, or nobody reads it."""
+        """No more bytes will come, or the client has gone."""
         self._is_closed = True
         self._arrival.set()
         self._room.set()
@@ -59,73 +101,66 @@ class Outbox:
         return self._num_bytes > self._max_bytes
 
     async def has_bytes(self) -> bool:
-        """Waits until there are some, or never will be."""
+        """Waits until there are bytes, or the box is closed."""
         while not self._parts and not self._is_closed:
             self._arrival.clear()
             await self._arrival.wait()
         return bool(self._parts)
 
     def take(self) -> bytes:
-        """All that is there."""
+        """All bytes that are there."""
         data = b"".join(self._parts)
         self._parts.clear()
         self._num_bytes = 0
         self._room.set()
         return data
 
-    async def room(self) -> None:
-        """Waits while it is full. Who does not read at all is given up by the connection."""
+    async def wait_for_room(self) -> None:
+        """Waits while the box is full. The connection gives up a client that does not read at all."""
         while self.is_full and not self._is_closed:
             self._room.clear()
             await self._room.wait()
 
 
-class EventStream(Response):
-    """An answer in events that `produce` puts into an Outbox as they come.
+class EventStream(StreamingResponse):
+    """An answer in events that `produce` puts into an Outbox.
 
-    `start` waits for the first of them, so that what goes wrong before it is an ordinary error; `tell` makes an event of a
-    later one. When the client goes, `produce` is cancelled. Where nothing comes for `keep_alive_s`, a comment is sent, the
-    first event or not; 0 for none.
+    `start` waits for the first event, so that an error before it is an ordinary error answer; `write_error` makes an event of
+    a later error. When the client goes, `produce` is cancelled. After `keep_alive_s` without an event a comment is sent,
+    also before the first event; 0: never.
     """
 
     def __init__(
-        self, produce: Callable[[Outbox], Awaitable[None]], tell: Callable[[Exception], bytes], outbox: Outbox | None = None, *,
-        keep_alive_s: float = 0.0,
+        self, produce: Callable[[Outbox], Coroutine[Any, Any, None]], write_error: Callable[[Exception], bytes], *,
+        keep_alive_s: float = 0.0, max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
-        super().__init__(None, headers=HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._outbox = outbox or Outbox()
-        self._produce, self._tell = produce, tell
+        super().__init__(self._take_all(), headers=HEADERS, media_type="text/event-stream")
+        self._outbox = Outbox(max_waiting_bytes)
+        self._produce, self._write_error, self._keep_alive_s = produce, write_error, keep_alive_s
         self._producer: asyncio.Task[None] | None = None
-        self._gone: asyncio.Task[None] | None = None  # ends when the client has gone
-        self._keep_alive_s = keep_alive_s
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, request: Request) -> EventStream:
         self._producer = asyncio.create_task(self._run())
-        self._wait_for_quiet()
-        self._gone = asyncio.create_task(disconnected(request))
-        self._gone.add_done_callback(lambda _: self._leave())
+        self._set_timer()
         try:
-            if not await self._outbox.has_bytes():
-                if self._gone.done():
-                    raise ClientGoneError
-                await self._producer  # which raises what went wrong
+            if not await unless_gone(request, self._outbox.has_bytes()):
+                await self._producer  # raises the error that ended it
         except BaseException:
             await self._end()
             raise
         return self
 
-    def _wait_for_quiet(self) -> None:
+    def _set_timer(self) -> None:
         if self._keep_alive_s:
-            self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s / 2, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s / 2, self._tick)
 
-    def _look(self) -> None:
-        """One timer for all that is put: it costs a token nothing."""
+    def _tick(self) -> None:
+        """One timer for the whole stream, so that events need not set one."""
         self._outbox.num_quiet += 1
         if self._outbox.num_quiet >= 2:
-            self._outbox.put(COMMENT)
-        self._wait_for_quiet()
+            self._outbox.put(KEEP_ALIVE)
+        self._set_timer()
 
     async def _run(self) -> None:
         try:
@@ -135,29 +170,23 @@ class EventStream(Response):
                 raise
             if not isinstance(error, ArcherfishError):
                 logger.exception("An answer broke off")
-            self._outbox.put(self._tell(error))
+            self._outbox.put(self._write_error(error))
         finally:
             if self._timer is not None:
                 self._timer.cancel()
             self._outbox.close()
 
+    async def _take_all(self) -> AsyncIterator[bytes]:
+        while await self._outbox.has_bytes():
+            yield self._outbox.take()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self._producer is not None, "start() comes first"
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while await self._outbox.has_bytes():
-                await send({"type": "http.response.body", "body": self._outbox.take(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await super().__call__(scope, receive, send)
         finally:
             await self._end()
 
     async def _end(self) -> None:
-        assert self._producer is not None and self._gone is not None
-        self._leave()
-        self._gone.cancel()
-        await asyncio.gather(self._gone, self._producer, return_exceptions=True)
-
-    def _leave(self) -> None:
-        assert self._producer is not None
+        assert self._producer is not None, "start() comes first"
         self._producer.cancel()
-        self._outbox.close()
+        await asyncio.gather(self._producer, return_exceptions=True)

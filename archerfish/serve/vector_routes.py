@@ -1,32 +1,101 @@
-"""Embeddings, reranking and similarity over a backend."""
+"""/v1/embeddings, /v1/rerank and /similarity."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve import answers
+from archerfish.serve.bodies import (
+    INPUTS,
+    STRING,
+    STRINGS,
+    UNUSED,
+    Body,
+    BodyRoute,
+    Checked,
+    Values,
+    check_inputs,
+    check_some_texts,
+    check_text,
+    wrong_value,
+)
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, json_response
-from archerfish.serve.presence import unless_gone
-from archerfish.serve.refusals import note_refusal
-from archerfish.serve.schemas import BodyRoute, EmbeddingsBody, RerankBody, SimilarityBody
-from archerfish.serve.wire import Embed, Score, Vectors
+from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
+from archerfish.serve.sse import unless_gone
+from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
-YIELD_ROWS = 16  # rows turned into JSON before other requests get a turn: a few milliseconds
+YIELD_ROWS = 16  # rows that are written as JSON before other requests run: a few milliseconds
+DOCUMENT = {"anyOf": [STRING, {"type": "object", "properties": {"text": STRING}, "required": ["text"]}]}
+Deadline = Annotated[
+    float | None, Field(gt=0, description="Seconds in which the answer is needed; a request that would be late is refused.")
+]
+
+
+def read_documents(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise wrong_value(f"{where} must be a list that is not empty.")
+    return [
+        check_text(item["text"], f"{where}[{index}].text")
+        if isinstance(item, dict) and "text" in item
+        else check_text(item, f"{where}[{index}]")
+        for index, item in enumerate(value)
+    ]
+
+
+def read_source(value: Any, where: str) -> str | list[str]:
+    return check_some_texts(value, where) if isinstance(value, list) else check_text(value, where)
+
+
+class EmbeddingsBody(Body):
+    """POST /v1/embeddings, in OpenAI's form."""
+
+    unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
+
+    input: Annotated[list[str | list[int]], Checked(check_inputs, INPUTS)]
+    model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
+    dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
+    deadline_s: Deadline = None
+    user: str | None = Field(None, description=UNUSED)
+
+
+class RerankBody(Body):
+    """POST /v1/rerank, in the common form of Jina and Cohere."""
+
+    unsupported: ClassVar[Values] = {
+        "rank_fields": ([], ["text"]), "max_chunks_per_doc": (), "max_tokens_per_doc": (), "truncate_prompt_tokens": (-1,)
+    }  # fmt: skip
+
+    query: Annotated[str, Checked(check_text, STRING)]
+    documents: Annotated[list[str], Checked(read_documents, {"type": "array", "minItems": 1, "items": DOCUMENT})]
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1, description="Give only the best so many; left out: all.")
+    return_documents: bool = Field(False, description="Repeat the text of each document in the answer.")
+    deadline_s: Deadline = None
+
+
+class SimilarityBody(Body):
+    """POST /similarity: the cosine of one source with each sentence, or of each of several sources."""
+
+    source: Annotated[str | list[str], Checked(read_source, {"anyOf": [STRING, STRINGS]})]
+    sentences: Annotated[list[str], Checked(check_some_texts, STRINGS)]
+    model: str | None = None
+    deadline_s: Deadline = None
 
 
 class VectorRoutes:
@@ -36,10 +105,11 @@ class VectorRoutes:
         self.catalog, self.config = catalog, config
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
-        self.router = APIRouter(route_class=BodyRoute)
-        self.router.post("/v1/embeddings", response_model=None)(self.embeddings)
-        self.router.post("/v1/rerank", response_model=None)(self.rerank)
-        self.router.post("/similarity", response_model=None)(self.similarity)
+        self.routes = [
+            BodyRoute("/v1/embeddings", self.embeddings, EmbeddingsBody),
+            BodyRoute("/v1/rerank", self.rerank, RerankBody),
+            BodyRoute("/similarity", self.similarity, SimilarityBody),
+        ]
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
         """Vectors of texts."""
@@ -54,33 +124,33 @@ class VectorRoutes:
                 error.param = error.param or "input"
             raise
         rows = shorten(rows, body.dimensions)
-        items = (
-            f'{{"object":"embedding","index":{index},"embedding":{embedding_json(row, body.encoding_format)}}}'
+        is_base64 = body.encoding_format == "base64"
+        data: Any = await encode_items(
+            answers.Embedding(index=index, embedding=base64_floats(row) if is_base64 else row.tolist())
             for index, row in enumerate(rows)
         )
-        tail = {"model": card.id, "usage": self.usage("/v1/embeddings", len(rows), num_tokens)}
-        return await list_response('{"object":"list","data":[', items, tail)
+        usage = self.usage("/v1/embeddings", len(rows), num_tokens)
+        return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
         card = await self.catalog.find(body.model, "cross-encoder", "embedding")
         self.check_number(len(body.documents), "documents")
         if card.kind == "cross-encoder":
-            message = Score(
-                query=body.query, documents=body.documents, deadline_s=body.deadline_s, **self.catalog.address(request, card)
-            )
+            address = self.catalog.address(request, card)
+            message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
             rows, num_tokens = await self.ask(request, message)
             scores = rows[:, 0]
         else:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
             scores = rows[1:] @ rows[0]
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-        results: list[dict[str, Any]] = [{"index": i, "relevance_score": float(scores[i])} for i in order]
+        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in order]
         if body.return_documents:
             for result in results:
-                result["document"] = {"text": body.documents[result["index"]]}
+                result.document = answers.DocumentText(text=body.documents[result.index])
         usage = self.usage("/v1/rerank", len(body.documents), num_tokens)
-        return json_response({"model": card.id, "results": results, "usage": usage})
+        return json_response(answers.Ranking(model=card.id, results=results, usage=usage))
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
         """Cosines: a list for one source, a list per source for several."""
@@ -90,24 +160,21 @@ class VectorRoutes:
         self.check_number(num_texts, "sentences")
         rows, num_tokens = await self.embed(request, card, [*sources, *body.sentences], body.deadline_s)
         cosines = rows[: len(sources)] @ rows[len(sources) :].T
-        shown = cosines[0] if isinstance(body.source, str) else cosines
-        tail = {"model": card.id, "usage": self.usage("/similarity", num_texts, num_tokens)}
-        return await list_response('{"similarities":[', (row_json(row) for row in shown), tail)
+        is_single = isinstance(body.source, str)
+        shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
+        usage = self.usage("/similarity", num_texts, num_tokens)
+        return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
     async def embed(
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
     ) -> tuple[Array, int]:
-        """Vectors of length 1, and the tokens that they took."""
-        message = Embed(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
+        """Vectors of length 1, and the number of tokens."""
+        message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
         return await self.ask(request, message)
 
-    async def ask(self, request: Request, message: Embed | Score) -> tuple[Array, int]:
-        """What the backend computes, and the tokens that it took."""
-        try:
-            answer = await unless_gone(request, self.catalog.backend.ask(message))
-        except RemoteError as error:
-            note_refusal(request, error)
-            raise
+    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+        """The rows that the backend computes, and the number of tokens."""
+        answer = await unless_gone(request, self.catalog.backend.ask(message))
         assert isinstance(answer, Vectors)
         rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
         return rows.astype(np.float32, copy=False), answer.num_tokens
@@ -119,10 +186,10 @@ class VectorRoutes:
                 hint="Send several requests: they share batches.",
             )
 
-    def usage(self, route: str, num_texts: int, num_tokens: int) -> dict[str, int]:
+    def usage(self, route: str, num_texts: int, num_tokens: int) -> answers.VectorUsage:
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
-        return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 def shorten(rows: Array, dimensions: int | None) -> Array:
@@ -134,23 +201,15 @@ def shorten(rows: Array, dimensions: int | None) -> Array:
     return np.asarray(short / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
 
 
-def embedding_json(row: Array, encoding_format: str) -> str:
-    if encoding_format == "base64":
-        return f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
-    return row_json(row)
+def base64_floats(row: Array) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
-def row_json(row: Array) -> str:
-    """As json.dumps, which takes ten times as long for a vector."""
-    return msgspec.json.encode(row.tolist()).decode()
-
-
-async def list_response(opening: str, items: Iterable[str], tail: dict[str, Any]) -> Response:
-    """A JSON object whose first member is a long list, written without holding up the event loop."""
-    parts: list[str] = []
-    for index, item in enumerate(items, 1):
-        parts.append(item)
-        if index % YIELD_ROWS == 0:
+async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:
+    """The items of a long list as JSON, written without holding up the event loop."""
+    encoded: list[msgspec.Raw] = []
+    for item in items:
+        encoded.append(msgspec.Raw(encode_json(item)))
+        if len(encoded) % YIELD_ROWS == 0:
             await asyncio.sleep(0)
-    body = f"{opening}{','.join(parts)}],{json.dumps(tail, separators=(',', ':'))[1:]}"
-    return Response(body, media_type="application/json")
+    return encoded

@@ -1,10 +1,8 @@
-"""What passes between an engine process and its clients: msgpack maps with a `type` and the version of the protocol.
+"""The messages between an engine process and its clients: msgpack maps with a `type` and the version of the protocol.
 
 A DEALER client sends and receives `[empty, payload]`; the ROUTER of the engine process sees `[identity, empty, payload]`.
-Fields that a reader does not know are ignored and fields that a writer leaves out have defaults, so that either side may be
-the newer one; a change that breaks this raises VERSION, and a message of another version is answered with an error.
-
-Prompts are text, token ids or chat messages, and answers are text or ids, as the client wishes.
+Readers ignore unknown fields, and missing fields have defaults, so that either side may be the newer one. An incompatible
+change raises VERSION, and a message of another version is answered with an error. `docs/wire.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -16,49 +14,51 @@ import msgspec
 from archerfish.errors import ArcherfishError, InvalidInputError
 
 VERSION = 1
+TokenLogprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
+MetricSample = tuple[tuple[str, ...], float, int, tuple[tuple[float, int], ...]]  # labels, value, count, buckets
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type"):
     """Base of all messages."""
 
     v: int = 0  # `encode` writes VERSION
-    request_id: str  # chosen by the client, among its own; answers repeat it
+    request_id: str  # the client chooses it; the answers repeat it
 
 
-# From clients
+# Requests
 
 
-class Generate(Message, tag="generate", kw_only=True, omit_defaults=True):
-    """Tokens after a prompt. One of prompt, token_ids and messages is given."""
+class GenerationRequest(Message, tag="generate", kw_only=True, omit_defaults=True):
+    """Generate tokens after a prompt. One of prompt, token_ids and messages is given."""
 
-    model: str = ""  # "": the one there is
+    model: str = ""  # "": the only generation model
     prompt: str | None = None
     token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None  # a conversation, which the model's chat template turns into a prompt
-    template_options: dict[str, Any] = {}  # for the template: tools and the like
-    params: dict[str, Any] = {}  # of SamplingParams
-    stream: bool = False  # chunks as tokens come, then a Generated without texts; else one Generated
-    wants_ids: bool = False  # ids alone: the client makes the text
-    takes_bundles: bool = False  # whether answers of several requests may come as one Bundle
+    messages: list[dict[str, Any]] | None = None  # a conversation; the model's chat template makes a prompt of it
+    template_options: dict[str, Any] = {}  # options of the chat template, as tools
+    params: dict[str, Any] = {}  # fields of SamplingParams
+    stream: bool = False  # True: Chunks as tokens come, then a Generated without texts; False: one Generated
+    wants_ids: bool = False  # True: the answers have token ids and no text
+    takes_bundles: bool = False  # True: answers of several requests may come as one Bundle
     priority: int = 0
     deadline_s: float | None = None
     credentials: str = ""  # an API key, or the pass of a front end
     tenant: str = ""  # only a front end may name it
 
 
-class Embed(Message, tag="embed", kw_only=True, omit_defaults=True):
-    """Vectors of texts."""
+class EmbedRequest(Message, tag="embed", kw_only=True, omit_defaults=True):
+    """Compute the vectors of texts."""
 
     model: str = ""
     texts: list[str | list[int]]
-    normalize: bool | None = None  # None: as the model says
+    normalize: bool | None = None  # None: as the model's files say
     deadline_s: float | None = None
     credentials: str = ""
     tenant: str = ""
 
 
-class Score(Message, tag="score", kw_only=True, omit_defaults=True):
-    """How well documents answer a query."""
+class ScoreRequest(Message, tag="score", kw_only=True, omit_defaults=True):
+    """Score how well documents answer a query."""
 
     model: str = ""
     query: str
@@ -68,8 +68,8 @@ class Score(Message, tag="score", kw_only=True, omit_defaults=True):
     tenant: str = ""
 
 
-class Explain(Message, tag="explain", kw_only=True, omit_defaults=True):
-    """What the prefix cache has for a prompt of a tenant."""
+class ExplainRequest(Message, tag="explain", kw_only=True, omit_defaults=True):
+    """Report what the prefix cache holds of a prompt, for the tenant of this request."""
 
     model: str = ""
     prompt: str | None = None
@@ -79,7 +79,7 @@ class Explain(Message, tag="explain", kw_only=True, omit_defaults=True):
 
 
 class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
-    """Change options of a running engine; answered with a Report of those in force. Front ends and operators only."""
+    """Change options of a running engine; the answer is a Report of the options in force. For front ends and operators."""
 
     model: str = ""
     options: dict[str, Any] = {}
@@ -87,49 +87,66 @@ class Configure(Message, tag="configure", kw_only=True, omit_defaults=True):
 
 
 class Charge(Message, tag="charge", kw_only=True, omit_defaults=True):
-    """Take a request and tokens, of what needs no model, from a tenant's limits; answered with a Report. Front ends only."""
+    """Count a request that needed no model against the limits of a tenant; the answer is a Report. For front ends."""
 
     num_tokens: int = 0
-    is_spent: bool = False  # no request, and tokens that were used already, or are given back below 0: nothing is refused
+    is_spent: bool = False  # True: only count tokens that were used already, or give them back if negative; never refuse
     credentials: str = ""
     tenant: str = ""
 
 
 class Cancel(Message, tag="cancel", kw_only=True, omit_defaults=True):
-    """Give up an earlier request of this client, the one with this request_id. Unknown ones are no error; no answer."""
+    """Cancel an earlier request of this client, the one with this request_id. There is no answer and no error."""
 
-    index: int | None = None  # of a sequence that is complete for the client; the others go on
+    index: int | None = None  # cancel only this sequence of the request
+
+
+class MetricValues(msgspec.Struct, kw_only=True):
+    """One metric."""
+
+    kind: str
+    description: str = ""
+    label_names: tuple[str, ...] = ()
+    samples: list[MetricSample] = []
+
+
+class FrontEndState(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a front end shares with the others: its metrics, and the newest options it knows."""
+
+    metrics: dict[str, MetricValues] = {}
+    version: int = 0  # of the options
+    options: dict[str, Any] = {}
 
 
 class Query(Message, tag="query", kw_only=True, omit_defaults=True):
-    """Ask for a Report: "models", "stats", "metrics" or "options", the last of which front ends share."""
+    """Ask for a Report about "models", "stats", "metrics" or "options" (the options that front ends share)."""
 
     about: str = "stats"
     credentials: str = ""
-    source: str = ""  # a front end, among all that there ever were
-    values: dict[str, Any] = {}  # and what it tells the others: metrics, options and their version
+    source: str = ""  # a unique name of the front end that asks
+    values: FrontEndState = msgspec.field(default_factory=FrontEndState)
 
 
 class Ping(Message, tag="ping", kw_only=True, omit_defaults=True):
-    """Answered with a Pong by the socket; with probe, after a real step of a model."""
+    """Ask for a Pong: at once, or with `probe` after a real step of a model."""
 
-    probe: str | None = None  # a model, "" for every one
+    probe: str | None = None  # a model; "" for every loaded one
 
 
-# From the engine process
+# Answers
 
 
 class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
-    """What one of a request's n sequences gained."""
+    """New tokens of one of the n sequences of a request."""
 
     index: int = 0
     text: str = ""
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # token, logprob, rank, likeliest
-    num_cached_tokens: int = 0  # of the prompt; with the first chunk of a request, for who leaves before its Generated
-    retry_after_s: float | None = None  # of a request whose deadline came before its first token
+    logprobs: list[TokenLogprob] | None = None
+    num_cached_tokens: int = 0  # tokens of the prompt, in the first chunk of a request
+    retry_after_s: float | None = None  # if the deadline came before the first token
 
 
 class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -141,31 +158,31 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
-    logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
-    """The end of a request: all of it, or after chunks, what they did not say."""
+    """The last answer to a GenerationRequest: the whole result, or after Chunks, what they did not contain."""
 
     model: str = ""
     outputs: list[Output] = []
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    prompt_token_ids: list[int] | None = None  # where the client did not send them
-    prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None
-    retry_after_s: float | None = None  # of a request whose deadline came before its first token
+    prompt_token_ids: list[int] | None = None  # if the client did not send them
+    prompt_logprobs: list[TokenLogprob] | None = None
+    retry_after_s: float | None = None  # if the deadline came before the first token
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
 
 class Bundle(Message, tag="bundle", kw_only=True, omit_defaults=True):
-    """What one step brought to several requests of a client. request_id is ""."""
+    """Answers to several requests of a client, all from one step. request_id is ""."""
 
     answers: list[Chunk | Generated | Failed] = []
 
 
 class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
-    """Rows of little-endian float32, of an Embed or a Score."""
+    """Rows of little-endian float32: the answer to an EmbedRequest or a ScoreRequest."""
 
     model: str = ""
     num_rows: int = 0
@@ -175,44 +192,43 @@ class Vectors(Message, tag="vectors", kw_only=True, omit_defaults=True):
 
 
 class Report(Message, tag="report", kw_only=True, omit_defaults=True):
-    """The answer to a Query, an Explain or a Configure."""
+    """The answer to a Query, an ExplainRequest, a Configure or a Charge."""
 
     values: dict[str, Any] = {}
 
 
 class Pong(Message, tag="pong", kw_only=True, omit_defaults=True):
-    """The engine process is there; seconds: what a probe took. One with request_id "" asks nothing and may come at any time."""
+    """The answer to a Ping. seconds: the duration of the probe."""
 
     seconds: float = 0.0
 
 
 class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
-    """The end of a request that went wrong. request_id is "" where it could not be read."""
+    """The last answer to a request that failed. request_id is "" if it could not be read."""
 
     code: str
     message: str
-    status: int = 500  # of HTTP, which says whose fault it was
+    status: int = 500  # HTTP status
     hint: str = ""
     param: str | None = None
     retry_after_s: float | None = None
-    blocked_s: float | None = None  # until this tenant's limits allow anything at all
-    needs_s: tuple[float, float] | None = None  # the deadline that would have done, and what a character of text makes of it
+    blocked_s: float | None = None  # seconds until the limits of this tenant allow any request
+    needs_s: tuple[float, float] | None = None  # the deadline that would have sufficed, and how much of it is per character
 
     @classmethod
     def of(cls, request_id: str, error: BaseException, retry_after_s: float | None = None) -> Failed:
-        """An error as it is told: what is not ours says nothing about itself."""
-        if isinstance(error, ArcherfishError):
-            hint = error.hint or ""
-            return cls(
-                request_id=request_id, code=error.code, message=error.message, status=error.status, hint=hint,
-                param=getattr(error, "param", None), retry_after_s=retry_after_s, blocked_s=getattr(error, "blocked_s", None),
-                needs_s=getattr(error, "needs_s", None),
-            )
-        message = "The engine failed on this request; its log says why."
-        return cls(request_id=request_id, code=ArcherfishError.code, message=message)
+        """The answer for an error. Errors of other libraries stay hidden: they may contain private details."""
+        if not isinstance(error, ArcherfishError):
+            message = "The engine failed on this request; its log says why."
+            return cls(request_id=request_id, code=ArcherfishError.code, message=message)
+        return cls(
+            request_id=request_id, code=error.code, message=error.message, status=error.status, hint=error.hint or "",
+            param=getattr(error, "param", None), retry_after_s=retry_after_s, blocked_s=getattr(error, "blocked_s", None),
+            needs_s=getattr(error, "needs_s", None),
+        )
 
 
-FromClient = Generate | Embed | Score | Explain | Configure | Charge | Cancel | Query | Ping
+FromClient = GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
 M = TypeVar("M")
 _encoder = msgspec.msgpack.Encoder()
@@ -247,7 +263,7 @@ _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
 def request_id_of(payload: bytes) -> str:
-    """The request_id of a message that cannot be decoded; "" where there is none to be read."""
+    """The request_id of a message that cannot be decoded, or ""."""
     try:
         return _header.decode(payload).request_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from archerfish.sequence import FinishReason, Request
+from archerfish.params import SamplingParams
 from archerfish.text.detokenizer import Detokenizer
 from archerfish.text.stops import StopStrings
 from archerfish.text.tokenizer import Tokenizer
 
 
 class OutputText:
-    """Joins a Detokenizer and StopStrings for one sequence of a request."""
+    """Detokenises one sequence, finds its stop strings, and hides the token that ended it.
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        params = request.params
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+    Without a tokenizer, and for tokens of stages, which stand for no text, it only counts tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and not params.stages:
+            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens if params.stop else 0
-        self._hidden_ends = frozenset() if params.include_stop_str_in_output else request.stop_token_ids
-        self.num_tokens = 0  # taken in; after a stop string, up to and with the token that completed it
+        self._shows_end = params.include_stop_str_in_output
+        self.num_tokens = 0  # of the output: up to and with the token that completed a stop string
+        self.num_shown = 0  # the same without the token that ended the sequence, unless that is shown
 
-    def feed(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> tuple[str, str | None]:
-        """Text that the tokens add, and the stop string that has been found. The token that ended a sequence is not shown."""
+    def feed(
+        self, token_ids: Sequence[int], finish_reason: str | None = None, end_token_ids: Container[object] = ()
+    ) -> tuple[str, str | None]:
+        """The text that tokens add, and the stop string that is complete now.
+
+        end_token_ids: the last token is hidden if it is one of these and the sequence ends with "stop".
+        """
+        detokenizer = self._detokenizer
         if finish_reason is None and not self._has_stops:
             self.num_tokens += len(token_ids)
-            return self._detokenizer.feed(token_ids), None
-        shown: list[str] = []
-        num_last = len(token_ids) - 1
-        for place, token_id in enumerate(token_ids):
+            self.num_shown = self.num_tokens
+            return "" if detokenizer is None else detokenizer.feed(token_ids), None
+        is_end = finish_reason == "stop" and bool(token_ids) and token_ids[-1] in end_token_ids
+        num_visible = len(token_ids) - (is_end and not self._shows_end)
+        if detokenizer is None:
+            self.num_shown = self.num_tokens + num_visible
+            self.num_tokens += len(token_ids)
+            return "", None
+        texts: list[str] = []
+        for token_id in token_ids[:num_visible]:
             if self._stops.matched is not None:
                 break
             self.num_tokens += 1
-            if finish_reason == "stop" and place == num_last and token_id in self._hidden_ends:
-                continue
-            shown.append(self._pass(self._detokenizer.feed((token_id,))))
-        if finish_reason is not None and self._stops.matched is None:
-            shown.append(self._pass(self._detokenizer.finish()))
-            shown.append(self._stops.finish())
-        return "".join(shown), self._stops.matched
+            texts.append(self._search(detokenizer.feed((token_id,))))
+        self.num_shown = self.num_tokens
+        if self._stops.matched is None:
+            self.num_tokens += len(token_ids) - num_visible
+            if finish_reason is not None:
+                texts.append(self._search(detokenizer.finish()))
+                texts.append(self._stops.finish())
+        return "".join(texts), self._stops.matched
 
-    def _pass(self, text: str) -> str:
-        """Before min_tokens a stop string is text like any other, also in its first half."""
+    def _search(self, text: str) -> str:
+        """The part of a text that can be shown. Before min_tokens a stop string is ordinary text."""
         return text if self.num_tokens < self._min_tokens else self._stops.feed(text)[0]

@@ -33,7 +33,7 @@ class RecordingTritonOps(TritonOps):
 
     def __init__(self, device: str = DEVICE, dtype: str = "float32") -> None:
         super().__init__(DEVICE, dtype)
-        self.is_async = True
+        self.is_async = self.can_record = True
 
 
 def test_tokens_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

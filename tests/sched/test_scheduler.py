@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from archerfish.cache.radix import RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.fakes import expected_output
-from archerfish.sequence import Status, StepResult
+from archerfish.sequence import Status
+from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
 
 # What is accepted
@@ -116,7 +118,7 @@ def test_decodes_come_first_and_prefill_gets_what_they_leave() -> None:
         seen.append(counts(made))
         assert made.sequences[0].request.request_id == "a"
         commit(world, made)
-    assert seen == [{"a": 1, "b": 9}, {"a": 1, "b": 9}, {"a": 1, "b": 7, "c": 2}, {"a": 1, "b": 1, "c": 3}]
+    assert seen == [{"a": 1, "c": 5, "b": 4}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 5}]
 
 
 def test_unfinished_prefills_go_on_in_the_order_of_admission() -> None:
@@ -135,13 +137,13 @@ def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
     world = World()
     (seq,) = world.add(6, max_tokens=8)
     first, second = plan(world), plan(world)
-    assert (first.starts, first.counts) == ([0], [6])
-    assert (second.starts, second.counts) == ([6], [1])
+    assert (first.input.starts.tolist(), first.input.counts.tolist()) == ([0], [6])
+    assert (second.input.starts.tolist(), second.input.counts.tolist()) == ([6], [1])
     assert (seq.num_pending, seq.num_in_flight) == (2, 2)
     with pytest.raises(InvariantError, match="two steps"):
         world.scheduler.plan()
     with pytest.raises(InvariantError, match="open"):
-        world.scheduler.commit(second, StepResult([0]))
+        world.scheduler.commit(second, StepResult(np.zeros((1, 1), dtype=np.int64)))
     commit(world, first)
     assert (seq.num_pending, seq.num_known, seq.num_computed) == (1, 8, 7)
 
@@ -329,6 +331,18 @@ def test_counters_and_queue_status() -> None:
     assert (stats.prefill_seconds, stats.decode_seconds) == pytest.approx((0, 4))
     assert stats.avg_queue_ms == pytest.approx(1000)
     assert (stats.queue_size, stats.concurrent_requests) == (0, 0)
+
+
+def test_prefill_tokens_are_counted_when_a_step_is_committed() -> None:
+    world = World()
+    world.add(8, max_tokens=3)
+    made = plan(world)
+    assert world.scheduler.tokens_done == (0, 0)
+    commit(world, made)
+    assert world.scheduler.tokens_done == (8, 1)
+    world.add(8, max_tokens=3)
+    world.scheduler.fail(plan(world), RuntimeError("boom"))
+    assert world.scheduler.tokens_done == (8, 1)
 
 
 def test_kv_utilization_is_the_share_of_held_blocks_that_is_filled() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from archerfish.sched.fakes import FakeRunner
-from archerfish.sequence import Plan, Sequence, StepResult
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Sequence
+from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
 
 
@@ -17,7 +19,7 @@ class Recorder(FakeRunner):
         self.parts: dict[Sequence, list[tuple[int, int]]] = {}
 
     def execute(self, plan: Plan) -> StepResult:
-        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        for seq, start, count in zip(plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True):
             self.parts.setdefault(seq, []).append((start, start + count))
         return super().execute(plan)
 
@@ -31,7 +33,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_takes_its_blocks() -> None:
     world.run()
     (seq,) = world.add([*range(1, 11), 90, 91], max_tokens=3)
     made = plan(world)
-    assert (made.starts, made.counts, len(made.copies)) == ([10], [2], 1)
+    assert (made.input.starts.tolist(), made.input.counts.tolist(), len(made.input.copies)) == ([10], [2], 1)
     assert (seq.num_cached, seq.hit.num_matched) == (10, 10)
     commit(world, made)
     world.run()
@@ -46,7 +48,8 @@ def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
     before = world.runner.num_forward_tokens
     (seq,) = world.add(prompt, max_tokens=1, seed=5)
     made = plan(world)
-    assert (made.counts, made.samples, made.num_decodes, made.num_tokens) == ([0], [True], 0, 0)
+    step = made.input
+    assert (step.counts.tolist(), step.samples.tolist(), step.num_decodes, step.num_tokens) == ([0], [1], 0, 0)
     commit(world, made)
     assert world.runner.num_forward_tokens == before
     assert world.scheduler.stats().cached_logits_used == 1
@@ -60,7 +63,7 @@ def test_without_logits_at_least_one_token_is_computed() -> None:
     world.add(prompt, max_tokens=3)
     world.run()
     world.add(prompt, max_tokens=3)
-    assert plan(world).counts == [1]
+    assert plan(world).input.counts.tolist() == [1]
 
 
 def test_tenants_share_neither_blocks_nor_logits() -> None:
@@ -69,7 +72,7 @@ def test_tenants_share_neither_blocks_nor_logits() -> None:
     world.add(prompt, tenant="a")
     world.run()
     world.add(prompt, tenant="b")
-    assert plan(world).counts == [11]
+    assert plan(world).input.counts.tolist() == [11]
 
 
 def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None:
@@ -79,7 +82,7 @@ def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None
     world.add([*prompt, 70, 71, 72], tenant="b")
     world.run()
     world.add(prompt, tenant="b")
-    assert plan(world).counts == [1]
+    assert plan(world).input.counts.tolist() == [1]
 
 
 def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
@@ -208,7 +211,7 @@ def test_a_preempted_sequence_waits_at_its_old_place() -> None:
     third = world.add(8, max_tokens=20)[0]
     while not second.num_preemptions:
         world.step()
-    assert list(world.scheduler._board.queue.ordered(0, 9)) == [second, third]
+    assert list(world.scheduler._live.queue.ordered(0, 9)) == [second, third]
     world.run()
     assert world.order_of_ends == ["r0", "r1", "r2"]
 

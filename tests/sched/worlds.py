@@ -13,9 +13,10 @@ from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
 from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
+from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Delta, Namespace, Plan, Request, Sequence
+from archerfish.sequence import Delta, Namespace, Request, Sequence
 
 VOCAB = 50
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -51,6 +52,7 @@ class World:
             model_state_hash="model",
             policy=policy,
             clock=lambda: self.now,
+            logits_row_bytes=64,
             **settings,
         )
         runner = FakeStateRunner if has_states else FakeRunner
@@ -149,4 +151,4 @@ def commit(world: World, made: Plan, **changes: Any) -> None:
 
 
 def counts(made: Plan) -> dict[str, int]:
-    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.counts, strict=True)}
+    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.input.counts.tolist(), strict=True)}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from archerfish.config import ServeConfig
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve import front
+from archerfish.serve import front, run
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -49,20 +49,20 @@ def words_host() -> Iterator[EngineHost]:
 def app_of(
     host: EngineHost, *, tenants: Tenants | None = None, registry: MetricRegistry | None = None, retry_after_s: float = 1.0,
     **options: Any,
-) -> FastAPI:
+) -> Starlette:
     backend = AsyncClient(host.address, retry_after_s=retry_after_s)
     return create_app(backend, ServeConfig(**options), registry, credentials=host.config.front_end_pass, tenants=tenants)
 
 
 @asynccontextmanager
-async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """With the app's lifespan around it, which httpx leaves to others."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
 
-def with_app(test: Test, app: FastAPI) -> None:
+def with_app(test: Test, app: Starlette) -> None:
     """Run a test against an app; no task may be left over."""
 
     async def main() -> None:
@@ -84,12 +84,12 @@ def with_client(test: Test, host: EngineHost | None = None, **options: Any) -> N
 
 
 @contextmanager
-def running(app: FastAPI, **options: Any) -> Iterator[tuple[str, int]]:
+def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
     """Host and port of a server of an app in a thread."""
     config = ServeConfig(**{"port": 0, "log_level": "error", **options})
     ready = threading.Event()
-    with front.bind(config) as listener:
-        server = front.make_server(app, listener, config, lambda url: ready.set())
+    with run.bind(config) as listener:
+        server = front.make_server(app, config, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from archerfish.config import EngineConfig, ServeConfig
@@ -21,26 +21,25 @@ from archerfish.engine.request_options import RUNNING_OPTIONS
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError
-from archerfish.serve.errors import install_handlers
+from archerfish.serve.errors import HANDLERS
 from archerfish.serve.generation import TextService
 from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.middleware import BodyLimit
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.responses_routes import ResponsesRoutes
-from archerfish.serve.text_routes import TextRoutes
+from archerfish.serve.token_routes import TextRoutes
 from archerfish.serve.wire import (
     Chunk,
     Configure,
-    Embed,
-    Explain,
-    Generate,
+    EmbedRequest,
+    ExplainRequest,
     Generated,
+    GenerationRequest,
     Output,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 from archerfish.text.text_tokenizer import byte_alphabet
@@ -86,12 +85,12 @@ def ids(text: str) -> list[int]:
 class FakeBackend:
     """Answers each request with `reply` of it, a token per chunk; the end token comes unless max_tokens does first."""
 
-    def __init__(self, reply: str | Callable[[Generate], str] = "Hello there", *, max_length: int = 1000) -> None:
+    def __init__(self, reply: str | Callable[[GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
         self.directory, self.max_length = model_directory(), max_length
         self.max_prompt_bytes = 0
         self.vocab_size = VOCAB_SIZE  # of TTS, whose tokens are these bytes as well
         self.reply = reply
-        self.requests: list[Generate] = []
+        self.requests: list[GenerationRequest] = []
         self.left: list[str] = []  # requests that were left before their end
         self.ended: list[tuple[str, int]] = []  # sequences of several that came to their end before
         self.num_sent = 0
@@ -107,7 +106,7 @@ class FakeBackend:
     def params(self) -> dict[str, Any]:
         return self.requests[-1].params
 
-    async def generate(self, request: Generate) -> AsyncIterator[Part]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
         self.requests.append(request)
         assert request.token_ids is not None
         assert request.wants_ids
@@ -128,7 +127,7 @@ class FakeBackend:
             if not is_done:
                 self.left.append(request.request_id)
 
-    def _parts(self, request: Generate) -> list[Part]:
+    def _parts(self, request: GenerationRequest) -> list[Part]:
         outputs = [self._output(request, index) for index in range(request.params.get("n", 1))]
         chunks: list[Part] = []
         for output in outputs:
@@ -155,7 +154,7 @@ class FakeBackend:
         )
         return [*chunks, final]
 
-    def _output(self, request: Generate, index: int) -> Output:
+    def _output(self, request: GenerationRequest, index: int) -> Output:
         text = self.reply if isinstance(self.reply, str) else self.reply(request)
         token_ids = [*ids(text + (f" {index}" if index else "")), END]
         most = request.params.get("max_tokens", 16)
@@ -177,14 +176,14 @@ class FakeBackend:
             self.config = self.config.replace(**message.options)
             values = {name: getattr(self.config, name) for name in RUNNING_OPTIONS}
             return Report(request_id=message.request_id, values=values)
-        if isinstance(message, (Embed, Score)):
-            texts = message.texts if isinstance(message, Embed) else message.documents
-            rows = np.full((len(texts), 4 if isinstance(message, Embed) else 1), 0.5, "<f4")
+        if isinstance(message, (EmbedRequest, ScoreRequest)):
+            texts = message.texts if isinstance(message, EmbedRequest) else message.documents
+            rows = np.full((len(texts), 4 if isinstance(message, EmbedRequest) else 1), 0.5, "<f4")
             return Vectors(
                 request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
                 num_tokens=len(texts),
             )
-        assert isinstance(message, Explain)
+        assert isinstance(message, ExplainRequest)
         assert message.token_ids is not None
         return Report(request_id=message.request_id, values={"num_tokens": len(message.token_ids), "tenant": message.tenant})
 
@@ -205,24 +204,18 @@ def logprob_of(token_id: int, num_top: int) -> Logprob:
     return token_id, -0.5, 1, [(token_id, -0.5), (ord("?"), -1.5)][:num_top]
 
 
-def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> FastAPI:
+def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> Starlette:
     """All routes for text over a backend."""
     config = config or ServeConfig()
     catalog = Catalog(backend, "pass", caller_of=lambda request: request.headers.get("x-tenant", ""))
     service = TextService(catalog)
-    app = FastAPI()
-    app.include_router(OpenAIRoutes(service, config).router)
-    app.include_router(ResponsesRoutes(service).router)
-    app.include_router(MessagesRoutes(service).router)
-    app.include_router(TextRoutes(service).router)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    install_handlers(app)
-    return app
+    groups = OpenAIRoutes(service, config), ResponsesRoutes(service), MessagesRoutes(service), TextRoutes(service)
+    return Starlette(routes=[route for group in groups for route in group.routes], exception_handlers=HANDLERS)
 
 
 @asynccontextmanager
 async def client_for(
-    backend: FakeBackend, app: Callable[[FakeBackend], FastAPI] = text_app
+    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = text_app
 ) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -233,7 +226,8 @@ LIMIT_S = 20
 
 
 def with_backend(
-    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]], app: Callable[[FakeBackend], FastAPI] = text_app
+    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]],
+    app: Callable[[FakeBackend], Starlette] = text_app,
 ) -> None:
     """Run a test against the routes over a backend; no task may be left over."""
 
@@ -247,7 +241,7 @@ def with_backend(
 
 def post(
     backend: FakeBackend, route: str, body: dict[str, Any], *, tenant: str = "",
-    app: Callable[[FakeBackend], FastAPI] = text_app,
+    app: Callable[[FakeBackend], Starlette] = text_app,
 ) -> httpx.Response:
     """One answer."""
     answers: list[httpx.Response] = []

@@ -1,4 +1,4 @@
-"""Engine processes of tests: a host in a thread, with a tiny Llama and encoders without a model."""
+"""Engine hosts for tests: a host in a thread, with a tiny Llama and encoders without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import Array, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, Slot
-from archerfish.serve.wire import Chunk, Generate, Generated, Message, Pong, Query, Report
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, Query, Report
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback
@@ -94,7 +94,7 @@ class WordEncoder:
 
 
 def make_host(directory: Path, **options: Any) -> EngineHost:
-    """Of a socket in a directory, without models. tenant_of and clock are the host's, other options its configuration's."""
+    """A host without models, at a socket in a directory. The options are those of HostConfig, and tenant_of and clock."""
     own = {name: options.pop(name) for name in ("tenant_of", "clock") if name in options}
     return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", "grace_s": 30.0, **options}), **own)
 
@@ -145,8 +145,8 @@ async def client_of(host: EngineHost, **options: Any) -> AsyncIterator[AsyncClie
 
 
 async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Generated]:
-    """All that a Generate is answered with."""
-    parts = [part async for part in client.generate(Generate(**{"request_id": "", "params": GREEDY, **fields}))]
+    """All answers to a GenerationRequest."""
+    parts = [part async for part in client.generate(GenerationRequest(**{"request_id": "", "params": GREEDY, **fields}))]
     last = parts.pop()
     assert isinstance(last, Generated)
     return [part for part in parts if isinstance(part, Chunk)], last
@@ -167,7 +167,7 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
 
 
 class Raw:
-    """A client that sends what it is told to, and no more."""
+    """A plain DEALER socket."""
 
     def __init__(self, address: str) -> None:
         self.socket = open_socket(zmq.DEALER)
@@ -177,14 +177,11 @@ class Raw:
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def say(self, message: Message) -> None:
+    def send_message(self, message: Message) -> None:
         self.send(b"", wire.encode(message))
 
-    def hear(self) -> Any:
-        while True:
-            answer = wire.decode_answer(self.socket.recv_multipart()[-1])
-            if not isinstance(answer, Pong) or answer.request_id:
-                return answer
+    def receive(self) -> Any:
+        return wire.decode_answer(self.socket.recv_multipart()[-1])
 
     def close(self) -> None:
         self.socket.close(0)
@@ -192,7 +189,7 @@ class Raw:
 
 async def failure(client: AsyncClient, message: Any) -> RemoteError:
     with pytest.raises(RemoteError) as caught:
-        if isinstance(message, Generate):
+        if isinstance(message, GenerationRequest):
             async for _ in client.generate(message):
                 pass
         else:

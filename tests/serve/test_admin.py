@@ -48,7 +48,7 @@ def call(
     return asyncio.run(run())
 
 
-def test_options_are_shown_and_changed() -> None:
+def test_operator_reads_and_changes_options() -> None:
     backend = ConfiguredBackend()
     assert call(backend, "GET").json()["logits_cache_mib"] == 64
     answer = call(backend, "PATCH", json={"cache_size_mb": 16, "result_cache_mib": 4, "max_queue_size": 4096})
@@ -59,7 +59,7 @@ def test_options_are_shown_and_changed() -> None:
     }
 
 
-def test_a_wrong_option_changes_nothing() -> None:
+def test_wrong_option_changes_nothing() -> None:
     backend = ConfiguredBackend()
     for given in ({"json": {"logits_cache_mib": -1}}, {"json": {"no_such": 1}}, {"json": [1]}, {"content": b"{"}):
         answer = call(backend, "PATCH", **given)
@@ -68,7 +68,7 @@ def test_a_wrong_option_changes_nothing() -> None:
     assert not backend.told
 
 
-def test_only_operators_may(tmp_path: Path) -> None:
+def test_options_need_an_operator_key(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     alice, root = add_key(file, "alice"), add_key(file, "root", is_operator=True)
     tenants = Tenants.from_file(file)

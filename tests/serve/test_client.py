@@ -1,4 +1,4 @@
-"""AsyncClient and Client against an engine process that does what a test says."""
+"""AsyncClient and Client against a scripted engine process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from archerfish.serve.wire import (
     Bundle,
     Cancel,
     Chunk,
-    Embed,
+    EmbedRequest,
     Failed,
-    Generate,
     Generated,
+    GenerationRequest,
     Message,
     Ping,
     Pong,
@@ -78,19 +78,19 @@ def address(tmp_path: Path) -> str:
 
 
 def echo(message: Any) -> list[Message]:
-    if isinstance(message, Generate):
+    if isinstance(message, GenerationRequest):
         parts: list[Any] = [Chunk(request_id=message.request_id, text=char) for char in message.prompt or ""]
         return [*parts, Generated(request_id=message.request_id, num_output_tokens=len(parts))]
     return [Pong(request_id=message.request_id)] if isinstance(message, Ping) else []
 
 
 async def texts_of(client: AsyncClient, prompt: str, request_id: str = "") -> str:
-    parts = [part async for part in client.generate(Generate(request_id=request_id, prompt=prompt, stream=True))]
+    parts = [part async for part in client.generate(GenerationRequest(request_id=request_id, prompt=prompt, stream=True))]
     assert isinstance(parts[-1], Generated)
     return "".join(part.text for part in parts if isinstance(part, Chunk))
 
 
-def test_answers_reach_who_asked(address: str) -> None:
+def test_each_request_gets_its_own_answers(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, echo)
         async with AsyncClient(address) as client:
@@ -103,22 +103,10 @@ def test_answers_reach_who_asked(address: str) -> None:
     run(test)
 
 
-class AtOnce(AsyncClient):
-    """A client whose connection is there when it first looks."""
-
-    def _open(self) -> None:
-        super()._open()
-        while not self.is_connected:
-            assert self._monitor is not None
-            assert self._monitor.poll(LIMIT_S * 1000)
-            self._watch()
-
-
-@pytest.mark.parametrize("make", [AsyncClient, AtOnce])
-def test_requests_leave_in_the_order_in_which_they_came(address: str, make: type[AsyncClient]) -> None:
+def test_requests_are_sent_in_order(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, echo)
-        async with make(address) as client:
+        async with AsyncClient(address) as client:
             words = ["first", "second", "third"]
             await asyncio.gather(*(texts_of(client, word) for word in words))
         engine.die()
@@ -127,34 +115,7 @@ def test_requests_leave_in_the_order_in_which_they_came(address: str, make: type
     run(test)
 
 
-def test_what_is_asked_is_sent_before_it_is_read_and_cancelled_where_it_never_is(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [Pong(request_id=message.request_id)] if isinstance(message, Ping) else [])
-        async with AsyncClient(address) as client:
-            early = client.generate(Generate(request_id="early", prompt="one"))  # no connection yet: sent when it is read
-            await client.ask(Ping(request_id="first"))
-            asked = client.generate(Generate(request_id="asked", prompt="two"))
-            await client.ask(Ping(request_id="second"))
-            assert [message.request_id for message in engine.received] == ["first", "asked", "second"]
-            await asked.aclose()
-            await asked.aclose()
-            held = [early, client.generate(Generate(request_id="lost", prompt="three"))]
-            del early
-            thread = threading.Thread(target=held.clear)  # a collector may work in any
-            thread.start()
-            thread.join()
-            await asyncio.sleep(0)
-            await client.ask(Ping(request_id="third"))
-            received = [(type(message).__name__, message.request_id) for message in engine.received[3:]]
-            assert received == [("Cancel", "asked"), ("Generate", "lost"), ("Cancel", "lost"), ("Ping", "third")]
-            with pytest.raises(StopAsyncIteration):
-                await anext(asked)
-        engine.die()
-
-    run(test)
-
-
-def test_bundles_are_taken_apart_and_strangers_ignored(address: str) -> None:
+def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> None:
     held: list[str] = []
 
     def act(message: Any) -> list[Message]:
@@ -184,7 +145,7 @@ def test_bundles_are_taken_apart_and_strangers_ignored(address: str) -> None:
     run(test)
 
 
-def test_a_failed_is_raised_with_all_it_says(address: str) -> None:
+def test_failed_answer_is_raised_with_all_its_fields(address: str) -> None:
     def act(message: Any) -> list[Message]:
         told: dict[str, Any] = {"code": "c", "message": "m", "status": 429, "hint": "h", "param": "p", "retry_after_s": 2.5}
         return [Failed(request_id=message.request_id, **told)]
@@ -193,7 +154,7 @@ def test_a_failed_is_raised_with_all_it_says(address: str) -> None:
         engine = Scripted(address, act)
         async with AsyncClient(address) as client:
             with pytest.raises(RemoteError) as caught:
-                await client.ask(Embed(request_id="", texts=[]))
+                await client.ask(EmbedRequest(request_id="", texts=[]))
             error = caught.value
             assert (error.code, error.message, error.status, error.hint, error.param, error.retry_after_s) == (
                 "c", "m", 429, "h", "p", 2.5
@@ -208,15 +169,15 @@ def test_a_failed_is_raised_with_all_it_says(address: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["leave", "cancel", "ask", "timeout"])
-def test_who_leaves_cancels(address: str, way: str) -> None:
+def test_leaving_cancels_the_request(address: str, way: str) -> None:
     def act(message: Any) -> list[Message]:
-        return [Chunk(request_id=message.request_id, text="a")] if isinstance(message, Generate) else []
+        return [Chunk(request_id=message.request_id, text="a")] if isinstance(message, GenerationRequest) else []
 
     async def test() -> None:
         engine = Scripted(address, act)
         async with AsyncClient(address) as client:
             if way == "leave":
-                stream = client.generate(Generate(request_id="7", stream=True))
+                stream = client.generate(GenerationRequest(request_id="7", stream=True))
                 async for _ in stream:
                     break
                 await stream.aclose()
@@ -239,36 +200,7 @@ def test_who_leaves_cancels(address: str, way: str) -> None:
     run(test)
 
 
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_answers_have_one_reader_who_learns_that_they_were_closed(address: str, is_connected: bool) -> None:
-    def engine_here() -> Scripted:
-        return Scripted(address, lambda message: [Pong(request_id="first")] if isinstance(message, Ping) else [])
-
-    async def test() -> None:
-        engine = engine_here() if is_connected else None
-        async with AsyncClient(address) as client:
-            if is_connected:
-                await client.ask(Ping(request_id="first"))
-            answers = client.generate(Generate(request_id="7", stream=True))
-            reader = asyncio.create_task(anext(answers, None))
-            await asyncio.sleep(0)
-            with pytest.raises(InvalidInputError, match="already"):
-                await anext(answers)
-            assert not reader.done()
-            await answers.aclose()
-            engine = engine or engine_here()
-            assert await reader is None
-            assert await anext(answers, None) is None
-            names = ["Ping", "Generate", "Cancel"] if is_connected else []
-            for _ in names:
-                await asyncio.to_thread(engine.has_received.acquire)
-        engine.die()
-        assert [type(message).__name__ for message in engine.received] == names
-
-    run(test)
-
-
-def test_a_request_id_in_use_is_refused_and_messages_stay_the_callers(address: str) -> None:
+def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, lambda message: [Pong(request_id="7")] if isinstance(message, Ping) else [])
         async with AsyncClient(address) as client:
@@ -287,11 +219,11 @@ def test_a_request_id_in_use_is_refused_and_messages_stay_the_callers(address: s
     run(test)
 
 
-def test_when_the_engine_dies_all_are_told_at_once_and_the_next_one_is_found(address: str) -> None:
+def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_found(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, lambda message: [Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
         async with AsyncClient(address, retry_after_s=4.0) as client:
-            stream = client.generate(Generate(request_id="s", stream=True))
+            stream = client.generate(GenerationRequest(request_id="s", stream=True))
             await anext(stream)
             asking = [asyncio.create_task(client.ask(Query(request_id=""))) for _ in range(5)]
             for _ in range(6):
@@ -313,7 +245,7 @@ def test_when_the_engine_dies_all_are_told_at_once_and_the_next_one_is_found(add
     run(test)
 
 
-def test_answers_that_came_before_the_end_are_not_lost(address: str) -> None:
+def test_answers_received_before_the_disconnect_are_kept(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, lambda message: [Report(request_id=message.request_id, values={"a": 1})])
         async with AsyncClient(address) as client:
@@ -328,18 +260,18 @@ def test_answers_that_came_before_the_end_are_not_lost(address: str) -> None:
     run(test)
 
 
-def test_nobody_there_is_told_after_a_while(address: str) -> None:
+def test_first_request_times_out_without_an_engine(address: str) -> None:
     async def test() -> None:
         async with AsyncClient(address, connect_s=0.05) as client:
             with pytest.raises(RemoteError, match="Nothing answers") as caught:
                 await client.ask(Ping(request_id=""))
             assert caught.value.status == 503
-            assert not client._arrivals and not client._waiting
+            assert not client._answers
 
     run(test)
 
 
-def test_an_engine_that_comes_later_is_waited_for(address: str) -> None:
+def test_first_request_waits_for_the_engine(address: str) -> None:
     async def test() -> None:
         async with AsyncClient(address) as client:
             task = asyncio.create_task(client.ask(Ping(request_id="")))
@@ -351,7 +283,7 @@ def test_an_engine_that_comes_later_is_waited_for(address: str) -> None:
     run(test)
 
 
-def test_nonsense_from_the_engine_is_an_error(address: str) -> None:
+def test_unknown_answer_type_is_an_error(address: str) -> None:
     class Nonsense(Message, tag="nonsense"):
         pass
 
@@ -365,7 +297,7 @@ def test_nonsense_from_the_engine_is_an_error(address: str) -> None:
     run(test)
 
 
-def test_closing_wakes_who_waits(address: str) -> None:
+def test_closing_fails_waiting_requests(address: str) -> None:
     async def test() -> None:
         engine = Scripted(address, lambda message: [])
         client = AsyncClient(address)
@@ -395,18 +327,18 @@ def test_bad_options_are_refused(address: str) -> None:
     run(test)
 
 
-def test_the_client_without_an_event_loop(address: str) -> None:
+def test_client_without_an_event_loop(address: str) -> None:
     engine = Scripted(address, lambda message: echo(message) or [Vectors(request_id=message.request_id, num_rows=2)])
     with Client(address) as client:
-        parts = list(client.generate(Generate(request_id="", prompt="abc", stream=True)))
+        parts = list(client.generate(GenerationRequest(request_id="", prompt="abc", stream=True)))
         assert [part.text for part in parts if isinstance(part, Chunk)] == ["a", "b", "c"]
-        answer = client.ask(Embed(request_id="", texts=["a"]))
+        answer = client.ask(EmbedRequest(request_id="", texts=["a"]))
         assert isinstance(answer, Vectors)
         assert answer.num_rows == 2
         found: list[str] = []
 
         def read(word: str) -> None:
-            parts = client.generate(Generate(request_id="", prompt=word, stream=True))
+            parts = client.generate(GenerationRequest(request_id="", prompt=word, stream=True))
             found.append("".join(part.text for part in parts if isinstance(part, Chunk)))
 
         threads = [threading.Thread(target=read, args=(word,)) for word in ("one", "two", "three")]
@@ -419,13 +351,13 @@ def test_the_client_without_an_event_loop(address: str) -> None:
     engine.die()
 
 
-def test_closing_an_iterator_of_the_client_cancels(address: str) -> None:
+def test_closing_the_iterator_of_the_client_cancels(address: str) -> None:
     def act(message: Any) -> list[Message]:
-        return [Chunk(request_id=message.request_id)] if isinstance(message, Generate) else []
+        return [Chunk(request_id=message.request_id)] if isinstance(message, GenerationRequest) else []
 
     engine = Scripted(address, act)
     with Client(address) as client:
-        stream = client.generate(Generate(request_id="7", stream=True))
+        stream = client.generate(GenerationRequest(request_id="7", stream=True))
         next(stream)
         stream.close()
         for _ in range(2):

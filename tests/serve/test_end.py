@@ -1,4 +1,4 @@
-"""The end of a service whose requests still run: each of them is answered, or told that it will not be."""
+"""The end of a front end with running requests: each of them is answered, or fails with an error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 
 from archerfish.config import ServeConfig
-from archerfish.serve import front
-from archerfish.serve.served_texts import ServedText
+from archerfish.serve import front, run
+from archerfish.serve.catalog import ModelText
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
@@ -36,17 +36,15 @@ STREAMS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 60_000, **ENDLESS},
 }
 SMALL = 4096
-Complaints = Callable[[], list[str]]
-TOLD = "The service was stopped before the answer was complete. Send the request again."
+Warnings = Callable[[], list[str]]
+STOPPED_MESSAGE = "The service was stopped before the answer was complete. Send the request again."
 
 
 class Serving:
-    """A server in a thread, over a tiny model that writes for a long time."""
+    """A server in a thread, over a tiny model that generates many tokens."""
 
     def __init__(self, server: front.Server, address: tuple[str, int]) -> None:
         self.server, self.address = server, address
-        self.has_begun_to_stop, self.forced = threading.Event(), threading.Event()
-        server.on_stop, server.on_force = self.has_begun_to_stop.set, self.forced.set
         self.thread = threading.current_thread()
 
     def request(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
@@ -55,7 +53,7 @@ class Serving:
         return connection
 
     def streams(self) -> dict[str, tuple[http.client.HTTPConnection, http.client.HTTPResponse]]:
-        """One of each kind, which have begun."""
+        """One stream of each route; all have begun."""
         asked = {path: self.request(path, body) for path, body in STREAMS.items()}
         found = {path: (connection, connection.getresponse()) for path, connection in asked.items()}
         for _, answer in found.values():
@@ -64,7 +62,9 @@ class Serving:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        assert self.has_begun_to_stop.wait(LIMIT_S)
+        pause = threading.Event()
+        while any(one.is_serving() for one in self.server.servers):
+            pause.wait(0.001)
 
     def join(self) -> None:
         self.thread.join(LIMIT_S)
@@ -80,9 +80,9 @@ def serving(directory: Path) -> Iterator[Serving]:
     host = host_with(directory)
     add_llm(host, directory, has_text=True, max_cache_tokens=4 * 65536)
     config, ready = ServeConfig(port=0, log_level="info"), threading.Event()
-    with host, front.bind(config) as listener:
+    with host, run.bind(config) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # of connections too
-        server = front.make_server(app_of(host), listener, config, lambda url: ready.set())
+        server = front.make_server(app_of(host), config, ready.set)
         made = Serving(server, listener.getsockname())
         made.thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         made.thread.start()
@@ -95,8 +95,8 @@ def serving(directory: Path) -> Iterator[Serving]:
 
 
 @pytest.fixture
-def complaints(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Complaints:
-    """What was logged of warnings and errors: by us, and by uvicorn, which writes for itself."""
+def warnings(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Warnings:
+    """Logged warnings and errors, ours and those of uvicorn, which writes to standard error itself."""
     caplog.set_level(logging.WARNING)
 
     def found() -> list[str]:
@@ -106,25 +106,26 @@ def complaints(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[st
     return found
 
 
-def check_told(path: str, rest: str) -> None:
-    """The end of a stream that was cut off, in the shape of its API."""
+def check_error_event(path: str, rest: str) -> None:
+    """Check the last event of a stream that was cut off."""
     rest = f"\n{rest}"
     *_, name, last, _, _ = rest.split("\n")
     data = json.loads(last.removeprefix("data: "))
     if path == "/v1/messages":
-        assert (name, data) == ("event: error", {"type": "error", "error": {"type": "overloaded_error", "message": TOLD}})
+        error = {"type": "overloaded_error", "message": STOPPED_MESSAGE}
+        assert (name, data) == ("event: error", {"type": "error", "error": error})
     elif path == "/v1/responses":
         assert (name, data["type"], data["response"]["status"]) == ("event: response.failed", "response.failed", "failed")
-        assert data["response"]["error"] == {"code": "stopped", "message": TOLD}
+        assert data["response"]["error"] == {"code": "stopped", "message": STOPPED_MESSAGE}
         assert "\nevent: error\n" in rest
     else:
-        assert data == {"error": {"message": TOLD, "type": "server_error", "param": None, "code": "stopped"}}
+        assert data == {"error": {"message": STOPPED_MESSAGE, "type": "server_error", "param": None, "code": "stopped"}}
     assert "[DONE]" not in rest
 
 
 @pytest.mark.parametrize("cut", ["at a second signal", "when the grace is over"])
-def test_every_stream_is_told_in_its_own_shape(
-    cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaints: Complaints
+def test_running_streams_get_an_error_in_the_form_of_their_route(
+    cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     if cut == "when the grace is over":
         monkeypatch.setattr(front, "GRACE_S", 0.3)
@@ -139,20 +140,19 @@ def test_every_stream_is_told_in_its_own_shape(
             assert all(answer.readline() for _, answer in streams.values())
             served.server.force_exit = True
         for path, (connection, answer) in streams.items():
-            check_told(path, answer.read().decode())
+            check_error_event(path, answer.read().decode())
             connection.close()
         answer = whole.getresponse()
         error = json.load(answer)["error"]
-        assert (answer.status, error["code"], error["message"]) == (503, "stopped", TOLD)
+        assert (answer.status, error["code"], error["message"]) == (503, "stopped", STOPPED_MESSAGE)
         assert int(answer.headers["retry-after"]) >= 1
         for connection in (whole, idle):
             connection.close()
         served.join()
-        assert served.forced.is_set() == (cut == "at a second signal")
-    assert complaints() == []
+    assert warnings() == []
 
 
-def test_who_reads_nothing_is_not_waited_for(tmp_path: Path, complaints: Complaints) -> None:
+def test_client_that_does_not_read_does_not_delay_the_end(tmp_path: Path, warnings: Warnings) -> None:
     with serving(tmp_path) as served, ExitStack() as stack:
         stopped = stack.enter_context(socket.socket())
         stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
@@ -168,11 +168,11 @@ def test_who_reads_nothing_is_not_waited_for(tmp_path: Path, complaints: Complai
         served.stop()
         served.server.force_exit = True
         served.join()
-    assert complaints() == []
+    assert warnings() == []
 
 
-def test_who_is_in_a_thread_is_not_waited_for_and_leaves_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complaints: Complaints
+def test_request_in_a_thread_leaves_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -183,31 +183,26 @@ def test_who_is_in_a_thread_is_not_waited_for_and_leaves_no_traceback(
 
     with serving(tmp_path) as served:
         assert served.request("/tokenize", {"prompt": "a"}).getresponse().status == 200
-        monkeypatch.setattr(ServedText, "need_tokenizer", lambda *_: type("Slow", (), {"encode": encode})())
+        monkeypatch.setattr(ModelText, "need_tokenizer", lambda *_: type("Slow", (), {"encode": encode})())
         waiting = served.request("/tokenize", {"prompt": "a" * 10_000})
         assert entered.wait(LIMIT_S)
         served.stop()
         served.server.force_exit = True
-        assert served.forced.wait(LIMIT_S)  # where a process would end
-        leave.set()
-        served.join()
         with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
             waiting.getresponse()
-    assert complaints() == []
+        leave.set()
+        served.join()
+    assert warnings() == []
 
 
-def test_only_a_third_sigint_does_not_wait_for_the_loop() -> None:
-    forced: list[int] = []
-    server = front.Server(uvicorn.Config(lambda: None), lambda: None, on_force=lambda: forced.append(len(signals)))
-    signals: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-        signals.append(number)
+def test_sigterm_stops_and_sigint_forces() -> None:
+    server = front.Server(uvicorn.Config(lambda: None), lambda: None)
+    for number, is_forced in ((signal.SIGTERM, False), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGTERM, True)):
         server.handle_exit(number, None)
-        assert (server.should_exit, server.force_exit) == (True, signal.SIGINT in signals)
-    assert forced == [5]
+        assert (server.should_exit, server.force_exit) == (True, is_forced)
 
 
-def test_what_is_finished_in_time_is_answered_and_nothing_new_is_taken(tmp_path: Path) -> None:
+def test_requests_finish_within_the_grace_time_and_new_ones_are_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         body = {**STREAMS["/v1/completions"], "max_tokens": 200}
         stream = served.request("/v1/completions", body)
@@ -216,6 +211,5 @@ def test_what_is_finished_in_time_is_answered_and_nothing_new_is_taken(tmp_path:
         served.stop()
         assert answer.read().endswith(b"data: [DONE]\n\n")
         served.join()
-        assert not served.forced.is_set()
         with pytest.raises(ConnectionRefusedError):
             served.request("/v1/completions", body)

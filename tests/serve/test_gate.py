@@ -14,7 +14,7 @@ from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.gate import Gate
 from archerfish.serve.limits import RateLimitedError, RateLimits
 from archerfish.serve.tenants import ANONYMOUS, Tenant
-from archerfish.serve.wire import Embed
+from archerfish.serve.wire import EmbedRequest
 from tests.serve.hosting import WordEncoder, add_encoder, add_llm, make_host, talk, whole
 
 
@@ -113,7 +113,7 @@ def test_a_deadline_that_can_never_be_met_is_the_callers_mistake(tmp_path: Path)
     add_encoder(host, WordEncoder())
 
     async def test(client: AsyncClient) -> None:
-        embed = Embed(request_id="", model="words", texts=["a b c"])
+        embed = EmbedRequest(request_id="", model="words", texts=["a b c"])
         await whole(client, model="tiny", token_ids=[5, 6])
         await client.ask(embed)
         for ask in (

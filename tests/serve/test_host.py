@@ -18,16 +18,16 @@ from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import (
     Cancel,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
     Generated,
+    GenerationRequest,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 from tests.engine.tiny_llama import prompts
@@ -167,7 +167,7 @@ def test_a_chat_goes_through_the_template(tmp_path: Path) -> None:
         _, last = await whole(client, messages=messages, template_options={"loud": True})
         assert last.prompt_token_ids == engine.render_chat(messages, loud=True)
         for name in ("tokenizer", "messages"):
-            error = await failure(client, Generate(request_id="", messages=messages, template_options={name: 1}))
+            error = await failure(client, GenerationRequest(request_id="", messages=messages, template_options={name: 1}))
             assert error.status == 400
 
     talk(host, test)
@@ -182,7 +182,7 @@ def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         for _ in range(3):
-            stream = client.generate(Generate(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True))
+            stream = client.generate(GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True))
             async for _ in stream:
                 break
             await stream.aclose()
@@ -203,11 +203,11 @@ def test_cancelling_before_the_text_is_read_leaves_nothing(tmp_path: Path) -> No
 
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
-        raw.say(Generate(request_id="1", prompt="the cat", params=LONG))
-        raw.say(Cancel(request_id="1"))
-        raw.say(Cancel(request_id="never there"))
-        raw.say(Ping(request_id="2"))
-        assert raw.hear() == Pong(v=1, request_id="2")
+        raw.send_message(GenerationRequest(request_id="1", prompt="the cat", params=LONG))
+        raw.send_message(Cancel(request_id="1"))
+        raw.send_message(Cancel(request_id="never there"))
+        raw.send_message(Ping(request_id="2"))
+        assert raw.receive() == Pong(v=1, request_id="2")
         gate.set()
         await whole(client, prompt="the cat")  # the same threads have read this one after it
         found = await until_free(client)
@@ -225,7 +225,7 @@ def test_a_client_that_vanishes_frees_its_blocks(tmp_path: Path, is_streamed: bo
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
-            raw.say(Generate(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
+            raw.send_message(GenerationRequest(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
         while (await stats(client))["models"]["tiny"]["num_running"] < 4:
             pass
         raw.close()
@@ -262,10 +262,11 @@ def test_slow_grammars_hold_up_no_other_text(tmp_path: Path, monkeypatch: pytest
 
     async def test(client: AsyncClient) -> None:
         grammar = {"grammar": {"kind": "regex", "value": "a+"}}
-        slow = [asyncio.create_task(failure(client, Generate(request_id="", prompt="a", params=grammar))) for _ in range(9)]
+        request = GenerationRequest(request_id="", prompt="a", params=grammar)
+        slow = [asyncio.create_task(failure(client, request)) for _ in range(9)]
         _, last = await whole(client, prompt="the cats")
         assert last.num_output_tokens == 8
-        await client.ask(Embed(request_id="", texts=["a"]))
+        await client.ask(EmbedRequest(request_id="", texts=["a"]))
         may_end.set()
         assert {error.status for error in await asyncio.gather(*slow)} == {400}
 
@@ -277,10 +278,11 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> N
     add_llm(host, tmp_path, max_len=4096)
 
     async def test(client: AsyncClient) -> None:
-        stream = client.generate(Generate(request_id="", token_ids=[5, 6], params={**LONG, "max_tokens": 600}, stream=True))
+        params = {**LONG, "max_tokens": 600}
+        stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
         await anext(stream)
         host.stop()
-        error = await failure(client, Generate(request_id="", token_ids=[5, 6]))
+        error = await failure(client, GenerationRequest(request_id="", token_ids=[5, 6]))
         assert (error.status, error.code) == (503, "stopped")
         assert error.retry_after_s is not None
         parts = [part async for part in stream]
@@ -295,7 +297,7 @@ def test_stopping_at_once_tells_who_waits(tmp_path: Path) -> None:
     add_llm(host, tmp_path, max_len=4096)
 
     async def test(client: AsyncClient) -> None:
-        stream = client.generate(Generate(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True))
+        stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True))
         await anext(stream)
         host.stop(0)
         with pytest.raises(RemoteError) as caught:
@@ -312,27 +314,27 @@ def test_stopping_at_once_tells_who_waits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "status"),
     [
-        (Generate(request_id="", model="nobody", token_ids=[1]), 404),
-        (Generate(request_id="", model="words", token_ids=[1]), 400),
-        (Generate(request_id=""), 400),
-        (Generate(request_id="", token_ids=[1], prompt="x"), 400),
-        (Generate(request_id="", prompt="no tokenizer here"), 400),
-        (Generate(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
-        (Generate(request_id="", token_ids=[]), 400),
-        (Generate(request_id="", token_ids=[96]), 400),
-        (Generate(request_id="", token_ids=[-1]), 400),
-        (Generate(request_id="", token_ids=[1] * 300), 413),
-        (Generate(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
-        (Generate(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
-        (Generate(request_id="", token_ids=[1], params={"cls": 1}), 400),
-        (Generate(request_id="", token_ids=[1], deadline_s=-1.0), 400),
-        (Generate(request_id="", token_ids=[1], tenant="alice"), 403),
-        (Embed(request_id="", model="tiny", texts=["a"]), 400),
-        (Embed(request_id="", model="words", texts=["unreadable"]), 400),
-        (Embed(request_id="", model="pairs", texts=["a"]), 400),
-        (Score(request_id="", model="tiny", query="a", documents=["b"]), 400),
-        (Explain(request_id="", model="words", token_ids=[1]), 400),
-        (Explain(request_id="", model="tiny"), 400),
+        (GenerationRequest(request_id="", model="nobody", token_ids=[1]), 404),
+        (GenerationRequest(request_id="", model="words", token_ids=[1]), 400),
+        (GenerationRequest(request_id=""), 400),
+        (GenerationRequest(request_id="", token_ids=[1], prompt="x"), 400),
+        (GenerationRequest(request_id="", prompt="no tokenizer here"), 400),
+        (GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
+        (GenerationRequest(request_id="", token_ids=[]), 400),
+        (GenerationRequest(request_id="", token_ids=[96]), 400),
+        (GenerationRequest(request_id="", token_ids=[-1]), 400),
+        (GenerationRequest(request_id="", token_ids=[1] * 300), 413),
+        (GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
+        (GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
+        (GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
+        (GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
+        (GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
+        (EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
+        (EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
+        (EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
+        (ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
+        (ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
+        (ExplainRequest(request_id="", model="tiny"), 400),
         (Query(request_id="", about="secrets"), 400),
         (Configure(request_id="", model="tiny", options={"model": "other"}), 400),
         (Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
@@ -360,10 +362,10 @@ def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
     host.shelf.slots[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
 
     async def test(client: AsyncClient) -> None:
-        error = await failure(client, Embed(request_id="", model="wrods", texts=["a"]))
+        error = await failure(client, EmbedRequest(request_id="", model="wrods", texts=["a"]))
         assert (error.code, error.param) == ("model_not_found", "model")
         assert "'words'" in error.hint
-        assert (await failure(client, Embed(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
+        assert (await failure(client, EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
 
     talk(host, test)
 
@@ -376,15 +378,15 @@ def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) 
     async def test(client: AsyncClient) -> None:
         raw = Raw(host.config.address)
         encoder.gate.clear()
-        raw.say(Embed(request_id="1", texts=["a"]))
-        raw.say(Embed(request_id="1", texts=["b"]))
-        refused = raw.hear()
+        raw.send_message(EmbedRequest(request_id="1", texts=["a"]))
+        raw.send_message(EmbedRequest(request_id="1", texts=["b"]))
+        refused = raw.receive()
         assert isinstance(refused, Failed)
         assert (refused.request_id, refused.status) == ("1", 400)
         encoder.gate.set()
-        assert isinstance(raw.hear(), Vectors)
-        raw.say(Embed(request_id="1", texts=["c"]))
-        assert isinstance(raw.hear(), Vectors)
+        assert isinstance(raw.receive(), Vectors)
+        raw.send_message(EmbedRequest(request_id="1", texts=["c"]))
+        assert isinstance(raw.receive(), Vectors)
         raw.close()
 
     talk(host, test)
@@ -399,7 +401,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        embeds = [asyncio.create_task(client.ask(Embed(request_id="", texts=["a"]))) for _ in range(3)]
+        embeds = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
         assert await asyncio.to_thread(encoder.entered.acquire)
         texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
         while not (await stats(client))["models"]["tiny"]["num_running"]:
@@ -409,7 +411,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
             pass
         # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
         wanted: list[tuple[Any, int]] = [
-            (Embed(request_id="", texts=["b"]), 503), (Generate(request_id="", token_ids=[7], params=LONG), 503)
+            (EmbedRequest(request_id="", texts=["b"]), 503), (GenerationRequest(request_id="", token_ids=[7], params=LONG), 503)
         ]
         for message, status in wanted:
             error = await failure(client, message)
@@ -420,7 +422,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
         for text in texts:
             text.cancel()
         await asyncio.gather(*embeds)
-        await client.ask(Embed(request_id="", texts=["a"] * 3))
+        await client.ask(EmbedRequest(request_id="", texts=["a"] * 3))
         await until_free(client)
 
     talk(host, test)
@@ -437,7 +439,7 @@ def test_a_failing_step_fails_its_requests_alone(tmp_path: Path, monkeypatch: py
 
     async def test(client: AsyncClient) -> None:
         monkeypatch.setattr(engine.runner, "_sample", break_once)
-        error = await failure(client, Generate(request_id="", token_ids=[5, 6]))
+        error = await failure(client, GenerationRequest(request_id="", token_ids=[5, 6]))
         assert error.status == 500
         assert "1234" not in str(error)
         await whole(client, token_ids=[5, 6])
@@ -459,7 +461,7 @@ def test_two_tenants_share_nothing(tmp_path: Path) -> None:
             return (await whole(client, token_ids=prompt, **fields))[1]
 
         async def matched(**fields: Any) -> int:
-            report = await client.ask(Explain(request_id="", token_ids=prompt, **fields))
+            report = await client.ask(ExplainRequest(request_id="", token_ids=prompt, **fields))
             assert isinstance(report, Report)
             found: int = report.values["num_matched"]
             return found
@@ -487,8 +489,8 @@ def test_only_the_pass_opens_figures_options_and_tenants(tmp_path: Path) -> None
                 Query(request_id="", about="stats", credentials=credentials),
                 Query(request_id="", about="metrics", credentials=credentials),
                 Configure(request_id="", options={}, credentials=credentials),
-                Generate(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
-                Explain(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+                GenerationRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+                ExplainRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
             ):
                 assert (await failure(client, message)).status == 403
         await client.ask(Query(request_id="", about="models"))
@@ -507,7 +509,7 @@ def test_keys_may_be_read_by_a_function_of_the_callers(tmp_path: Path) -> None:
     engine = add_llm(host, tmp_path)
 
     async def test(client: AsyncClient) -> None:
-        assert (await failure(client, Generate(request_id="", token_ids=[1], credentials="bad"))).status == 400
+        assert (await failure(client, GenerationRequest(request_id="", token_ids=[1], credentials="bad"))).status == 400
         await whole(client, token_ids=[5, 6, 7], credentials="good")
 
     talk(host, test)
@@ -525,7 +527,7 @@ def test_limits_of_a_tenant_hold_in_the_engine_process(tmp_path: Path) -> None:
     add_llm(host, tmp_path)
 
     async def test(client: AsyncClient) -> None:
-        big = Generate(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
+        big = GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
         assert (await failure(client, replace(big, credentials="another"))).status == 401
         stream = client.generate(replace(big, stream=True))
         await anext(stream)

@@ -12,14 +12,14 @@ from archerfish.serve.client import AsyncClient
 from archerfish.serve.wire import (
     Cancel,
     Configure,
-    Embed,
-    Explain,
+    EmbedRequest,
+    ExplainRequest,
     Failed,
-    Generate,
+    GenerationRequest,
     Ping,
     Pong,
     Query,
-    Score,
+    ScoreRequest,
 )
 from tests.serve.hosting import (
     GREEDY,
@@ -41,14 +41,14 @@ def test_what_is_no_message_is_answered_with_an_error(tmp_path: Path) -> None:
         raw = Raw(host.config.address)
         for frames in ([b"", b"nonsense"], [b"nonsense"], [b""], [b"", b"", b""], [b"x", wire.encode(Ping(request_id="1"))]):
             raw.send(*frames)
-            answer = raw.hear()
+            answer = raw.receive()
             assert isinstance(answer, Failed)
             assert (answer.request_id, answer.code, answer.status) == ("", "undecodable_message", 400)
         payload = wire._encoder.encode({"type": "generate", "v": 99, "request_id": "7"})
         raw.send(b"", payload)
-        assert raw.hear().request_id == "7"
-        raw.say(Ping(request_id="1"))
-        assert raw.hear() == Pong(v=1, request_id="1")
+        assert raw.receive().request_id == "7"
+        raw.send_message(Ping(request_id="1"))
+        assert raw.receive() == Pong(v=1, request_id="1")
         raw.close()
 
     talk(host, test)
@@ -60,11 +60,12 @@ def fuzzed(count: int, seed: int) -> list[list[bytes]]:
     good = [
         wire.encode(message)
         for message in (
-            Generate(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
-            Generate(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
-            Generate(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
-            Embed(request_id="4", texts=["a", [1, 2]], normalize=True), Score(request_id="5", query="q", documents=["d"]),
-            Explain(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
+            GenerationRequest(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
+            GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
+            GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
+            EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
+            ScoreRequest(request_id="5", query="q", documents=["d"]),
+            ExplainRequest(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
             Cancel(request_id="1"), Query(request_id="8", about="models"), Ping(request_id="9", probe=""),
         )
     ]  # fmt: skip
@@ -100,8 +101,8 @@ def run_fuzz(tmp_path: Path, count: int) -> None:
         for number, frames in enumerate(fuzzed(count, seed=count)):
             raw.send(*frames)
             if number % 200 == 199:
-                raw.say(Ping(request_id=f"mark {number}"))
-                while (answer := raw.hear()) != Pong(v=1, request_id=f"mark {number}"):
+                raw.send_message(Ping(request_id=f"mark {number}"))
+                while (answer := raw.receive()) != Pong(v=1, request_id=f"mark {number}"):
                     if isinstance(answer, Failed):
                         statuses.add(answer.status)
         raw.close()

@@ -15,22 +15,21 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, MachineErro
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.figures import read_metrics
+from archerfish.serve.health import NEW_FACTOR
 from archerfish.serve.hosted_encoder import LEAST_BUDGET, HostedEncoder
-from archerfish.serve.metrics import family_of
+from archerfish.serve.metrics import family_of, read_metrics
 from archerfish.serve.models import GENERATION, Hosted, Shelf, Slot
+from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.vitals import BEAT_S, YOUNG_FACTOR
 from archerfish.serve.wire import (
     Configure,
-    Embed,
-    Failed,
-    Generate,
+    EmbedRequest,
+    GenerationRequest,
     Ping,
     Pong,
     Query,
     Report,
-    Score,
+    ScoreRequest,
     Vectors,
 )
 from tests.engine.tiny_llama import prompts
@@ -57,17 +56,17 @@ def test_vectors_and_scores(tmp_path: Path) -> None:
     add_encoder(host, WordEncoder())
 
     async def test(client: AsyncClient) -> None:
-        answer = await client.ask(Embed(request_id="", texts=["a b", "c"]))
+        answer = await client.ask(EmbedRequest(request_id="", texts=["a b", "c"]))
         assert isinstance(answer, Vectors)
         assert (answer.num_rows, answer.num_columns, answer.num_tokens) == (2, 8, 3)
         rows = np.frombuffer(answer.data, "<f4").reshape(2, 8)
         np.testing.assert_array_equal(rows, [WordEncoder.vector("a b"), WordEncoder.vector("c")])
-        answer = await client.ask(Score(request_id="", query="a", documents=["a", "b", "a b"]))
+        answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["a", "b", "a b"]))
         assert isinstance(answer, Vectors)
         scores = np.frombuffer(answer.data, "<f4")
         assert scores[0] == pytest.approx(1, abs=1e-5)
         assert scores.argmin() == 1
-        for empty in (Embed(request_id="", texts=[]), Score(request_id="", query="a", documents=[])):
+        for empty in (EmbedRequest(request_id="", texts=[]), ScoreRequest(request_id="", query="a", documents=[])):
             answer = await client.ask(empty)
             assert isinstance(answer, Vectors)
             assert (answer.num_rows, answer.data) == (0, b"")
@@ -82,10 +81,10 @@ def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -
     add_encoder(host, pairs)
 
     async def test(client: AsyncClient) -> None:
-        answer = await client.ask(Score(request_id="", query="a", documents=["b", "c d"]))
+        answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["b", "c d"]))
         assert isinstance(answer, Vectors)
         assert np.frombuffer(answer.data, "<f4").tolist() == [2.0, 3.0]
-        await client.ask(Score(request_id="", model="words", query="a", documents=["b"]))
+        await client.ask(ScoreRequest(request_id="", model="words", query="a", documents=["b"]))
 
     talk(host, test)
     assert pairs.jobs == [["a b", "a c d"]]
@@ -103,11 +102,11 @@ def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        first = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        long = asyncio.create_task(client.ask(Embed(request_id="", texts=[f"long{i}" for i in range(9)])))
+        long = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[f"long{i}" for i in range(9)])))
         await reached(client, "words", 10)
-        short = asyncio.create_task(client.ask(Embed(request_id="", texts=["short0", "short1"])))
+        short = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["short0", "short1"])))
         await reached(client, "words", 12)
         await client.ask(Ping(request_id=""))
         encoder.gate.set()
@@ -134,10 +133,10 @@ def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        first = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
         texts = [["a", "b"], ["poison", "c"], ["d"]]
-        asking = [asyncio.create_task(client.ask(Embed(request_id="", texts=list(some)))) for some in texts]
+        asking = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=list(some)))) for some in texts]
         await reached(client, "words", 6)
         encoder.gate.set()
         await first
@@ -156,7 +155,7 @@ def test_each_core_has_a_job_of_its_own_while_much_waits(tmp_path: Path) -> None
     add_encoder(host, encoder)
 
     async def test(client: AsyncClient) -> None:
-        await client.ask(Embed(request_id="", texts=["first"]))
+        await client.ask(EmbedRequest(request_id="", texts=["first"]))
         assert encoder.entered.acquire(timeout=LIMIT_S)
         hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
@@ -164,7 +163,7 @@ def test_each_core_has_a_job_of_its_own_while_much_waits(tmp_path: Path) -> None
         rest = " ".join(["x"] * (LEAST_BUDGET // 2 - 1))  # of a text: two make a job
         firsts = [["0"], ["1"], ["2"], ["3"], ["4"], ["poison", "5"], ["6"]]
         asking = [
-            asyncio.create_task(client.ask(Embed(request_id="", texts=[f"{first} {rest}" for first in each])))
+            asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[f"{first} {rest}" for first in each])))
             for each in firsts
         ]
         await reached(client, "words", 8)
@@ -191,13 +190,13 @@ def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        blocker = asyncio.create_task(client.ask(Embed(request_id="", texts=["first"])))
+        blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
         hosted = next(one for one in host.shelf if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
         hosted.budget = LEAST_BUDGET
         texts: list[str | list[int]] = [f"{i} " * LEAST_BUDGET for i in range(200)]  # a job each
-        burst = asyncio.create_task(client.ask(Embed(request_id="", texts=texts)))
+        burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
         chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**GREEDY, "max_tokens": 20}))
         while (await stats(client))["models"]["tiny"]["total_requests"] < 1:
@@ -275,9 +274,9 @@ def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         encoder.gate.clear()
-        job = asyncio.create_task(client.ask(Embed(request_id="", texts=["long"])))
+        job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        clock.now += YOUNG_FACTOR * host.config.hang_s - 1
+        clock.now += NEW_FACTOR * host.config.hang_s - 1
         assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
         clock.now += 2
         assert (await failure(client, Ping(request_id="", probe=""))).status == 503
@@ -329,7 +328,7 @@ def test_metrics_can_be_read_by_prometheus(tmp_path: Path) -> None:
     async def test(client: AsyncClient) -> None:
         for _ in range(3):
             await whole(client, token_ids=list(range(5, 45)), stream=True)
-        await client.ask(Embed(request_id="", texts=["a", "b c"]))
+        await client.ask(EmbedRequest(request_id="", texts=["a", "b c"]))
         report = await client.ask(Query(request_id="", about="metrics"))
         assert isinstance(report, Report)
         families = {family.name: family for family in map(family_of, read_metrics(report.values))}
@@ -354,7 +353,7 @@ def test_a_request_that_is_complete_for_its_client_is_not_counted_as_given_up(tm
 
     async def test(client: AsyncClient) -> None:
         for number in range(2):
-            parts = client.generate(Generate(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
+            parts = client.generate(GenerationRequest(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
             await anext(parts)
             if number:
                 client.end_sequence(str(number), 0)
@@ -445,14 +444,14 @@ def test_models_are_loaded_when_asked_for_and_unloaded_for_room(tmp_path: Path, 
             return "".join(card["id"] for card in report.values["models"] if card["is_loaded"])
 
         assert await loaded() == ""
-        await client.ask(Embed(request_id="", model="a", texts=["x"]))
-        await client.ask(Embed(request_id="", model="b", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
         assert await loaded() == "ab"
-        await client.ask(Embed(request_id="", model="a", texts=["x"]))
-        await client.ask(Embed(request_id="", model="c", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="c", texts=["x"]))
         assert await loaded() == "ac"
         assert encoders[1].is_closed
-        await client.ask(Embed(request_id="", model="b", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
         assert await loaded() == "bc"
 
     talk(host, test)
@@ -469,10 +468,10 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
 
     async def test(client: AsyncClient) -> None:
         for _ in range(2):
-            error = await failure(client, Embed(request_id="", model="gone", texts=["x"]))
+            error = await failure(client, EmbedRequest(request_id="", model="gone", texts=["x"]))
             assert error.status == 503
             assert "fire" not in str(error)
-        await client.ask(Embed(request_id="", model="words", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="words", texts=["x"]))
 
     talk(host, test)
 
@@ -515,22 +514,6 @@ def keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_a_client_that_is_refused_at_once_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        client = AsyncClient(f"ipc://{tmp_path}/nobody", connect_s=0.3)
-        really_open = client._open
-
-        def open_and_hear() -> None:
-            really_open()
-            client._arrive(Failed(request_id="", code="not_allowed", message="No.", status=403))
-
-        monkeypatch.setattr(client, "_open", open_and_hear)
-        async with client:
-            assert (await failure(client, Ping(request_id=""))).status == 403
-
-    asyncio.run(main())
-
-
 def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
     host = make_host(
@@ -541,7 +524,7 @@ def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S):
             async with AsyncClient(host.address, server_key=server[0], own_keys=friend) as client:
-                assert isinstance(await client.ask(Embed(request_id="", texts=["a"])), Vectors)
+                assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
             async with AsyncClient(host.address, server_key=server[0], own_keys=stranger) as client:
                 assert (await failure(client, Ping(request_id=""))).status == 403
             for wrong in ({}, {"server_key": stranger[0], "own_keys": friend}):

@@ -23,7 +23,7 @@ from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
 from archerfish.serve.models import Slot
 from archerfish.serve.run import story_spec
-from archerfish.serve.wire import Embed, Ping, Query, Report, Vectors
+from archerfish.serve.wire import EmbedRequest, Ping, Query, Report, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
@@ -165,7 +165,7 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
         for _ in range(20):
             await client.ask(Ping(request_id=""))
             assert await loaded(client) == "ab"
-        await client.ask(Embed(request_id="", model="c", texts=["x"]))  # asked for, it takes the place of another
+        await client.ask(EmbedRequest(request_id="", model="c", texts=["x"]))  # asked for, it takes the place of another
         for _ in range(20):
             await client.ask(Ping(request_id=""))
             assert await loaded(client) == "bc"
@@ -182,15 +182,15 @@ def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkey
     slot.load = noted(slot.load, lambda: assert_true(may_load.wait(LIMIT_S)))
 
     async def test(client: AsyncClient) -> None:
-        waiting = [asyncio.create_task(client.ask(Embed(request_id="", texts=[name]))) for name in "abc"]
+        waiting = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[name]))) for name in "abc"]
         while len(slot.waiting) < 3:
             await asyncio.sleep(0)
-        error = await failure(client, Embed(request_id="", texts=["d"]))
+        error = await failure(client, EmbedRequest(request_id="", texts=["d"]))
         assert (error.status, error.code) == (503, "overloaded")
         assert error.retry_after_s is not None
         waiting[0].cancel()
         await client.ask(Ping(request_id=""))  # by which the engine process knows that one has gone
-        waiting.append(asyncio.create_task(client.ask(Embed(request_id="", texts=["e"]))))
+        waiting.append(asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["e"]))))
         await client.ask(Ping(request_id=""))
         may_load.set()
         assert [isinstance(answer, Vectors) for answer in await asyncio.gather(*waiting[1:])] == [True] * 3
@@ -216,7 +216,7 @@ def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: 
 
     async def test(client: AsyncClient) -> None:
         written = asyncio.create_task(whole(client, model="tiny", token_ids=[5, 6], deadline_s=10.0))
-        read = asyncio.create_task(failure(client, Embed(request_id="", model="words", texts=["x"], deadline_s=10.0)))
+        read = asyncio.create_task(failure(client, EmbedRequest(request_id="", model="words", texts=["x"], deadline_s=10.0)))
         while not all(slot.waiting for slot in host.shelf.slots):
             await asyncio.sleep(0)
         clock.now += 11
@@ -253,7 +253,7 @@ def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pyte
 
     async def test(client: AsyncClient) -> None:
         for name in "abac":
-            await client.ask(Embed(request_id="", model=name, texts=["x"]))
+            await client.ask(EmbedRequest(request_id="", model=name, texts=["x"]))
 
     talk(host, test)
     assert seen == [("a", []), ("b", []), ("c", ["b"])]
@@ -276,9 +276,9 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
 
     async def test(client: AsyncClient) -> None:
         long = "x" * (MAX_QUICK_BYTES + 1)
-        waiting = asyncio.create_task(client.ask(Embed(request_id="", model="slow", texts=[long])))
+        waiting = asyncio.create_task(client.ask(EmbedRequest(request_id="", model="slow", texts=[long])))
         assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
-        await client.ask(Embed(request_id="", model="other", texts=["x"]))
+        await client.ask(EmbedRequest(request_id="", model="other", texts=["x"]))
         assert not slow.is_closed
         assert set((await stats(client))["models"]) == {"slow", "other"}
         may_read.set()
@@ -319,7 +319,7 @@ def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.Mo
 
     async def test(client: AsyncClient) -> None:
         for _ in range(5):
-            await client.ask(Embed(request_id="", texts=["x"]))
+            await client.ask(EmbedRequest(request_id="", texts=["x"]))
             await client.ask(Ping(request_id=""))
 
     talk(host, test)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archerfish.observe.collector import MetricsCollector
 from archerfish.serve import service_rate
 from archerfish.serve.compute import ComputeThread
-from archerfish.serve.figures import Figures
 from archerfish.serve.gate import ReadingGate
 from archerfish.serve.hosted_encoder import ALONE, Array, HostedEncoder
 from archerfish.serve.limits import RateLimits
-from archerfish.serve.ticket import Ticket
-from archerfish.serve.wire import Embed, Vectors
+from archerfish.serve.pending_request import PendingRequest
+from archerfish.serve.wire import EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
 pytestmark = pytest.mark.no_cover
@@ -40,7 +40,7 @@ class Inline(Executor):
 
 
 class Machine:
-    """Desk, lane and engine of one HostedEncoder. job_s: of every job, whatever it computes."""
+    """ModelHost, lane and engine of one HostedEncoder. job_s: of every job, whatever it computes."""
 
     model_name, is_cross_encoder = "simulated", False
     arrival_s = ARRIVAL_S
@@ -53,11 +53,11 @@ class Machine:
         self.job_s = job_s
         self.reader = self.compiler = Inline()
         self.running: tuple[Future[Any], Any, float] | None = None  # with its result, and when it ends
-        self.outbox: list[tuple[Ticket, Any]] = []
+        self.outbox: list[tuple[PendingRequest, Any]] = []
         self.num_good = self.num_late = self.num_refused = self.num_left = 0
         self.num_done, self.busy_s = 0, 0.0
         gate = ReadingGate(RateLimits(self.clock), clock=self.clock)
-        self.hosted = HostedEncoder(self, self, self, Figures(), gate)  # type: ignore[arg-type]
+        self.hosted = HostedEncoder(self, self, self, MetricsCollector(), gate)  # type: ignore[arg-type]
 
     def clock(self) -> float:
         return self.now
@@ -99,10 +99,10 @@ class Machine:
 
     # The desk
 
-    def answer(self, ticket: Ticket, message: Any) -> None:
+    def answer(self, ticket: PendingRequest, message: Any) -> None:
         self.outbox.append((ticket, message))
 
-    def fail(self, ticket: Ticket, error: BaseException) -> None:
+    def fail(self, ticket: PendingRequest, error: BaseException) -> None:
         self.outbox.append((ticket, error))
 
     def post(self, work: Callable[[], None]) -> None:
@@ -110,8 +110,9 @@ class Machine:
 
     # The loop
 
-    def ask(self, deadline_s: float | None = DEADLINE_S) -> Ticket:
-        ticket = Ticket(b"", Embed(request_id="", texts=["x" * 4 * NUM_TOKENS], deadline_s=deadline_s), arrived=self.now)
+    def ask(self, deadline_s: float | None = DEADLINE_S) -> PendingRequest:
+        request = EmbedRequest(request_id="", texts=["x" * 4 * NUM_TOKENS], deadline_s=deadline_s)
+        ticket = PendingRequest(b"", request, arrived=self.now)
         if self.running is not None:
             self.running = (*self.running[:2], self.running[2] + self.arrival_s)
         elif self.pieces:

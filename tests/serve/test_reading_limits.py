@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 
 from archerfish.serve.admission import BusyError, TooLateError
 from archerfish.serve.gate import ReadingGate
-from archerfish.serve.limits import Blocked, OverLimitError, RateLimitedError, RateLimits
-from archerfish.serve.middleware import MOST_LAG_S, LoopLag, Shed
+from archerfish.serve.limits import OverLimitError, RateLimitedError, RateLimits
 from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, add_key
 
 from .client import PASS, WORDS, app_of, entered, error_of, with_app
@@ -113,35 +111,6 @@ def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path
         assert not tokenized
 
     with_limits(tmp_path, test, tokens_per_minute=100)
-
-
-def test_who_is_blocked_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
-        body = {"model": WORDS, "input": "x"}
-        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
-        assert (await client.post("/v1/embeddings", json=body)).status_code == 429
-        for route, content in (("/v1/embeddings", b"no JSON"), ("/v1/chat/completions", b"{}")):
-            answer = await client.post(route, content=content)
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "60")
-        assert (await client.get("/v1/models")).status_code == 200
-        message = await client.post("/v1/messages", content=b"")
-        assert message.json()["error"]["type"] == "rate_limit_error"
-
-    with_limits(tmp_path, test, requests_per_minute=1)
-
-
-def test_blocks_end_and_are_forgotten_after_a_second() -> None:
-    clock = Clock()
-    blocked, tenant = Blocked(clock), Tenant(name="t", namespace="n")
-    blocked.check(tenant)
-    blocked.note(tenant, 30.0)
-    clock.now = 0.9
-    with pytest.raises(RateLimitedError) as caught:
-        blocked.check(tenant)
-    assert caught.value.retry_after_s == pytest.approx(29.1)
-    blocked.check(ANONYMOUS)
-    clock.now = 1.1  # the engine process may know better by now
-    blocked.check(tenant)
 
 
 def test_a_refusal_says_how_long_nothing_is_allowed() -> None:
@@ -334,81 +303,3 @@ def test_deadlines_are_above_zero(tmp_path: Path, deadline_s: Any) -> None:
         assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
 
     with_limits(tmp_path, test)
-
-
-# A front end that is behind
-
-
-class BeatingLoop:
-    """An event loop of which only the beats are played, each so many seconds late."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self._due = 0.0, 0.0
-        self._beat: Callable[[], None] = lambda: None
-        monkeypatch.setattr(asyncio, "get_running_loop", lambda: self)
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, beat: Callable[[], None]) -> None:
-        self._due, self._beat = when, beat
-
-    def play(self, *late_s: float) -> None:
-        for seconds in late_s:
-            self.now = self._due + seconds
-            self._beat()
-
-
-def test_one_pause_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, lag = BeatingLoop(monkeypatch), LoopLag()
-    lag.begin()
-    for pause in (1.0, 5.0, 300.0):  # a collection, a model that is loaded, a machine that slept
-        loop.play(pause)
-        assert lag.seconds <= MOST_LAG_S
-        loop.play(*[0.0] * 40)
-        assert lag.seconds < 0.001
-    loop.play(9.0, 9.0, 9.0)
-    assert lag.seconds <= MOST_LAG_S
-    loop.play(*[0.0] * 40, *[0.25] * 20)
-    assert lag.seconds > MOST_LAG_S  # behind all the time
-    lag.end()
-    loop.play(0.25)
-    lag.begin()
-    assert lag.seconds == 0.0  # there was nothing to do
-
-
-def test_a_front_end_that_is_behind_refuses_before_it_reads() -> None:
-    read: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        read.append((await receive())["type"])
-        await inside.wait()
-
-    async def main() -> None:
-        lag = LoopLag()
-        shed = Shed(app, lag)
-        sent: list[dict[str, Any]] = []
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request"}
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/embeddings"}
-        running = asyncio.create_task(shed(scope, receive, send))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        lag.seconds = 2.0
-        await shed(scope, receive, send)  # type: ignore[arg-type]
-        assert sent[0]["status"] == 503
-        assert dict(sent[0]["headers"])[b"retry-after"] == b"2"
-        assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
-        assert read == ["http.request"]
-        inside.set()
-        await running
-        assert lag.num_watching == 0
-        await shed(scope, receive, send)  # type: ignore[arg-type]  # with nothing to do it is not behind
-        assert len(read) == 2
-
-    inside = asyncio.Event()
-    asyncio.run(main())

@@ -25,7 +25,7 @@ from archerfish.serve.result_cache import (
     parse_cache_control,
     replay,
 )
-from archerfish.serve.wire import Chunk, Generate, Generated, Output, decode_request, encode
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output, decode_request, encode
 
 
 class Clock:
@@ -36,9 +36,9 @@ class Clock:
         return self.now
 
 
-def request(**fields: Any) -> Generate:
+def request(**fields: Any) -> GenerationRequest:
     params = {"temperature": 0.0, "max_tokens": 8} | fields.pop("params", {})
-    return Generate(request_id="r", **{"prompt": "hello", "params": params} | fields)
+    return GenerationRequest(request_id="r", **{"prompt": "hello", "params": params} | fields)
 
 
 def answer(text: str = "hi", reason: str | None = "stop", **fields: Any) -> Generated:
@@ -87,7 +87,7 @@ def test_only_what_depends_on_nothing_but_itself_has_a_key() -> None:
     assert key_of(request(params={"temperature": 0}), "m") is not None
     assert key_of(request(params={"temperature": 0.7, "seed": 0}), "m") is not None
     assert key_of(request(params={"temperature": 0.7}), "m") is None
-    assert key_of(Generate(request_id="r", prompt="x"), "m") is None, "the default temperature is 1"
+    assert key_of(GenerationRequest(request_id="r", prompt="x"), "m") is None, "the default temperature is 1"
     assert key_of(request(params={"logit_bias": {"x": object()}}), "m") is None
 
 
@@ -102,9 +102,9 @@ def test_whatever_changes_the_answer_changes_the_key(change: dict[str, Any]) -> 
 
 
 def test_every_field_of_a_request_is_in_the_key_or_left_out_on_purpose() -> None:
-    """A new field of Generate or of SamplingParams must not let answers be mixed up."""
+    """A new field of GenerationRequest or of SamplingParams must not let answers be mixed up."""
     values: dict[str, Any] = {"prompt": "p", "token_ids": [1], "messages": [{}], "template_options": {"a": 1}, "params": {}}
-    for field in msgspec.structs.fields(Generate):
+    for field in msgspec.structs.fields(GenerationRequest):
         if field.encode_name in NOT_PART_OF_THE_KEY:
             continue
         value = values.get(field.name, True)
@@ -121,7 +121,7 @@ def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
     assert key_of(other, "m") == key_of(request(model="m"), "m") == KEY
     assert key_of(request(params={"top_k": 1, "seed": 2}), "m") == key_of(request(params={"seed": 2, "top_k": 1}), "m")
     sent = decode_request(encode(request()))
-    assert isinstance(sent, Generate) and key_of(sent, "m") == KEY
+    assert isinstance(sent, GenerationRequest) and key_of(sent, "m") == KEY
 
 
 # Keeping
@@ -220,7 +220,7 @@ def logprob(token: int) -> tuple[int, float, int, list[tuple[int, float]]]:
     return token, -0.5, 1, []
 
 
-def streamed(given: Generate) -> list[Chunk | Generated]:
+def streamed(given: GenerationRequest) -> list[Chunk | Generated]:
     parts: list[Chunk | Generated] = [
         Chunk(request_id=given.request_id, index=index, text=text, token_ids=[token], logprobs=[logprob(token)],
               finish_reason=reason, stop_reason=2 if reason else None)
@@ -239,9 +239,9 @@ def test_a_stream_is_recorded_and_played_again() -> None:
         (0, "ab", [7, 2], "stop"), (1, "xy", [8, 2], "length"),
     ]  # fmt: skip
     assert whole.outputs[0].logprobs == [logprob(7), logprob(2)] and whole.outputs[0].cumulative_logprob == -1.0
-    plain = list(replay(whole, Generate(request_id="other")))
+    plain = list(replay(whole, GenerationRequest(request_id="other")))
     assert plain == [msgspec.structs.replace(whole, request_id="other")]
-    again = list(replay(whole, Generate(request_id="other", stream=True)))
+    again = list(replay(whole, GenerationRequest(request_id="other", stream=True)))
     assert [type(message) for message in again] == [Chunk, Chunk, Generated]
     assert {message.request_id for message in again} == {"other"}
     second = Recording()
@@ -255,7 +255,7 @@ class Backend:
         self.num_left = 0
         self.fails = False
 
-    async def generate(self, given: Generate) -> AsyncIterator[Chunk | Generated]:
+    async def generate(self, given: GenerationRequest) -> AsyncIterator[Chunk | Generated]:
         self.num_asked += 1
         is_done = False
         try:
@@ -272,7 +272,7 @@ class Backend:
             self.num_left += not is_done
 
 
-def ask(cache: ResultCache, backend: Backend, given: Generate, **options: Any) -> list[Chunk | Generated]:
+def ask(cache: ResultCache, backend: Backend, given: GenerationRequest, **options: Any) -> list[Chunk | Generated]:
     async def main() -> list[Chunk | Generated]:
         usual: dict[str, Any] = {"model": "m", "namespace": "a", "control": CacheControl()}
         made = generate_cached(cache, backend.generate, given, **usual | options)

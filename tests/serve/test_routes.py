@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from archerfish.serve.vector_routes import list_response
+from archerfish.serve.vector_routes import encode_items
 
 from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, until, with_client
 from .hosting import WordEncoder
@@ -52,7 +51,7 @@ def test_base64_is_little_endian_float32() -> None:
     with_client(test)
 
 
-def test_token_ids_are_taken_as_one_text_or_several() -> None:
+def test_token_ids_are_one_text_or_several() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         one = (await client.post(EMBEDDINGS, json={"input": [1, 2, 3]})).json()
         several = (await client.post(EMBEDDINGS, json={"input": [[1, 2, 3], [4]]})).json()
@@ -79,7 +78,7 @@ def test_fewer_dimensions_have_length_one() -> None:
 
 
 @pytest.mark.parametrize("name", [WORDS, "words", "/home/me/other", "other", None])
-def test_the_model_has_several_names(name: str | None, tmp_path: Path) -> None:
+def test_model_names(name: str | None, tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         body = {"input": "x"} if name is None else {"input": "x", "model": name}
         answer = await client.post(EMBEDDINGS, json=body)
@@ -90,7 +89,7 @@ def test_the_model_has_several_names(name: str | None, tmp_path: Path) -> None:
     with_client(test, host_with(tmp_path, WordEncoder(WORDS), aliases=("/home/me/other",)))
 
 
-def test_other_models_are_not_found() -> None:
+def test_unknown_models_give_404() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         for answer in (
             await client.post(EMBEDDINGS, json={"input": "x", "model": "text-embedding-ada-002"}),
@@ -121,7 +120,7 @@ def test_rerank_by_cosine() -> None:
     with_client(test)
 
 
-def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path: Path) -> None:
+def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
     words, scorer = WordEncoder(WORDS), pairs()
 
     async def test(client: httpx.AsyncClient) -> None:
@@ -145,7 +144,7 @@ def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path:
     with_client(test, host_with(tmp_path, words, scorer))
 
 
-def test_a_cross_encoder_alone_ranks_and_embeds_nothing(tmp_path: Path) -> None:
+def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         answer = await client.post(RERANK, json={"query": "a", "documents": ["a", "b c"]})
         assert [result["index"] for result in answer.json()["results"]] == [1, 0]
@@ -195,7 +194,7 @@ def test_concurrent_requests_share_a_batch(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
+def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
@@ -218,7 +217,7 @@ def test_a_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
+def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
@@ -237,7 +236,7 @@ def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_full_queue_answers_503_and_says_how_long_it_will_take(tmp_path: Path) -> None:
+def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, max_queue_texts=3)
 
@@ -260,14 +259,15 @@ def test_a_full_queue_answers_503_and_says_how_long_it_will_take(tmp_path: Path)
     with_client(test, host)
 
 
-def test_a_long_answer_leaves_turns_to_others() -> None:
+def test_writing_a_long_answer_lets_other_tasks_run() -> None:
     written = 0
     seen: list[int] = []
 
-    def items() -> Iterator[str]:
+    def items() -> Iterator[int]:
         nonlocal written
-        for written in range(1, 101):
-            yield str(written)
+        while written < 100:
+            written += 1
+            yield written
 
     async def watch() -> None:
         while True:
@@ -276,9 +276,9 @@ def test_a_long_answer_leaves_turns_to_others() -> None:
 
     async def main() -> None:
         watching = asyncio.create_task(watch())
-        answer = await list_response('{"rows":[', items(), {"n": 100})
+        encoded = await encode_items(items())
         watching.cancel()
-        assert json.loads(bytes(answer.body)) == {"rows": list(range(1, 101)), "n": 100}
+        assert [int(bytes(item)) for item in encoded] == list(range(1, 101))
 
     asyncio.run(main())
     assert seen == [16, 32, 48, 64, 80, 96]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -12,17 +13,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
-from archerfish.serve import front, run
-from archerfish.serve.front import FrontConfig
-from archerfish.serve.front_ends import FrontEnds
-from archerfish.serve.host_config import HostConfig, ModelSpec
+from archerfish.serve import run
+from archerfish.serve.host_config import FrontConfig, HostConfig, ModelSpec
 from archerfish.serve.model_cards import describe
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
@@ -30,6 +31,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S
+from .test_end import STREAMS, check_error_event
 
 ENGINE, EMBED = EngineConfig(model="lab/writer"), EmbedConfig(model="lab/vectors")
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
@@ -48,7 +50,7 @@ TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %
         ({"kinds": "generation", "rerank_model": "lab/pairs"}, [("generation", "lab/writer"), ("cross-encoder", "lab/pairs")]),
     ],
 )
-def test_the_models_that_are_served(options: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+def test_options_choose_the_models(options: dict[str, Any], expected: list[tuple[str, str]]) -> None:
     models = run.models_of(ServeConfig(**options), ENGINE, EMBED.replace(num_threads=3))
     assert [(spec.kind, spec.model) for spec in models] == expected
     for spec in models:
@@ -59,7 +61,7 @@ def test_the_models_that_are_served(options: dict[str, Any], expected: list[tupl
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
 
 
-def test_stories_are_served_beside_the_usual_model_once_they_are_asked_for() -> None:
+def test_story_model_is_served_on_demand_with_the_default_model() -> None:
     engine = EngineConfig(num_threads=3, max_model_len=64, load_format="dummy", enable_prefix_caching=False)
     for config, others in ((ServeConfig(), 2), (ServeConfig(kinds="generation", loads="idle"), 1)):
         *usual, story = run.models_of(config, engine, EMBED)
@@ -75,7 +77,7 @@ def test_stories_are_served_beside_the_usual_model_once_they_are_asked_for() -> 
 
 
 @pytest.mark.parametrize(("speaks", "kind"), [(False, "generation"), (True, "tts")])
-def test_every_model_is_fetched_where_somebody_sees_it(monkeypatch: pytest.MonkeyPatch, speaks: bool, kind: str) -> None:
+def test_missing_models_are_fetched_with_progress(monkeypatch: pytest.MonkeyPatch, speaks: bool, kind: str) -> None:
     fetched: list[tuple[Any, ...]] = []
     monkeypatch.setattr("archerfish.engine.llm_loading.read_facts", lambda *given: fetched.append(given))
     monkeypatch.setattr("archerfish.engine.arrow_engine.locate", lambda *given: fetched.append(given))
@@ -103,20 +105,20 @@ def spec(kind: Any, model: str) -> ModelSpec:
         ),
     ],
 )  # fmt: skip
-def test_the_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
+def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
     text = run.ready_text("http://x", tuple(models), ServeConfig(), {spec.kind for spec in models})
     assert text.startswith(begins)
     assert f"curl http://x{call}" in text
     assert "no API keys" not in text
 
 
-def test_what_speaks_is_not_offered_for_a_chat() -> None:
+def test_ready_text_of_a_tts_model_shows_no_chat() -> None:
     text = run.ready_text("http://x", (spec("generation", "a"), spec("embedding", "b")), ServeConfig(), {"tts", "embedding"})
     assert "curl http://x/v1/tts/tokens" in text
     assert "chat" not in text
 
 
-def test_an_open_address_without_keys_is_warned_of() -> None:
+def test_ready_text_warns_of_an_open_address_without_keys() -> None:
     models = (spec("generation", "a"),)
     for host, keys, is_warned in (
         ("0.0.0.0", "", True), ("::", "", True), ("192.168.0.1", "", True), ("0.0.0.0", "keys.toml", False),
@@ -130,203 +132,309 @@ def test_an_open_address_without_keys_is_warned_of() -> None:
 # The parts
 
 
-class FakeSupervisor:
-    """Instead of an engine process."""
+class FakeChild:
+    """Replaces an engine process or a front end and records the calls of its methods."""
 
-    made: list[FakeSupervisor]
+    start_s = 3.5
 
-    def __init__(self, config: HostConfig) -> None:
-        self.config, self.address, self.start_s, self.is_stopped = config, "ipc:///nowhere", 3.5, False
-        self.made.append(self)
+    def __init__(self, name: str, calls: list[str], config: Any) -> None:
+        self.name, self.calls, self.config = name, calls, config
 
-    def kill(self) -> None:
-        self.is_stopped = True
+    def start(self) -> None:
+        self.calls.append(f"start {self.name}")
 
-    def __enter__(self) -> FakeSupervisor:
-        return self
+    def wait(self) -> dict[str, str]:
+        return {"address": "ipc:///nowhere"}
 
-    def __exit__(self, *_: object) -> None:
-        self.is_stopped = True
+    def terminate(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.calls.append(f"stop {self.name}")
+
+
+@dataclass
+class Parts:
+    """The calls that `serve` makes, without processes and models."""
+
+    calls: list[str] = field(default_factory=list)
+    engines: list[FakeChild] = field(default_factory=list)
+    front_ends: list[FakeChild] = field(default_factory=list)
+    fetched: list[Any] = field(default_factory=list)
+
+    def engine(self, config: HostConfig) -> FakeChild:
+        self.engines.append(FakeChild("engine", self.calls, config))
+        return self.engines[-1]
+
+    def front_end(self, config: Callable[[], FrontConfig], listener: int) -> FakeChild:
+        self.front_ends.append(FakeChild("front end", self.calls, config))
+        return self.front_ends[-1]
+
+    def fetch(self, *given: Any) -> set[str]:
+        self.fetched.append(given)
+        return {"generation"}
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `serve` does, without processes and models."""
-    seen: list[Any] = []
-
-    class Others:
-        def __init__(self, settings: FrontConfig, number: int) -> None:
-            seen.append(("front ends", settings, number))
-
-        def __enter__(self) -> Self:
-            return self
-
-        def stop(self) -> None:
-            seen.append("stop others")
-
-        def kill(self) -> None:
-            seen.append("kill others")
-
-        def __exit__(self, *_: object) -> None:
-            seen.append("front ends over")
-
-    def fetch_models(*given: Any) -> set[str]:
-        seen.append(("fetch", *given))
-        return {"generation"}
-
-    def run_app(
-        app: object, listener: socket.socket, config: ServeConfig, on_ready: Callable[[str], None], on_stop: Callable[[], None],
-        on_force: Callable[[], None],
-    ) -> None:
-        on_ready(front.url_of(listener))
-        on_stop()
-
-    monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
-    monkeypatch.setattr(run, "Supervisor", FakeSupervisor)
-    monkeypatch.setattr(run, "fetch_models", fetch_models)
-    monkeypatch.setattr(run, "FrontEnds", Others)
-    monkeypatch.setattr(run, "run_app", run_app)
-    return seen
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    made = Parts()
+    monkeypatch.setattr(run, "engine_process", made.engine)
+    monkeypatch.setattr(run, "front_process", made.front_end)
+    monkeypatch.setattr(run, "fetch_models", made.fetch)
+    monkeypatch.setattr(run, "wait_for_signal", lambda: None)
+    return made
 
 
-def test_serve_puts_the_parts_together(parts: list[Any], tmp_path: Path) -> None:
+def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys.toml"
     add_key(keys, "alice")
-    said: list[str] = []
-    config = ServeConfig(port=0, num_front_ends=3, max_queue_texts=7, latency_budget_ms=20.0, api_keys_file=str(keys))
-    run.serve(config, ENGINE, EMBED, HubConfig(offline=True), announce=said.append)
-    assert said[0].startswith("archerfish serves lab/writer and lab/vectors at http://127.0.0.1:")
-    [supervisor] = FakeSupervisor.made
-    host = supervisor.config
+    texts: list[str] = []
+    config = ServeConfig(port=0, num_front_ends=2, max_queue_texts=7, latency_budget_ms=20.0, api_keys_file=str(keys))
+    settings: list[FrontConfig] = []
+    monkeypatch.setattr(run, "wait_for_signal", lambda: settings.append(parts.front_ends[0].config()))
+    run.serve(config, ENGINE, EMBED, HubConfig(offline=True), announce=texts.append)
+    assert texts[0].startswith("archerfish serves lab/writer and lab/vectors at http://127.0.0.1:")
+    host = parts.engines[0].config
     assert [one.model for one in host.models] == ["lab/writer", "lab/vectors"]
     assert (host.max_queue_texts, host.latency_budget_ms, host.hub["offline"]) == (7, 20.0, True)
-    assert len(host.front_end_pass) >= 32
-    fetched, (_, settings, number), *rest = parts
-    assert fetched == ("fetch", host.models, HubConfig(offline=True), no_progress)
-    assert number == 2
-    assert (settings.address, settings.credentials, settings.retry_after_s) == ("ipc:///nowhere", host.front_end_pass, 3.5)
-    assert settings.serve == dataclasses.asdict(config)
-    assert rest == ["stop others", "front ends over"]
-    assert said[1:] == [run.STOPPING]
-    assert supervisor.is_stopped
-    assert host.front_end_pass not in said[0]
+    assert len(host.front_end_pass) >= 32 and host.front_end_pass not in texts[0]
+    assert parts.fetched == [(host.models, HubConfig(offline=True), no_progress)]
+    front = settings[0]
+    assert (front.address, front.credentials, front.retry_after_s) == ("ipc:///nowhere", host.front_end_pass, 3.5)
+    assert front.serve == dataclasses.asdict(config)
+    assert parts.calls == ["start engine", *["start front end"] * 2, *["stop front end"] * 2, "stop engine"]
+    assert texts[1:] == [run.STOPPING]
+    assert not Path(host.address.removeprefix("ipc://")).parent.exists()
 
 
-def test_serve_says_where_by_itself(parts: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_prints_its_address(parts: Parts, capsys: pytest.CaptureFixture[str]) -> None:
     run.serve(ServeConfig(port=0, kinds="generation"), ENGINE)
     assert capsys.readouterr().out.startswith("archerfish serves lab/writer at http://127.0.0.1:")
 
 
-def test_a_service_whose_words_nobody_reads_stops_in_order_too(parts: list[Any]) -> None:
+def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> None:
     def announce(text: str) -> None:
         if text == run.STOPPING:
             raise BrokenPipeError
 
     run.serve(ServeConfig(port=0, kinds="generation"), ENGINE, announce=announce)
-    assert parts[-2:] == ["stop others", "front ends over"]
+    assert parts.calls[-2:] == ["stop front end", "stop engine"]
 
 
-def test_what_is_wrong_shows_before_a_model_is_loaded(parts: list[Any], tmp_path: Path) -> None:
-    with front.bind(ServeConfig(port=0)) as taken, pytest.raises(MachineError, match="Cannot listen"):
+def test_errors_in_the_configuration_show_before_models_are_loaded(parts: Parts, tmp_path: Path) -> None:
+    with run.bind(ServeConfig(port=0)) as taken, pytest.raises(MachineError, match="Cannot listen"):
         run.serve(ServeConfig(port=taken.getsockname()[1]), ENGINE, EMBED)
     with pytest.raises(InvalidOptionError, match="cannot be read"):
         run.serve(ServeConfig(port=0, api_keys_file=str(tmp_path / "none.toml")), ENGINE, EMBED)
-    assert parts == FakeSupervisor.made == []
+    assert parts.fetched == parts.engines == []
 
 
-def test_a_signal_while_models_are_loaded_is_an_orderly_end(parts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    tidied: list[str] = []
-
-    class Loading(FakeSupervisor):
-        def __enter__(self) -> FakeSupervisor:
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                raise AssertionError("still here")
-            finally:
-                tidied.append("supervisor")
-
-    monkeypatch.setattr(run, "Supervisor", Loading)
+def test_signal_while_models_are_loaded_stops_all_processes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeChild, "wait", lambda child: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         run.serve(ServeConfig(port=0), ENGINE, EMBED)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert tidied == ["supervisor"]
+    assert parts.calls == ["start engine", "start front end", "stop front end", "stop engine"]
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_front_ends_are_ended_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[subprocess.Popen[bytes]] = []
+# The socket
 
-    class Deaf(subprocess.Popen[bytes]):
-        """One that does not heed SIGTERM."""
 
-        def __init__(self, command: object, **options: Any) -> None:
-            script = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
-            super().__init__([sys.executable, "-c", script], stdout=subprocess.PIPE, **options)
-            assert self.stdout is not None
-            self.stdout.readline()
-            made.append(self)
+def test_taken_port_is_named_in_the_error() -> None:
+    with run.bind(ServeConfig(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
+            run.bind(ServeConfig(port=port))
+    with pytest.raises(MachineError, match="no address of this machine"):
+        run.bind(ServeConfig(host="nowhere.invalid"))
 
-    monkeypatch.setattr("archerfish.serve.front_ends.subprocess.Popen", Deaf)
-    monkeypatch.setattr("archerfish.serve.front_ends.GRACE_S", -4.9)
-    with front.bind(ServeConfig(port=0)) as listener, pytest.raises(ZeroDivisionError):
-        settings = FrontConfig(address="ipc:///nowhere", credentials="", listener=listener.fileno())
-        with FrontEnds(settings, 2):
-            raise ZeroDivisionError
-    assert [process.returncode for process in made] == [-signal.SIGKILL] * 2
-    for process in made:
-        assert process.stdin is not None and process.stdin.closed
-        assert process.stdout is not None
-        process.stdout.close()
+
+def test_url_can_be_used_for_any_listening_address() -> None:
+    with run.bind(ServeConfig(host="0.0.0.0", port=0)) as listener:
+        assert run.url_of(listener).startswith("http://127.0.0.1:")
+    if socket.has_ipv6:
+        try:
+            listener = run.bind(ServeConfig(host="::1", port=0))
+        except MachineError:
+            return
+        with listener:
+            assert run.url_of(listener).startswith("http://[::1]:")
+
+
+# ZMQ
+
+
+def test_zmq_options_open_a_second_address_with_keys(parts: Parts, tmp_path: Path) -> None:
+    _, secret_file = zmq.auth.create_certificates(tmp_path, "server")
+    config = ServeConfig(port=0, zmq_address="tcp://0.0.0.0:5555", zmq_key_file=secret_file, zmq_client_keys="one, two")
+    texts: list[str] = []
+    run.serve(config, ENGINE, announce=texts.append)
+    host = parts.engines[0].config
+    assert (host.open_address, host.client_keys) == ("tcp://0.0.0.0:5555", ("one", "two"))
+    assert (host.public_key.encode(), host.secret_key.encode()) == zmq.auth.load_certificate(secret_file)
+    assert "ZMQ clients connect to tcp://0.0.0.0:5555." in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zmq_address": "nonsense"}, "is no address"),
+        ({"zmq_address": "tcp://127.0.0.1:0"}, "needs a port"),
+        ({"zmq_address": "tcp://0.0.0.0:5555"}, "no CURVE keys"),
+        ({"zmq_address": "ipc:///tmp/fish", "zmq_key_file": "server.key_secret"}, "no tcp:// address"),
+        ({"zmq_address": "tcp://127.0.0.1:5555", "zmq_client_keys": "one"}, "none of the ZMQ server"),
+        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "server.key"}, "no secret key"),
+        ({"zmq_address": "tcp://0.0.0.0:5555", "zmq_key_file": "missing"}, "cannot be read"),
+    ],
+)
+def test_wrong_zmq_options_are_refused(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zmq.auth.create_certificates(".", "server")
+    with pytest.raises(InvalidOptionError, match=message):
+        run.serve(ServeConfig(port=0, **options), ENGINE)
+    assert parts.fetched == []
 
 
 # The real thing
 
 
-def test_the_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    model, scratch = tmp_path / "tiny", tmp_path / "scratch"
-    model.mkdir()
-    scratch.mkdir()
-    save_tiny_llama(model, vocab_size=288)
-    byte_fallback(model, chat_template=TEMPLATE)
-    command = [
-        sys.executable, "-m", "archerfish", "serve", "--port", "0", "--kinds", "generation", "--model", str(model),
-        "--load-format", "dummy", "--dtype", "float32", "--max-cache-tokens", "4096", "--num-threads", "1",
-        "--num-front-ends", "2", "--log-level", "error",
-    ]  # fmt: skip
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-            env={**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    assert process.stdout is not None
-    too_late = threading.Timer(5 * LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
-    too_late.start()
-    try:
-        line = process.stdout.readline()
-        assert line.startswith(f"archerfish serves {model} at http://127.0.0.1:"), (tmp_path / "log").read_text()
-        assert [path.name.startswith("archerfish-") for path in scratch.iterdir()] == [True]
-        host, port = line.split("http://")[1].split(" ")[0].split(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
+class Service:
+    """A whole service of a tiny model, as a user starts it, in a directory of its own."""
+
+    def __init__(self, directory: Path, *flags: str, max_files: int = 256) -> None:
+        model = directory / "tiny"
+        model.mkdir()
+        save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
+        byte_fallback(model, chat_template=TEMPLATE)
+        self.scratch, self.log = directory / "scratch", directory / "log"
+        self.scratch.mkdir()
+        command = [
+            "bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash", sys.executable, "-m", "archerfish", "serve",
+            "--port", "0", "--kinds", "generation", "--model", str(model), "--load-format", "dummy", "--dtype", "float32",
+            "--max-cache-tokens", "262144", "--num-threads", "1", *flags,
+        ]  # fmt: skip
+        environment = {**os.environ, "TMPDIR": str(self.scratch), "OMP_NUM_THREADS": "1"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        self.pids: set[int] = set()
+        self._too_late = threading.Timer(10 * LIMIT_S, self.process.kill)
+        self._too_late.start()
+        line = self.read_until("http://")
+        self.address, port = line.split("http://")[1].split(" ")[0].split(":")
+        self.port = int(port)
+
+    def read_until(self, text: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                self.children()
+                return line
+        raise AssertionError(self.log.read_text())
+
+    def children(self) -> dict[int, str]:
+        """The command lines of the child processes."""
+        found: dict[int, str] = {}
+        with contextlib.suppress(OSError):  # a process or a thread has just ended
+            for thread in Path(f"/proc/{self.process.pid}/task").iterdir():
+                for pid in map(int, (thread / "children").read_text().split()):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text()
+        self.pids |= found.keys()
+        return found
+
+    def engine_pid(self) -> int:
+        return next((pid for pid, command in self.children().items() if "engine_process" in command), 0)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)
+
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection = self.connect()
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        connection = self.connect()
+        try:
+            connection.request("GET", path)
+            found: dict[str, Any] = json.load(connection.getresponse())
+            return found
+        finally:
+            connection.close()
+
+    def check_end(self, code: int) -> None:
+        """Wait for the end: no process and no file is left, and the log has no error."""
+        assert self.process.wait(2 * LIMIT_S) == code
+        assert len(self.pids) >= 2
+        for pid in self.pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        assert list(self.scratch.iterdir()) == []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._too_late.cancel()
+        if self.process.poll() is None:
+            self.process.kill()  # the children end with it
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def test_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error") as service:
+        assert [path.name.startswith("archerfish-") for path in service.scratch.iterdir()] == [True]
         body = {"messages": [{"role": "user", "content": "the cats"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = json.load(connection.getresponse())
+        answer = json.load(service.post("/v1/chat/completions", body))
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 4)
         assert answer["choices"][0]["finish_reason"] == "length"
-        connection.request("GET", "/health")
-        assert json.load(connection.getresponse())["status"] == "ok"
-        connection.close()
-        process.terminate()
-        rest = process.stdout.read()  # until all who hold its standard output are gone
-        assert "curl http://127.0.0.1:" in rest
-        assert process.wait(LIMIT_S) == 0
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-        assert list(scratch.iterdir()) == []
-        assert not {"ERROR", "Traceback"} & set((tmp_path / "log").read_text().split())
-    finally:
-        too_late.cancel()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+        assert service.get_json("/health")["status"] == "ok"
+        service.process.terminate()
+        service.read_until("Stopping: ")
+        service.check_end(0)
+        assert not {"ERROR", "Traceback"} & set(service.log.read_text().split())
+
+
+def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: Path) -> None:
+    pause = threading.Event()
+    with Service(tmp_path, max_files=64) as service, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((service.address, service.port), LIMIT_S))
+        killed = service.engine_pid()
+        os.kill(killed, signal.SIGKILL)
+        while service.engine_pid() in (0, killed):
+            pause.wait(0.01)
+        stack.close()
+        is_ok = False
+        while not is_ok:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # refused for want of descriptors
+                is_ok = service.get_json("/health")["status"] == "ok"
+            pause.wait(0.01)
+        service.process.terminate()
+        service.check_end(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_front_ends", ["1", "2"])
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_streams_get_an_error_at_the_end_of_the_service(tmp_path: Path, num_front_ends: str, is_forced: bool) -> None:
+    """A second Ctrl+C ends the service at once; otherwise it ends after the grace time."""
+    with Service(tmp_path, "--num-front-ends", num_front_ends) as service:
+        streams = [(path, service.post(path, body)) for path, body in [*STREAMS.items()] * 2]
+        for _, answer in streams:
+            assert answer.readline().startswith((b"data: ", b"event: "))
+        service.process.send_signal(signal.SIGINT)
+        assert "30 s to finish" in service.read_until("Stopping: ")
+        if is_forced:
+            assert all(answer.readline() for _, answer in streams)
+            service.process.send_signal(signal.SIGINT)
+        for path, answer in streams:
+            check_error_event(path, answer.read().decode())
+        service.check_end(130 if is_forced else 0)
+        for _, answer in streams:
+            answer.close()

@@ -19,9 +19,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from archerfish.serve.answers import ANSWERS
 from archerfish.serve.app import create_app
-from archerfish.serve.schemas import Body
+from archerfish.serve.bodies import Body
+from archerfish.serve.openapi import ANSWERS, openapi_document
 
 from .fake_backend import FakeBackend
 
@@ -41,19 +41,19 @@ def check(case: schemathesis.Case[Any]) -> None:
 @pytest.mark.no_cover
 @schema.parametrize()
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_answers_are_those_of_the_document(case: schemathesis.Case[Any]) -> None:
+def test_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @schema.parametrize()
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=GENERATED)
-def test_many_answers_are_those_of_the_document(case: schemathesis.Case[Any]) -> None:
+def test_many_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
     check(case)
 
 
-def test_every_route_states_its_answers() -> None:
-    document = create_app(FakeBackend()).openapi()
+def test_document_has_the_answers_of_every_route() -> None:
+    document = openapi_document(create_app(FakeBackend()).routes)
     assert {(method, path) for path, operations in document["paths"].items() for method in operations} == ANSWERS.keys()
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -75,8 +75,8 @@ def bodies(kind: type[Body]) -> dict[str, type[Body]]:
 
 
 @pytest.mark.parametrize("path", LEAST)
-def test_what_may_be_null_says_so_and_nothing_else(path: str) -> None:
-    document = create_app(FakeBackend()).openapi()
+def test_document_marks_nullable_parameters(path: str) -> None:
+    document = openapi_document(create_app(FakeBackend()).routes)
     reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     name = reference.rpartition("/")[2]
     model = bodies(Body)[name]

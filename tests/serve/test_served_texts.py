@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 from archerfish.params import SamplingParams
-from archerfish.serve.catalog import ModelCard
-from archerfish.serve.served_texts import LONG_TEXT, ContextLengthError, ServedTexts
+from archerfish.serve.catalog import LONG_TEXT, Catalog, ContextLengthError, ModelCard, ModelText
 from archerfish.text.chat_template import PLAIN_STOPS, ChatTemplate
 from archerfish.text.text_tokenizer import TextTokenizer
 from archerfish.text.world_tokenizer import WorldTokenizer
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 
-from .fake_backend import model_directory
+from .fake_backend import FakeBackend, model_directory
 
 LIMIT_S = 20
 
 
-def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes while the first reads the vocabulary must not take its longest token for one of a single letter."""
     is_reading, may_go_on = threading.Event(), threading.Event()
     read = TextTokenizer.id_to_token
@@ -33,10 +32,10 @@ def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.Monke
         return read(tokenizer, token_id)
 
     async def main() -> None:
-        texts, card = ServedTexts(), ModelCard("lab/writer", "generation", 100, directory=str(model_directory()))
-        first = asyncio.create_task(texts.of(card))
+        catalog, card = Catalog(FakeBackend()), ModelCard("lab/writer", "generation", 100, directory=str(model_directory()))
+        first = asyncio.create_task(catalog.text_of(card))
         assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
-        second: asyncio.Task[Any] = asyncio.create_task(texts.of(card))
+        second: asyncio.Task[Any] = asyncio.create_task(catalog.text_of(card))
         await asyncio.sleep(0)
         assert not second.done()
         may_go_on.set()
@@ -50,15 +49,15 @@ def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_conversations_with_an_rwkv_model(tmp_path: Path) -> None:
+def test_rwkv_chat_template(tmp_path: Path) -> None:
     """Its tokenizer and its template are known from its configuration alone; answers end where the next turn would begin."""
     card = ModelCard("rwkv", "generation", 100, directory=str(save_tiny_rwkv(tmp_path, vocab_size=65536)))
 
     async def main() -> None:
-        text = await ServedTexts().of(card)
+        text = await ModelText(card).open()
         ids = await text.encode_chat([{"role": "user", "content": "Hi"}], "messages", {})
         assert WorldTokenizer().decode(ids) == "User: Hi\n\nAssistant:"
-        assert text.stopping(SamplingParams(stop=["x"])).stop == ("x", *PLAIN_STOPS)
+        assert text.add_stops(SamplingParams(stop=["x"])).stop == ("x", *PLAIN_STOPS)
         assert text.token(256)[1] == [255]
 
     asyncio.run(main())
@@ -75,7 +74,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "para
         ({"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]}, {}),
     ],
 )  # fmt: skip
-def test_a_long_conversation_leaves_the_event_loop(
+def test_long_conversation_is_tokenised_in_a_thread(
     message: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever part of it is long."""
@@ -87,7 +86,7 @@ def test_a_long_conversation_leaves_the_event_loop(
         return encode(self, *args, **kwargs)
 
     async def main() -> None:
-        text = await ServedTexts().of(ModelCard("lab/writer", "generation", 100, directory=str(model_directory())))
+        text = await ModelText(ModelCard("lab/writer", "generation", 100, directory=str(model_directory()))).open()
         for given, extra in (({"content": "a"}, {}), ({"content": "a"}, {}), (message, options)):
             await text.encode_chat([{"role": "assistant", **given}], "messages", extra)
 

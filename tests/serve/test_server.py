@@ -31,7 +31,7 @@ def words_server() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64", None])
-def test_the_openai_package_gets_its_vectors(encoding_format: str | None) -> None:
+def test_openai_package_embeddings(encoding_format: str | None) -> None:
     with words_server() as (host, port):
         client = openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
         # Without encoding_format the package itself asks for base64 and decodes it.
@@ -54,7 +54,7 @@ def test_the_openai_package_gets_its_vectors(encoding_format: str | None) -> Non
         client.close()
 
 
-def test_a_closed_connection_frees_the_queue(tmp_path: Path) -> None:
+def test_closed_connection_frees_the_queue(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     engine = host_with(tmp_path, encoder)
     with engine, running(app_of(engine)) as (host, port):
@@ -82,7 +82,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     raise AssertionError("the server did not get there")
 
 
-def test_a_chunked_body_over_the_limit_is_refused() -> None:
+def test_chunked_body_over_the_limit_gives_413() -> None:
     with words_server() as (host, port):
         connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
         body = (b"x" * 10_000 for _ in range(11))
@@ -93,7 +93,7 @@ def test_a_chunked_body_over_the_limit_is_refused() -> None:
         connection.close()
 
 
-def test_head_is_answered_as_get_without_a_body() -> None:
+def test_head_is_get_without_a_body() -> None:
     with words_server() as (host, port):
         connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
         for path in ("/", "/health", "/ready", "/metrics", "/stats", "/v1/models", f"/v1/models/{WORDS}", "/openapi.json"):
@@ -119,14 +119,15 @@ from tests.serve.client import app_of, words_host
 
 config = ServeConfig(port=0, log_level="error")
 models = (ModelSpec(kind="embedding", options={"model": "fake/words"}),)
-with words_host() as host, host, front.bind(config) as listener:
-    front.run_app(app_of(host), listener, config, lambda url: run.say(run.ready_text(url, models, config, {"embedding"})))
+with words_host() as host, host, run.bind(config) as listener:
+    text = run.ready_text(run.url_of(listener), models, config, {"embedding"})
+    front.make_server(app_of(host), config, lambda: run.say(text)).run(sockets=[listener])
 print("ended", sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_service_cleanly(number: int) -> None:
+def test_signal_ends_the_service_cleanly(number: int) -> None:
     command = [sys.executable, "-c", SCRIPT]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root)

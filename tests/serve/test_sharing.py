@@ -1,4 +1,4 @@
-"""Several front ends: the same figures whichever of them answers, and the same options."""
+"""Several front ends: each answers with the same metrics and has the same options."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.figures import as_values
-from archerfish.serve.front_figures import ALIVE_S, MAX_SOURCES, FrontFigures, merged
 from archerfish.serve.host import EngineHost
+from archerfish.serve.metrics import ALIVE_S, MAX_SOURCES, FrontEndMetrics, merged, metric_values
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.wire import Generated, Output
+from archerfish.serve.wire import FrontEndState, Generated, Output
 
 from .client import LIMIT_S, WORDS, app_of, client_of, host_with
 from .hosting import WordEncoder, add_llm
-from .test_vitals import FakeClock
+from .test_health import FakeClock
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -38,8 +36,8 @@ def registry_of(counts: dict[str, int], times: list[float], num_running: int = 0
     return registry
 
 
-def told(registry: MetricRegistry) -> dict[str, object]:
-    return {"metrics": {metric.name: as_values(metric) for metric in registry}}
+def state_of(registry: MetricRegistry) -> FrontEndState:
+    return FrontEndState(metrics={metric.name: metric_values(metric) for metric in registry})
 
 
 COUNTS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 1000))
@@ -48,7 +46,7 @@ TIMES = st.lists(st.floats(0, 100), max_size=5)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(COUNTS, TIMES), min_size=1, max_size=6))
-def test_figures_of_several_are_those_of_one_that_did_it_all(parts: list[tuple[dict[str, int], list[float]]]) -> None:
+def test_merged_metrics_are_those_of_one_front_end_that_did_all(parts: list[tuple[dict[str, int], list[float]]]) -> None:
     whole: dict[str, int] = {}
     for counts, _ in parts:
         for route, count in counts.items():
@@ -63,37 +61,25 @@ def test_figures_of_several_are_those_of_one_that_did_it_all(parts: list[tuple[d
         assert len(ours) == len(metric.samples())
 
 
-def value(figures: FrontFigures, name: str) -> float:
+def value(figures: FrontEndMetrics, name: str) -> float:
     [metric] = [metric for metric in figures.metrics() if metric.name == name]
     return sum(one.value for one in metric.samples())
 
 
-def test_who_is_gone_counts_with_what_it_did() -> None:
+def test_ended_front_ends_count_except_in_gauges() -> None:
     clock = FakeClock()
-    figures = FrontFigures(clock)
+    figures = FrontEndMetrics(clock)
     for number in range(3):
-        figures.take(f"old-{number}", told(registry_of({"a": 5}, [], num_running=1)))
-        figures.take(f"old-{number}", told(registry_of({"a": 7}, [], num_running=2)))  # not 12: it tells all that it counted
+        figures.take(f"old-{number}", state_of(registry_of({"a": 5}, [], num_running=1)))
+        figures.take(f"old-{number}", state_of(registry_of({"a": 7}, [], num_running=2)))  # not 12: these are totals
     assert (value(figures, "requests"), value(figures, "running")) == (21, 6)
     clock.now += ALIVE_S + 1
-    figures.take("new", told(registry_of({"a": 1}, [], num_running=1)))
+    figures.take("new", state_of(registry_of({"a": 1}, [], num_running=1)))
     assert (value(figures, "requests"), value(figures, "running")) == (22, 1)
     for number in range(2 * MAX_SOURCES):
-        figures.take(f"new-{number}", told(registry_of({"a": 1}, [])))
+        figures.take(f"new-{number}", state_of(registry_of({"a": 1}, [])))
     assert value(figures, "requests") == 22 + 2 * MAX_SOURCES
     assert len(figures._last) == MAX_SOURCES
-
-
-@pytest.mark.parametrize("values", [
-    {"metrics": 3}, {"metrics": {"a": 1}}, {"metrics": {"a": {"kind": "counter"}}}, {"version": "x"},
-    {"options": 3, "version": 1},
-    {"metrics": {"a": {"kind": "counter", "description": "", "label_names": [], "samples": [[[], "x", 0, []]]}}},
-], ids=str)  # fmt: skip
-def test_what_cannot_be_read_is_refused(values: dict[str, object]) -> None:
-    figures = FrontFigures(FakeClock())
-    with pytest.raises(InvalidInputError, match="cannot be read"):
-        figures.take("strange", values)
-    assert figures.metrics() == []
 
 
 @asynccontextmanager
@@ -109,7 +95,7 @@ def lines_of(answer: httpx.Response, *names: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines}
 
 
-def test_figures_are_the_same_whoever_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
 
     async def main(host: EngineHost) -> None:
@@ -123,7 +109,7 @@ def test_figures_are_the_same_whoever_answers(tmp_path: Path, monkeypatch: pytes
             )  # fmt: skip
             expected = [5.0, 10.0, 5.0]
             for client in (one, other):
-                while True:  # until the other has told
+                while True:  # until the other has sent its metrics
                     found = lines_of(await client.get("/metrics"), *names)
                     if sum(map(float, found.values())) == sum(expected):
                         break
@@ -134,7 +120,7 @@ def test_figures_are_the_same_whoever_answers(tmp_path: Path, monkeypatch: pytes
         asyncio.run(main(host))
 
 
-def test_a_change_of_the_result_cache_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
@@ -157,8 +143,8 @@ def test_a_change_of_the_result_cache_reaches_all(tmp_path: Path, monkeypatch: p
         asyncio.run(main())
 
 
-def test_changes_by_way_of_two_front_ends_at_once_leave_them_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # neither hears of the other by itself
+def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # no front end sends its state by itself
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     admin = "/admin/optimization"

@@ -124,7 +124,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
-def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any]) -> None:
+def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
     alone = stack.run("bob", **options).seen["bob"]
     both = stack.run("alice", "bob", **options).seen
     for expected, found in zip(alone, both["bob"], strict=True):
@@ -136,7 +136,7 @@ def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any])
     }  # fmt: skip
 
 
-def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
+def test_tenants_share_no_blocks(stack: Stack) -> None:
     one, two = stack.run("bob"), stack.run("alice", "bob")
     assert one.held[0] > 0
     assert two.held == tuple(2 * number for number in one.held)
@@ -144,7 +144,7 @@ def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
-def test_an_operator_sees_both(stack: Stack) -> None:
+def test_operator_figures_include_all_tenants(stack: Stack) -> None:
     """So that what the others do not see is there to be seen."""
     alone, both = stack.run("operator").seen, stack.run("alice", "bob", "operator").seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]

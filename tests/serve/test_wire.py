@@ -25,7 +25,7 @@ VALUES = st.recursive(
 def test_a_request_is_read_as_it_was_written(
     request_id: str, prompt: str | None, ids: list[int] | None, params: dict[str, Any], is_streamed: bool, tenant: str
 ) -> None:
-    sent = wire.Generate(
+    sent = wire.GenerationRequest(
         request_id=request_id, prompt=prompt, token_ids=ids, params=params, stream=is_streamed, tenant=tenant
     )
     assert wire.decode_request(wire.encode(sent)) == sent
@@ -53,7 +53,7 @@ def test_bytes_that_are_no_message_are_a_wire_error(payload: bytes) -> None:
 
 def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
     written = msgspec.msgpack.encode({"type": "generate", "v": 1, "request_id": "7", "invented_later": [1]})
-    assert wire.decode_request(written) == wire.Generate(v=1, request_id="7")
+    assert wire.decode_request(written) == wire.GenerationRequest(v=1, request_id="7")
 
 
 @pytest.mark.parametrize(

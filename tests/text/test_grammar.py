@@ -17,7 +17,8 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import CompletionOutput
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.params import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, SamplingParams
-from archerfish.sequence import Sequence
+from archerfish.runtime.runner import RunningStep
+from archerfish.step import PENDING, StepInput
 from archerfish.text.grammar import MAX_KEPT, GrammarCompiler
 from archerfish.text.text_tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
@@ -331,15 +332,15 @@ def test_a_model_with_fewer_rows_than_its_tokenizer_has_tokens(tmp_path: Path) -
 
 
 def test_only_grammars_wait_for_their_tokens(engine: LLMEngine) -> None:
-    taken: list[Sequence] = []
+    taken: list[int] = []
     launch = engine.runner.launch
 
-    def watch(plan: Any) -> Any:
-        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
-            if samples and sequence.request.grammar is not None:
-                taken.append(sequence)
-                assert sequence.num_pending == 1, "its token before this step's must be on the host"
-        return launch(plan)
+    def watch(step: StepInput) -> RunningStep:
+        firsts = np.cumsum(step.counts) - step.counts
+        for index in step.masked:
+            taken.append(index)
+            assert step.tokens[firsts[index]] != PENDING, "its token before this step's must be on the host"
+        return launch(step)
 
     engine.runner.launch = watch  # type: ignore[method-assign]
     try:

@@ -13,8 +13,9 @@ import pytest
 
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
-from archerfish.runtime.token_masks import NUM_THREADS, MaskFinder
-from archerfish.sequence import Plan, Request
+from archerfish.sched.masks import NUM_THREADS, MaskFinder
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Request
 from archerfish.sequence import Sequence as TokenSequence
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 
@@ -125,14 +126,15 @@ def test_slow_grammars_leave_threads_for_quick_ones_and_every_mask_is_told_of() 
     held = [sequence(slow) for _ in range(NUM_THREADS - 1)]
     free = sequence(quick)
     for one in (*held, free):
-        finder.begin(one, 2)
+        one.tokens.append(2)
+        finder.begin(one)
     assert told.acquire(timeout=LIMIT_S)
-    assert [one.mask.done() for one in (*held, free)] == [False] * len(held) + [True]
+    assert [one.mask is not None and one.mask.done() for one in (*held, free)] == [False] * len(held) + [True]
     mask = free.mask
-    finder.begin(free, 2)
+    finder.begin(free)
     assert free.mask is mask
     slow.gate.set()
     for _ in held:
         assert told.acquire(timeout=LIMIT_S)
     finder.wait()  # for nothing
-    assert all(one.mask.result()[1] is None for one in held)
+    assert all(one.mask is not None and one.mask.error is None for one in held)

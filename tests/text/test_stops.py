@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.params import SamplingParams
-from archerfish.sequence import FinishReason, Request
+from archerfish.sequence import FinishReason
 from archerfish.text.output_text import OutputText
 from archerfish.text.stops import StopStrings
 from archerfish.text.text_tokenizer import TextTokenizer
@@ -84,17 +84,15 @@ def test_a_stop_that_almost_matches_for_ever_stays_cheap() -> None:
     assert cost(8000) < 30 * cost(1000) + 0.05  # a rescan of what is held would be hundreds of times as much
 
 
-def request(tokenizer: TextTokenizer, **params: Any) -> Request:
-    wanted = SamplingParams(**params)
-    ends = frozenset((*wanted.stop_token_ids, *(() if wanted.ignore_eos else tokenizer.eos_token_ids)))
-    return Request("r", tokenizer.encode("The answer:"), wanted, 16, ends)
+def output_text(tokenizer: TextTokenizer, **params: Any) -> OutputText:
+    return OutputText(tokenizer, tokenizer.encode("The answer:"), SamplingParams(**params))
 
 
 def run(
     tokenizer: TextTokenizer, text: str, finish: FinishReason | None = "length", **params: Any
 ) -> tuple[str, str | None, int]:
     """Feed a text token by token, as the engine does, until a stop is found."""
-    output = OutputText(tokenizer, request(tokenizer, **params))
+    output = output_text(tokenizer, **params)
     ids, shown = tokenizer.encode(text, add_special_tokens=False), ""
     for place, token_id in enumerate(ids):
         piece, stop = output.feed([token_id], finish if place == len(ids) - 1 else None)
@@ -122,23 +120,31 @@ def test_text_held_back_is_released_at_the_end(tokenizer: TextTokenizer) -> None
 
 def test_several_tokens_at_once_stop_at_the_right_one(tokenizer: TextTokenizer) -> None:
     ids = tokenizer.encode(" a b c d", add_special_tokens=False)
-    output = OutputText(tokenizer, request(tokenizer, stop=" c"))
+    output = output_text(tokenizer, stop=" c")
     assert output.feed(ids, "length") == (" a b", " c")
     assert output.num_tokens == 3
     assert output.feed(ids, None)[0] == ""
 
 
-def test_the_token_that_ends_a_text_is_not_shown(tokenizer: TextTokenizer) -> None:
+def test_end_token_is_hidden_unless_it_is_asked_for(tokenizer: TextTokenizer) -> None:
     end = tokenizer.eos_token_ids[0]
     ids = [*tokenizer.encode(" yes", add_special_tokens=False), end]
     for params in ({}, {"skip_special_tokens": False}):
-        assert OutputText(tokenizer, request(tokenizer, **params)).feed(ids, "stop") == (" yes", None)
-    wanted = request(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
-    assert OutputText(tokenizer, wanted).feed(ids, "stop") == (" yes<|im_end|>", None)
-    ignored = OutputText(tokenizer, request(tokenizer, skip_special_tokens=False, ignore_eos=True)).feed(ids, "length")
-    assert ignored == (" yes<|im_end|>", None)
-    word = tokenizer.encode(" yes", add_special_tokens=False)
-    assert OutputText(tokenizer, request(tokenizer, stop_token_ids=word[-1:])).feed([*word], "stop") == ("", None)
+        output = output_text(tokenizer, **params)
+        assert output.feed(ids, "stop", (end,)) == (" yes", None)
+        assert (output.num_tokens, output.num_shown) == (len(ids), len(ids) - 1)
+    wanted = output_text(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
+    assert wanted.feed(ids, "stop", (end,)) == (" yes<|im_end|>", None)
+    ignored = output_text(tokenizer, skip_special_tokens=False, ignore_eos=True)
+    assert ignored.feed(ids, "length", (end,)) == (" yes<|im_end|>", None)
+    assert output_text(tokenizer, stop_token_ids=ids[-2:-1]).feed(ids[:-1], "stop", ids[-2:-1]) == ("", None)
+
+
+def test_tokens_are_counted_without_a_tokenizer() -> None:
+    output = OutputText(None, [1], SamplingParams())
+    assert output.feed([5, 6]) == ("", None)
+    assert output.feed([7, 8], "stop", (8,)) == ("", None)
+    assert (output.num_tokens, output.num_shown) == (4, 3)
 
 
 def test_a_stop_before_min_tokens_is_text(tokenizer: TextTokenizer) -> None:
@@ -149,6 +155,6 @@ def test_a_stop_before_min_tokens_is_text(tokenizer: TextTokenizer) -> None:
 
 def test_a_broken_character_at_the_end_is_shown(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     ids = tokenizer.encode("🚀", add_special_tokens=False)
-    output = OutputText(tokenizer, request(tokenizer))
+    output = output_text(tokenizer)
     assert output.feed(ids[:-1]) == ("", None)
     assert output.feed([], "abort") == ("\N{REPLACEMENT CHARACTER}", None)

@@ -355,7 +355,7 @@ def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, turning:
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
     if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
         return False
-    return find_places(batch, qkv.device).shared_len is None
+    return find_places(batch).shared_len is None
 
 
 def attend_decodes(
@@ -367,7 +367,7 @@ def attend_decodes(
     turning: q has queries, keys and values as the product gave them; keys and values are stored on the way. Not where keys
     are shared, nor under a mask.
     """
-    places = find_places(batch, q.device)
+    places = find_places(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
     num_splits = places.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:

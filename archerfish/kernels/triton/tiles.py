@@ -7,10 +7,7 @@ from functools import cache
 
 import torch
 
-MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
-MIN_SHARES_WIDTH = 2048  # of a product whose shares are added up later
-MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
 DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
@@ -20,7 +17,6 @@ HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
 FEW_OUTPUTS = 2048  # of a product, up to which programs have too few turns to stay for
-FEW_GATED_ROWS, SOME_GATED_ROWS, MAX_GATED_WIDTH = 128, 512, 2048  # of a product with its gate, to choose by
 TURN_BYTES = 16 << 10  # of weights, that a program which stays reads in a turn
 MAX_TURNS = 6  # on their way at once
 NUM_STREAMS = 264  # programs that stay: two for each processor of a Hopper
@@ -44,29 +40,6 @@ class AddTile:
 
     rows: int
     outputs: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class ShareTile:
-    """How a product of a batch of rows is cut whose shares are added up later."""
-
-    rows: int
-    outputs: int
-    span: int  # columns of a share
-    columns: int  # read at a time
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class GateTile:
-    """How a product of many rows with a gate is cut."""
-
-    rows: int
-    outputs: int  # each of two rows of weights
     columns: int
     num_warps: int
     num_stages: int
@@ -112,31 +85,6 @@ def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes
     return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
 
 
-def share_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> ShareTile | None:
-    """Shares of a product of many columns, so that it has as many programs as a card has processors; None: not worth it."""
-    num_outputs, width = weight.shape
-    if num_rows > MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width < MIN_SHARES_WIDTH:
-        return None
-    outputs, span, columns = 64, 512, 256 // element_bytes
-    num_stages = most_bytes // ((64 + outputs) * columns * element_bytes)
-    return ShareTile(64, outputs, span, columns, 4, max(1, min(5, num_stages)))
-
-
-def gate_tile(num_rows: int, weight: torch.Tensor, most_bytes: int) -> GateTile | None:
-    """The best of eight that were tried on an H200; None where cuBLAS and a kernel for the gate are as quick, where rows do not
-    begin at multiples of 16 bytes, or where there is no room for what is on its way."""
-    num_weights, width = weight.shape
-    is_aligned = weight.element_size() == 2 and width % 8 == 0 and num_weights % 16 == 0
-    if not is_aligned or width > MAX_GATED_WIDTH:
-        return None
-    if num_rows <= FEW_GATED_ROWS:
-        tile = GateTile(64, 64, 64, 4, 6)
-    else:
-        tile = GateTile(64, 128, 64, 4, 4) if num_rows <= SOME_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
-    stage_bytes = (tile.rows + 2 * tile.outputs) * tile.columns * weight.element_size()
-    return tile if tile.num_stages * stage_bytes <= most_bytes else None
-
-
 def cdiv(number: int, divisor: int) -> int:
     """As triton.cdiv, which takes ten times as long."""
     return -(-number // divisor)
@@ -152,7 +100,7 @@ def dot_block(size: int) -> int:
 
 
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, is_gated: bool = False) -> LinearTile:
-    """int8 weights are cut as those of the compute type, beside which they stand in shared memory."""
+    """Integer weights are cut as weights of the compute type are, which they become in shared memory."""
     return tile_of(len(x), *weight.shape, is_gated, dtype.itemsize, shared_bytes(x.device))
 
 

@@ -1,0 +1,135 @@
+"""The OpenAPI document, made of the types of bodies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
+from archerfish import __version__
+from archerfish.serve import answers
+from archerfish.serve.bodies import NULL, STRING, BodyRoute
+from archerfish.serve.errors import AnthropicError, Error, Schema, is_anthropic
+
+PREFIX = "#/components/schemas/"
+DESCRIPTIONS = {
+    400: "The request is wrong; the message says how.", 401: "The API key is missing or unknown.",
+    403: "The key is not an operator's.", 404: "The model does not exist.", 413: "The request is too large.",
+    429: "The tenant is over its limit; Retry-After says when to try again.",
+    503: "The engine process does not answer or takes no more requests; Retry-After says when to try again.",
+    504: "The deadline of the request passed before its first token.",
+}  # fmt: skip
+GENERATING = (400, 401, 404, 413, 429, 503, 504)
+COMPUTING = (400, 401, 404, 413, 429, 503)
+OPERATING = (400, 401, 403, 404, 413, 503)
+FIGURES = (401, 403, 503)
+OBJECT = dict[str, Any]  # figures or options by name
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+# By method and path: the type of a success (a media type if it is not JSON), and the statuses of errors.
+ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {
+    ("post", "/v1/chat/completions"): (answers.ChatCompletion, GENERATING),
+    ("post", "/v1/completions"): (answers.Completion, GENERATING),
+    ("post", "/v1/responses"): (answers.ResponseObject, GENERATING),
+    ("post", "/v1/messages"): (answers.MessageObject, GENERATING),
+    ("post", "/v1/messages/count_tokens"): (answers.TokenCount, COMPUTING),
+    ("post", "/v1/embeddings"): (answers.Embeddings, COMPUTING),
+    ("post", "/v1/rerank"): (answers.Ranking, COMPUTING),
+    ("post", "/similarity"): (answers.Similarities, COMPUTING),
+    ("post", "/tokenize"): (answers.Tokens, COMPUTING),
+    ("post", "/detokenize"): (answers.Detokenized, COMPUTING),
+    ("post", "/v1/tts/tokens"): (answers.TTSAnswer, GENERATING),
+    ("post", "/v1/cache/explain"): (OBJECT, COMPUTING),
+    ("get", "/v1/models"): (answers.Models, (401, 503)),
+    ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503)),
+    ("get", "/health"): (answers.Health, ()),
+    ("get", "/ready"): (answers.Health, ()),
+    ("get", "/stats"): (OBJECT, FIGURES),
+    ("get", "/metrics"): (METRICS, FIGURES),
+    ("get", "/admin/optimization"): (OBJECT, OPERATING),
+    ("patch", "/admin/optimization"): (OBJECT, OPERATING),
+}
+EVENTS: dict[str, list[type[Schema]]] = {  # the types of a stream's events, by path
+    "/v1/chat/completions": [answers.ChatChunk],
+    "/v1/completions": [answers.Completion],
+    "/v1/tts/tokens": [answers.TTSAnswer],
+    "/v1/responses": answers.RESPONSE_EVENTS,
+    "/v1/messages": [*answers.MESSAGE_EVENTS, AnthropicError],
+}
+MODEL_PARAMETER = {"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}
+OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
+# What operations have beside responses and the bodies of BodyRoutes.
+OTHERS: dict[tuple[str, str], dict[str, Any]] = {
+    ("get", "/v1/models/{model_id}"): {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": STRING}]},
+    ("get", "/admin/optimization"): {"parameters": [MODEL_PARAMETER]},
+    ("patch", "/admin/optimization"): {
+        "parameters": [MODEL_PARAMETER],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": OPTIONS}}},
+    },
+}
+
+
+def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """The document of an app's routes."""
+    found = [route for route in routes if isinstance(route, Route)]
+    body_types = [route.body_type for route in found if isinstance(route, BodyRoute)]
+    _, bodies = models_json_schema([(body, "validation") for body in body_types], ref_template=PREFIX + "{model}")
+    paths: dict[str, Any] = {}
+    for route in found:
+        path = route.path.replace(":path", "")
+        for method in sorted(name.lower() for name in route.methods or ()):
+            if (method, path) in ANSWERS:
+                handler = route.handler if isinstance(route, BodyRoute) else route.endpoint
+                summary = str(handler.__doc__).partition("\n")[0]
+                operation = {"summary": summary, **OTHERS.get((method, path), {}), "responses": responses_of(method, path)}
+                if isinstance(route, BodyRoute):
+                    body = json_content(route.body_type)
+                    operation["requestBody"] = {"required": True, "content": body}
+                paths.setdefault(path, {})[method] = operation
+    info = {"title": "archerfish", "version": __version__}
+    schemas = {**bodies["$defs"], **answer_schemas()}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def answer_schemas() -> dict[str, Any]:
+    """The schemas of all answers and events."""
+    successes = {answer for answer, _ in ANSWERS.values() if isinstance(answer, type)}
+    events = {event for each in EVENTS.values() for event in each}
+    types = sorted({Error, AnthropicError, answers.Failing, *successes, *events}, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(types, ref_template=PREFIX + "{name}")
+    for schema in schemas.values():  # members with a default are always written
+        members = schema["properties"]
+        schema["required"] = [name for name in members if name in schema["required"] or "default" in members[name]]
+    return schemas
+
+
+def responses_of(method: str, path: str) -> dict[str, Any]:
+    """The responses of an operation."""
+    answer, statuses = ANSWERS[method, path]
+    success = {METRICS: {"schema": STRING}} if answer is METRICS else json_content(answer)
+    if path in EVENTS:
+        success |= event_content(EVENTS[path])
+    error = json_content(AnthropicError if is_anthropic(path) else Error)
+    found = {"200": {"description": "The answer.", "content": success}}
+    found |= {str(status): {"description": DESCRIPTIONS[status], "content": error} for status in statuses}
+    if answer is answers.Health:
+        found["503"] = {"description": "No computation succeeds now.", "content": json_content(answers.Failing)}
+    return found
+
+
+def reference(kind: Any) -> dict[str, Any]:
+    return {"type": "object"} if kind is OBJECT else {"$ref": PREFIX + kind.__name__}
+
+
+def json_content(kind: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": reference(kind)}}
+
+
+def event_content(kinds: Iterable[Any]) -> dict[str, Any]:
+    """A stream of server-sent events, whose data is JSON of one of these types; OpenAI's end with [DONE]."""
+    schema = {"anyOf": [reference(kind) for kind in kinds]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    members = {"event": STRING, "data": {"anyOf": [{"const": "[DONE]"}, data]}}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": members, "required": ["data"]}}}

@@ -1,0 +1,348 @@
+"""The processes of a service. The main process starts the engine process and the front ends and keeps them running.
+
+A child process reads its configuration from standard input, as one line of JSON, and ends when that input ends. It therefore
+never outlives the main process. On standard output it writes one line when it serves, or when it cannot; after that, an engine
+process writes a heartbeat every second. Each child has its own process group, so that Ctrl+C reaches the main process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from types import FrameType
+from typing import BinaryIO, Self, TypeVar
+
+import msgspec
+
+from archerfish.errors import ArcherfishError, MachineError, StoppedError
+from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, check_address
+
+logger = logging.getLogger("archerfish.serve")
+T = TypeVar("T")
+BEAT_S = 1.0  # time between two heartbeats
+MAX_GAP_S = 2 * BEAT_S
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 15.0
+STEADY_S = 60.0  # a process that lived this long did not die of its start
+KILL_AFTER_S = 5.0  # added to the grace time of a process
+LAST_S = 1.0  # time for a killed process to end, and for a front end to send its last errors
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+class ProcessStartError(MachineError):
+    """A process ended before it served."""
+
+    code = "engine_start_failed"
+
+
+class Stall:
+    """Measures for how long something has made no progress.
+
+    A gap between two calls counts as MAX_GAP_S at most: if the watcher itself was paused, the watched process probably was too.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._checked_at: float | None = None
+        self._progress = 0
+
+    def check(self, now: float, progress: int, *, has_work: bool = True) -> float:
+        """Return the seconds without progress. `progress` is any number that changes with it."""
+        gap = 0.0 if self._checked_at is None else min(now - self._checked_at, MAX_GAP_S)
+        is_stalled = has_work and progress == self._progress
+        self.seconds = self.seconds + gap if is_stalled else 0.0
+        self._checked_at, self._progress = now, progress
+        return self.seconds
+
+
+class KeptProcess:
+    """Starts a child process, starts it again when it dies or hangs, and stops it.
+
+    `config` is called for every start, after the child was launched. With `silence_s`, a child without a heartbeat for so long
+    is killed. `force_signal` ends the child at once. `on_change` gets True when the child serves and False when it has ended;
+    a thread of this object calls it.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], config: Callable[[], msgspec.Struct], *, grace_s: float = GRACE_S,
+        silence_s: float = 0.0, force_signal: int = signal.SIGKILL, pass_fds: Sequence[int] = (),
+        on_change: Callable[[bool], None] = lambda is_serving: None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_serving = False
+        self.num_starts = self.num_hangs = 0
+        self.start_s = 0.0  # duration of the last start
+        self._command, self._config, self._pass_fds = command, config, pass_fds
+        self._grace_s, self._silence_s, self._force_signal = grace_s, silence_s, force_signal
+        self._on_change, self._clock = on_change, clock
+        self._first_report: Future[dict[str, str]] = Future()
+        self._is_stopping = threading.Event()
+        self._is_killed = False
+        self._lock = threading.Lock()  # for the launch of a process and the decision to launch no more
+        self._thread = threading.Thread(target=self._keep, name=f"archerfish-{name.replace(' ', '-')}", daemon=True)
+
+    @property
+    def pid(self) -> int:
+        """The process id, or 0 while no process runs."""
+        return 0 if self.process is None or self.process.returncode is not None else self.process.pid
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self) -> dict[str, str]:
+        """Wait until the first process serves and return its report; an error says why it does not serve."""
+        return self._first_report.result()
+
+    def _keep(self) -> None:
+        num_short_lives = 0
+        while not self._is_ending:
+            started_at = self._clock()
+            try:
+                self._run()
+            except (ArcherfishError, OSError) as error:
+                if not self._first_report.done():
+                    self._first_report.set_exception(error)
+                    return
+                if not self._is_ending:
+                    logger.error("The %s could not be started: %s", self.name, error)
+            num_short_lives = 0 if self._clock() - started_at > STEADY_S else num_short_lives + 1
+            self._is_stopping.wait(0.0 if self._is_ending else backoff_s(num_short_lives))
+        if not self._first_report.done():
+            self._first_report.set_exception(StoppedError(f"The {self.name} was stopped before it served."))
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_killed or self._is_stopping.is_set()
+
+    def _run(self) -> None:
+        """Run one process from its start to its end."""
+        started_at = time.monotonic()
+        with self._lock:
+            if self._is_ending:
+                return
+            process = self.process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._pass_fds,
+                process_group=0,
+            )  # fmt: skip
+        try:
+            report = self._configure(process)
+            self.start_s = time.monotonic() - started_at
+            self.num_starts += 1
+            self._change(True)
+            if not self._first_report.done():
+                self._first_report.set_result(report)
+            self._watch(process)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            self._clean_up(process)
+
+    def _configure(self, process: subprocess.Popen[bytes]) -> dict[str, str]:
+        """Send the configuration and wait until the process serves."""
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(self._config()) + b"\n")
+        line = process.stdout.readline()
+        report = msgspec.json.decode(line, type=dict[str, str]) if line.startswith(b"{") else {}
+        if "address" not in report:
+            message = f"The {self.name} ended while it started, with {status_text(process.wait())}; its log says why."
+            raise ProcessStartError(report.get("error", message), hint=report.get("hint", ""))
+        return report
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
+        assert process.stdout is not None
+        stall, num_bytes = Stall(), 0
+        poller = select.poll()
+        poller.register(process.stdout, select.POLLIN)
+        while True:
+            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(BEAT_S * 1000) else None
+            if data == b"":
+                return
+            num_bytes += len(data or b"")
+            silent_s = stall.check(self._clock(), num_bytes)
+            if self._silence_s and silent_s > self._silence_s and not self._is_ending:
+                self.num_hangs += 1
+                logger.error("The %s sent no heartbeat for %.0f s and is killed.", self.name, silent_s)
+                process.kill()
+                return
+
+    def _clean_up(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        if self.is_serving:
+            self._change(False)
+            if not self._is_ending:
+                logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
+
+    def _change(self, is_serving: bool) -> None:
+        self.is_serving = is_serving
+        try:
+            self._on_change(is_serving)
+        except Exception:
+            logger.exception("on_change failed.")
+
+    def terminate(self) -> None:
+        """Ask the process to finish its work and end, without waiting for it; no other is started."""
+        with self._lock:
+            self._is_stopping.set()
+            if self.process is not None:
+                self.process.terminate()
+
+    def stop(self) -> None:
+        """Let the process finish its work and wait until it has ended. It is killed after its grace time."""
+        self.terminate()
+        if self.process is not None:
+            try:
+                self.process.wait(self._grace_s + KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                logger.error("The %s did not end within its grace time and is killed.", self.name)
+                self.process.kill()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def force(self) -> None:
+        """Send the signal that ends the process at once. A signal handler may call this, as it takes no lock."""
+        self._is_killed = True
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.send_signal(self._force_signal if self.is_serving else signal.SIGKILL)
+
+    def reap(self, timeout_s: float) -> None:
+        """Wait until the process has ended and kill it after `timeout_s`. A signal handler may call this too."""
+        if self.process is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self.process.kill()
+                self.process.wait(LAST_S)
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def engine_process(
+    config: HostConfig, *, on_change: Callable[[bool], None] = lambda is_serving: None,
+    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.engine_process"),
+    clock: Callable[[], float] = time.monotonic,
+) -> KeptProcess:
+    check_address(config)
+    return KeptProcess(
+        "engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, on_change=on_change,
+        clock=clock,
+    )  # fmt: skip
+
+
+def front_process(
+    config: Callable[[], FrontConfig], listener: int, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.front")
+) -> KeptProcess:
+    """A front end that accepts connections from the socket with the file descriptor `listener`."""
+    return KeptProcess("front end", command, config, force_signal=signal.SIGINT, pass_fds=(listener,))
+
+
+def stop_all(processes: Sequence[KeptProcess]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.stop()
+
+
+def kill_all(processes: Sequence[KeptProcess]) -> None:
+    """End processes at once. Front ends get a moment in which they tell their clients."""
+    for process in processes:
+        process.force()
+    end = time.monotonic() + 2 * LAST_S
+    for process in processes:
+        process.reap(max(0.0, end - time.monotonic()))
+
+
+def backoff_s(num_short_lives: int) -> float:
+    """Seconds to wait before the next start, after so many processes in a row that ended soon."""
+    return 0.0 if num_short_lives < 2 else min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(num_short_lives - 2, 10))
+
+
+def status_text(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"status {code}"
+
+
+# Signals of the main process
+
+
+@contextlib.contextmanager
+def stop_on_signals(kill: Callable[[], None]) -> Iterator[None]:
+    """Make the first SIGINT or SIGTERM raise an exception, so that the service stops in order.
+
+    A SIGINT after that calls `kill`, which must take no locks, and exits at once. Only the main thread gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_stopping = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        if not is_stopping:
+            is_stopping = True
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if number == signal.SIGINT:
+            with contextlib.suppress(Exception):
+                kill()
+            os._exit(EXIT_INTERRUPTED)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# Child processes
+
+
+def open_report_pipe() -> BinaryIO:
+    """Return the pipe to the main process. Everything else that is printed goes to standard error, the log."""
+    pipe = os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)
+    return pipe
+
+
+def send_report(pipe: BinaryIO, report: dict[str, str]) -> None:
+    pipe.write(msgspec.json.encode(report) + b"\n")
+
+
+def read_config(kind: type[T]) -> T:
+    return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+
+
+def watch_parent(on_end: Callable[[], None]) -> None:
+    """Call `on_end` in a thread when the main process has ended."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        on_end()
+
+    threading.Thread(target=watch, name="archerfish-parent", daemon=True).start()
