@@ -86,8 +86,8 @@ class InferenceCore:
         if self.head is not None:
             scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
             return scores.float()
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+        pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
+        return cast("torch.Tensor", self.ops.normalize(pooled)) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
