@@ -86,7 +86,7 @@ class InferenceCore:
         if self.head is not None:
             scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
             return scores.float()
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
+        pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
         return self.ops.normalize(pooled) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
