@@ -22,6 +22,8 @@ CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
+MODEL_KINDS = ("generation", "embedding", "cross-encoder")
+LOADS = ("start", "idle", "demand")
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 
@@ -162,7 +164,10 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
     eviction_policy: str = option("lru", "Which cached blocks are evicted first: lru, lfu, fifo or another registered name.")
-    logits_cache_mib: int = option(64, "Memory for logits of whole prompts: an exact repeat needs no forward pass.", minimum=0)
+    logits_cache_mib: int = option(
+        64, "Memory for logits of whole prompts: an exact repeat needs no forward pass; of a recurrent model only if the "
+        "prompt's length is a multiple of `block_size`.", minimum=0,
+    )
     logits_cache_ttl_s: float = option(600.0, "Age at which cached logits expire.", minimum=0)
     scheduling_policy: str = option(
         "fcfs", "Order of requests: fcfs, priority, longest-prefix-first, deadline, fair-share or another registered name."
@@ -221,8 +226,7 @@ class ServeConfig(Options):
     )
     result_cache_ttl_s: float = option(600.0, "Age at which cached answers expire.", minimum=0.001)
     loads: str = option(
-        "start", "When models are loaded: at the start, in idle time, or at the first request.",
-        choices=("start", "idle", "demand"),
+        "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
     )
     memory_gib: float = option(
         0.0, "Memory of all loaded models; above it the least recently used ones are unloaded; 0: no limit.", minimum=0
@@ -237,6 +241,31 @@ class ServeConfig(Options):
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
     log_level: str = option("info", "Least level of log messages.", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One more model to serve: a table `[[models]]` of the TOML file. Its options override those of [engine] or [embed]."""
+
+    model: str
+    kind: str = "generation"
+    loads: str = ""  # empty: as [serve] loads says
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, values: Any, where: str) -> ModelConfig:
+        """A table of the TOML file, whose keys are model, kind, loads and the options of EngineConfig or EmbedConfig."""
+        if not isinstance(values, dict) or not isinstance(values.get("model"), str):
+            raise InvalidOptionError(f"Every [[models]] table of {where} needs the name of a model: model = \"...\".")
+        options = dict(values)
+        given = {name: options.pop(name) for name in ("model", "kind", "loads") if name in options}
+        for name, choices in (("kind", MODEL_KINDS), ("loads", LOADS)):
+            if given.get(name, choices[0]) not in choices:
+                hint = f"It takes one of: {', '.join(choices)}."
+                raise InvalidOptionError(f"[[models]] {name} cannot be {given[name]!r}.", hint=hint)
+        owner = EngineConfig if given.get("kind", "generation") == "generation" else EmbedConfig
+        refuse_unknown(options, ["kind", "loads", *owner.names()], f"key in [[models]] of {where}")
+        return cls(**given, options=options)
 
 
 SECTIONS: tuple[type[Options], ...] = (HubConfig, ConversionConfig, EmbedConfig, EngineConfig, ServeConfig)
@@ -304,19 +333,33 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     """Options of a TOML file by section. Unknown sections and keys are errors."""
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidOptionError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidOptionError(f"The configuration file {path} is not valid TOML: {error}.") from error
+    data = parse_toml(path)
+    data.pop("models", None)
     by_section = {cls.section: cls for cls in SECTIONS}
-    refuse_unknown(data, list(by_section), f"section of {path}")
+    refuse_unknown(data, [*by_section, "models"], f"section of {path}")
     for section, values in data.items():
         if not isinstance(values, dict):
             raise InvalidOptionError(f"In {path}, {section!r} must be a section: [{section}].")
         refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}")
     return data
+
+
+def read_models(config_file: str | Path = "") -> list[ModelConfig]:
+    """The [[models]] tables of the TOML file, if there is one."""
+    path = config_file or os.environ.get(CONFIG_ENV, "")
+    found = parse_toml(path).get("models", []) if path else []
+    if not isinstance(found, list):
+        raise InvalidOptionError(f"In {path}, 'models' must be a list of tables: [[models]].")
+    return [ModelConfig.read(values, str(path)) for values in found]
+
+
+def parse_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidOptionError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidOptionError(f"The configuration file {path} is not valid TOML: {error}.") from error
 
 
 def resolve(cls: type[T], given: Mapping[str, Any] | None = None, *, config_file: str | Path = "") -> T:
@@ -336,6 +379,19 @@ def reference_page() -> str:
         "Generated by `python -m archerfish.cli.reference` from `archerfish/config.py`; a test compares the two. Each option",
         "is a keyword in Python, a flag (`--name-with-dashes`), an environment variable, and a key of the TOML file of",
         "`--config` or `ARCHERFISH_CONFIG`. The command line wins over the environment, the environment over the file.",
+    ]
+    lines += [
+        "",
+        "`archerfish serve` serves several models: repeat `--model` (or `--embed-model`), or list them in the file, each with",
+        "options of its own, which override those of `[engine]` or `[embed]`:",
+        "",
+        "```toml",
+        "[[models]]",
+        'model = "story-rwkv7"',
+        'kind = "generation"    # or "embedding", "cross-encoder"',
+        'loads = "demand"       # as `loads` of `[serve]`',
+        "max_num_seqs = 8",
+        "```",
     ]
     for cls in SECTIONS:
         summary = (cls.__doc__ or "").strip().splitlines()[0]

@@ -14,7 +14,7 @@ from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
 
 
 class EngineGroup(AbstractContextManager["EngineGroup"]):
-    """Engines by name. A peer that fails is noted and left out; a failure of ours ends the bench."""
+    """Engines by name. A peer that fails is noted and left out; a failure of archerfish, of any version, ends the bench."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -34,8 +34,9 @@ class EngineGroup(AbstractContextManager["EngineGroup"]):
         try:
             return self._workers[name].call(method, **arguments)
         except WorkerError as error:
-            self._workers.pop(name).close()
-            if name.startswith(OURS):
+            worker = self._workers.pop(name)
+            worker.close()
+            if worker.engine.startswith("Archerfish"):
                 raise ServiceError(f"{name} failed: {error}", hint="") from None
             self.notes.append(f"{name} failed: {error}")
             return None

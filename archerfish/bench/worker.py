@@ -38,7 +38,7 @@ class Worker:
         file: Path = ENGINES_FILE, timeout_s: float = TIMEOUT_S,
     ) -> None:  # fmt: skip
         """engine: the name of a class in `file`; path: what the process imports first, in place of this checkout."""
-        self._timeout_s = timeout_s
+        self.engine, self._timeout_s = engine, timeout_s
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (close() closes it)
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -65,8 +65,11 @@ def flag_name(parser: Parser, cls: type[Options], name: str) -> str:
     return short if short not in parser.flags() else f"--{cls.section}-{name.replace('_', '-')}"
 
 
-def add_options(parser: Parser, *sections: type[Options]) -> None:
-    """Add a flag for every option of some sections. A flag that is not given is not in the namespace."""
+def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[str] = ()) -> None:
+    """Add a flag for every option of some sections. A flag that is not given is not in the namespace.
+
+    repeatable: options, by their `dest`, whose flags may be repeated; their values are lists.
+    """
     for cls in sections:
         group = parser.add_argument_group(f"options of [{cls.section}]")
         for spec in dataclasses.fields(cls):
@@ -74,6 +77,8 @@ def add_options(parser: Parser, *sections: type[Options]) -> None:
             flag = flag_name(parser, cls, spec.name)
             if isinstance(spec.default, bool):
                 group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
+            elif keywords["dest"] in repeatable:
+                group.add_argument(flag, metavar=value_name(spec), action="append", **keywords)
             else:
                 group.add_argument(flag, metavar=value_name(spec), **keywords)
 

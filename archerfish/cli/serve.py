@@ -9,15 +9,28 @@ from contextlib import ExitStack
 from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, dest, section
 from archerfish.cli.output import Output
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, MachineError
 
 
 def add_arguments(parser: Parser) -> None:
-    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig)
+    repeatable = [dest(EngineConfig, "model"), dest(EmbedConfig, "model")]
+    add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, repeatable=repeatable)
+
+
+def take_models(arguments: Namespace) -> list[ModelConfig]:
+    """All models after the first of each flag, which stays in the arguments, and those of the configuration file."""
+    found: list[ModelConfig] = []
+    for owner, kind in ((EngineConfig, "generation"), (EmbedConfig, "embedding")):
+        named: list[str] = vars(arguments).get(dest(owner, "model"), [])
+        if named:
+            setattr(arguments, dest(owner, "model"), named[0])
+            found += [ModelConfig(model=name, kind=kind) for name in named[1:]]
+    return [*found, *read_models(arguments.config)]
 
 
 def run(arguments: Namespace, out: Output) -> int:
+    models = take_models(arguments)
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     check_used(service, arguments)
@@ -38,7 +51,7 @@ def run(arguments: Namespace, out: Output) -> int:
                 sys.stdout.flush()
 
         try:
-            serve(service, engine, embed, hub, progress, announce=announce)
+            serve(service, engine, embed, hub, progress, models=models, announce=announce)
         finally:
             exit_at_next_interrupt()  # only the interpreter still has to end
     return 0

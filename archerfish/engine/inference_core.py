@@ -87,7 +87,7 @@ class InferenceCore:
             scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
             return scores.float()
         pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+        return cast("torch.Tensor", self.ops.normalize(pooled)) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
         """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""

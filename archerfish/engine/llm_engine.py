@@ -71,7 +71,7 @@ class LLMEngine:
                 adapter, pool, vocab_size=facts.vocab_size, max_num_seqs=self.config.max_num_seqs,
                 is_deterministic=self.config.deterministic, num_threads=self.config.num_threads, executor=executor,
             )
-        adapter.ops.leave_thread(has_company=executor is not None)
+        adapter.ops.leave_thread()
         self.runner.warm_up()
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread
@@ -98,7 +98,7 @@ class LLMEngine:
     ) -> str:
         """Queue a request and return its id. It runs while a thread steps or waits; `get_output` has its result.
 
-        deadline_s: seconds from now after which it is given up. namespace: whose cached contexts it may share. wants_logits:
+        deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
         the result has those of the token after the prompt.
         """
         request = self._requests.make(

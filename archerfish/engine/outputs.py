@@ -157,7 +157,7 @@ class OutputCollector:
         self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
         self.listener = listener
         self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
-        if request.params.stages:  # whose tokens stand for no text
+        if request.params.stages:  # tokens of stages stand for no text
             tokenizer = None
         self.texts = [
             None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)

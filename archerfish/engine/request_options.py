@@ -1,4 +1,4 @@
-"""What a caller says of a request beside its prompt and its SamplingParams, checked before anything runs."""
+"""Options of a request other than its prompt and its SamplingParams, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
 
 
 def check_request_options(given: Mapping[str, Any]) -> None:
-    """An unknown keyword is refused; one that belongs into SamplingParams is sent there."""
+    """Refuse an unknown keyword; the error for an option of SamplingParams says where it belongs."""
     for name in given:
         if name not in REQUEST_OPTIONS:
             is_sampling = name in SamplingParams.__dataclass_fields__

@@ -153,6 +153,7 @@ class Generation:
     choices: list[Choice] = field(init=False)
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
+    is_cut: bool = False  # all choices have ended, and the engine does not know it of at least one
 
     def __post_init__(self) -> None:
         tokenizer, params = self.text.tokenizer, self.params
@@ -172,17 +173,14 @@ class Generation:
     def num_output(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
-    @property
-    def needs_no_more(self) -> bool:
-        """Whether all choices have ended and the engine does not know it."""
-        return any(choice.was_cut for choice in self.choices) and all(choice.finish_reason for choice in self.choices)
-
     def add(self, message: Chunk | Generated, end_sequence: Callable[[int], None] | None) -> list[ChoiceDelta]:
         """Add a message of the backend. `end_sequence` is called for a choice that a stop string has ended."""
         self.num_cached = message.num_cached_tokens or self.num_cached
-        gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
-        if isinstance(message, Generated):
-            self.prompt_logprobs = message.prompt_logprobs
+        gains: Sequence[Chunk | Output]
+        if isinstance(message, Chunk):
+            gains = (message,)
+        else:
+            gains, self.prompt_logprobs = message.outputs, message.prompt_logprobs
         deltas: list[ChoiceDelta] = []
         for gain in gains:
             choice = self.choices[gain.index]
@@ -193,6 +191,8 @@ class Generation:
             deltas.append(choice.add(gain))
             if choice.was_cut and end_sequence is not None:
                 end_sequence(gain.index)
+            if gain.finish_reason is not None or choice.was_cut:
+                self.is_cut = any(each.was_cut for each in self.choices) and all(each.finish_reason for each in self.choices)
         return deltas
 
     def chosen_logprobs(self, logprobs: Sequence[Logprob] | None) -> list[ChosenLogprob]:
@@ -316,7 +316,7 @@ class TextService:
                 async for message in messages:
                     num_tokens = sum(len(output.token_ids) for output in getattr(message, "outputs", ()))
                     await in_thread(partial(generation.add, message, end_sequence), num_tokens)
-                    if generation.needs_no_more:
+                    if generation.is_cut:
                         break
 
         await unless_gone(request, run_all([run(generation) for generation in generations]))
@@ -340,7 +340,7 @@ class TextService:
                             data = writer.delta(number, delta)
                             if data:
                                 outbox.put(data)
-                        if generation.needs_no_more:
+                        if generation.is_cut:
                             break
                         if outbox.is_full:
                             await outbox.wait_for_room()

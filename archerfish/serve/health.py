@@ -7,7 +7,7 @@ from functools import partial
 
 from archerfish.errors import StoppedError
 from archerfish.serve.compute import ComputeThread
-from archerfish.serve.models import GENERATION, Hosted, Shelf
+from archerfish.serve.models import GENERATION, Hosted, ModelTable
 from archerfish.serve.pending_request import ModelHost, PendingRequest
 from archerfish.serve.processes import Stall
 from archerfish.serve.wire import Failed, Message, Ping, Pong
@@ -48,7 +48,7 @@ class HealthCheck:
     """Answers Pings. With a probe, the answer comes after a real step of every loaded model that has made none recently."""
 
     def __init__(
-        self, models: Shelf, compute: ComputeThread, watch: HangWatch, host: ModelHost, clock: Callable[[], float]
+        self, models: ModelTable, compute: ComputeThread, watch: HangWatch, host: ModelHost, clock: Callable[[], float]
     ) -> None:
         self._models, self._compute, self._watch, self._host, self._clock = models, compute, watch, host, clock
 
@@ -57,15 +57,15 @@ class HealthCheck:
         if message.probe is None:
             self._host.answer(pending, pong)
             return
-        slots = self._models.slots if not message.probe else [self._models.find(message.probe, GENERATION)]
+        entries = self._models.entries if not message.probe else [self._models.find(message.probe, GENERATION)]
         running_s = self._compute.running_s()
         problem = self._watch.problem(running_s, is_loading=self._models.is_loading)
         if problem:
             raise StoppedError(problem, hint="The engine process hangs and is started again.")
         now = self._clock()
         idle = [
-            slot.hosted for slot in slots
-            if slot.hosted is not None and slot.lane is not None and now - slot.lane.last_done > FRESH_S
+            entry.hosted for entry in entries
+            if entry.hosted is not None and entry.lane is not None and now - entry.lane.last_done > FRESH_S
         ]  # fmt: skip
         if not idle or running_s > 0:
             self._host.answer(pending, pong)

@@ -26,16 +26,15 @@ from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, 
 from archerfish.observe.collector import MetricsCollector
 from archerfish.sched.policy import FairShare
 from archerfish.serve import wire
-from archerfish.serve.admission import AdmissionLimits
 from archerfish.serve.client import open_socket, set_keys
-from archerfish.serve.compute import Beside, ComputeThread, Waker
-from archerfish.serve.gate import Gate, ReadingGate
+from archerfish.serve.compute import ComputeThread, Waker, WakingExecutor
 from archerfish.serve.health import HangWatch, HealthCheck
-from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator, tenant_of_key
+from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
-from archerfish.serve.models import GENERATION, SCORES, VECTORS, Shelf, make_slot
+from archerfish.serve.models import GENERATION, SCORES, VECTORS, ModelTable, make_entry
+from archerfish.serve.overload import AdmissionLimits, OverloadController
 from archerfish.serve.pending_request import PendingRequest
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.wire import (
@@ -76,12 +75,11 @@ class Listener:
         self._clients: dict[int, bytes] = {}  # by the file descriptor of their connection
         self._disconnected: list[bytes] = []
 
-    def open(self, poller: zmq.Poller) -> str:
-        """Listen on all addresses; return the one for front ends, with its real port."""
+    def open(self, poller: zmq.Poller) -> list[str]:
+        """Listen on all configured addresses and return them, with their real ports."""
         if self._config.client_keys:
             self._authenticator = start_authenticator(self._config.client_keys)
-        addresses = [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
-        return addresses[0]
+        return [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
 
     def _open(self, address: str, poller: zmq.Poller) -> str:
         opened = open_socket(zmq.ROUTER)
@@ -165,28 +163,25 @@ class Listener:
 class EngineHost:
     """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
-    def __init__(
-        self, config: HostConfig, *, tenant_of: Callable[[str], str] = tenant_of_key,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         check_address(config)
         self.config = config
-        self.address = config.address
+        self.address, self.open_address = config.address, config.open_address
         self.clock = clock
         self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
         self.waker = Waker()
         self.compute = ComputeThread(self.waker.wake, clock)
-        self.reader: Executor = Beside("read", 2, self.waker)
-        self.compiler: Executor = Beside("grammars", 2, self.waker)
-        self.writer: Executor = Beside("write", 1, self.waker)
-        self.shelf = Shelf(
+        self.reader: Executor = WakingExecutor("read", 2, self.waker)
+        self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)
+        self.writer: Executor = WakingExecutor("write", 1, self.waker)
+        self.models = ModelTable(
             self.compute, self, memory_bytes=int(config.memory_gib * (1 << 30)), clock=clock, live=self.pending_requests
         )
         self.watch = HangWatch(self.compute, config.hang_s)
-        self.health = HealthCheck(self.shelf, self.compute, self.watch, self, clock)
+        self.health = HealthCheck(self.models, self.compute, self.watch, self, clock)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
-        self.callers = Callers(config, tenant_of)
+        self.callers = Callers(config)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
         self.num_lost_clients = 0
         self._listener = Listener(config)
@@ -203,21 +198,23 @@ class EngineHost:
     # Models
 
     def load_models(self) -> None:
-        """Make a slot for every model of the configuration and load those that are loaded at the start."""
+        """Make an entry for every model of the configuration and load those that are loaded at the start."""
         hub = HubConfig(**self.config.hub)
         for spec in self.config.models:
-            self.shelf.add(make_slot(
+            self.models.add(make_entry(
                 spec, hub, self, self.figures, self.writer, latency_s=self.config.latency_budget_ms / 1000,
-                max_queue_texts=self.config.max_queue_texts, gate_of=self.gate_of, reading_gate=self.reading_gate,
+                llm_controller=self.llm_controller, encoder_controller=self.encoder_controller,
             ))  # fmt: skip
 
-    def gate_of(self, engine: LLMEngine) -> Gate:
+    def llm_controller(self, engine: LLMEngine) -> OverloadController:
         """The admission of requests to a generation model."""
         self._set_weights(engine)
-        limits = replace(self.limits, max_queued_requests=engine.config.max_queue_size)
-        return Gate(
-            self.rates, limits, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=self.clock
-        )
+        is_fair = isinstance(engine.scheduler.policy, FairShare)
+        return OverloadController(
+            rates=self.rates, limits=replace(self.limits, max_queued=engine.config.max_queue_size),
+            max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len,
+            order="fair-share" if is_fair else "arrival", clock=self.clock,
+        )  # fmt: skip
 
     def _set_weights(self, engine: LLMEngine) -> None:
         """Give a fair-share scheduler the current weights of the tenants."""
@@ -225,9 +222,10 @@ class EngineHost:
         if isinstance(policy, FairShare):
             policy.set_weights({tenant.name: tenant.weight for tenant in self.callers.tenants.all()})
 
-    def reading_gate(self) -> ReadingGate:
+    def encoder_controller(self) -> OverloadController:
         """The admission of texts to an embedding model or a cross-encoder."""
-        return ReadingGate(self.rates, max_wait_s=self.limits.max_wait_s, clock=self.clock)
+        limits = AdmissionLimits(max_queued=self.config.max_queue_texts, max_wait_s=self.limits.max_wait_s)
+        return OverloadController(rates=self.rates, limits=limits, order="round-robin", clock=self.clock)
 
     def pending_requests(self) -> Iterator[PendingRequest]:
         return (pending for requests in self._pending.values() for pending in requests.values())
@@ -257,7 +255,9 @@ class EngineHost:
         """Listen; return the address for front ends, with its real port."""
         self._is_open = True
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
-        return self._listener.open(self._poller)
+        self.address, *others = self._listener.open(self._poller)
+        self.open_address = others[0] if others else ""
+        return self.address
 
     def run(self) -> None:
         """Serve until `stop`; running requests are finished first."""
@@ -281,7 +281,7 @@ class EngineHost:
         while self._posted:
             self._posted.popleft()()
         has_moved = False
-        for hosted in self.shelf:
+        for hosted in self.models:
             has_moved = hosted.advance() or has_moved
         self._num_moves += has_moved
         for client in self._listener.take_disconnected():
@@ -299,11 +299,11 @@ class EngineHost:
         if now < self._next_beat:
             return
         self._next_beat = now + BEAT_S
-        for hosted in self.shelf:
+        for hosted in self.models:
             if isinstance(hosted, HostedLLM):
                 self._set_weights(hosted.engine)
-        has_work = any(hosted.has_work for hosted in self.shelf)
-        problem = self.watch.check(now, has_work=has_work, is_loading=self.shelf.is_loading, num_moves=self._num_moves)
+        has_work = any(hosted.has_work for hosted in self.models)
+        problem = self.watch.check(now, has_work=has_work, is_loading=self.models.is_loading, num_moves=self._num_moves)
         if problem:
             logger.error("The engine process hangs: %s", problem)
             self.on_hang()
@@ -316,9 +316,9 @@ class EngineHost:
 
     def _use_idle_time(self) -> bool:
         """Do some work in advance; return whether there is more of it."""
-        self.shelf.keep_within_memory()
-        self.shelf.load_next()
-        return any(hosted.use_idle_time() for hosted in self.shelf)
+        self.models.keep_within_memory()
+        self.models.load_next()
+        return any(hosted.use_idle_time() for hosted in self.models)
 
     def _is_done(self) -> bool:
         if self._stops_at is None:
@@ -336,7 +336,7 @@ class EngineHost:
         for pending in list(self.pending_requests()):
             self.fail(pending, stopped)
         self._flush()
-        self.shelf.close()
+        self.models.close()
         for threads in (self.reader, self.compiler, self.writer):
             threads.shutdown()
         self.compute.close()
@@ -344,7 +344,7 @@ class EngineHost:
         self.waker.close()
 
     def __enter__(self) -> Self:
-        self.address = self.open()
+        self.open()
         self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
         self._thread.start()
         return self
@@ -439,14 +439,17 @@ class EngineHost:
         elif isinstance(message, Charge):
             self.callers.check_operator(message.credentials)
             _, caller = self.callers.find(message.credentials, message.tenant)
-            self.rates.charge(caller, message.num_tokens, is_spent=message.is_spent)
+            if message.is_spent:
+                self.rates.give_back(caller, -message.num_tokens)
+            else:
+                self.rates.take(caller, message.num_tokens)
             self.answer(pending, Report(request_id=message.request_id))
         elif isinstance(message, Configure):
             self.callers.check_operator(message.credentials)
-            slot = self.shelf.find(message.model, (*GENERATION, *SCORES))
-            if slot.hosted is None:
-                raise StoppedError(f"The model {slot.name} is not loaded.", hint="Send it a request first.")
-            self.answer(pending, Report(request_id=message.request_id, values=slot.hosted.configure(message.options)))
+            entry = self.models.find(message.model, (*GENERATION, *SCORES))
+            if entry.hosted is None:
+                raise StoppedError(f"The model {entry.name} is not loaded.", hint="Send it a request first.")
+            self.answer(pending, Report(request_id=message.request_id, values=entry.hosted.configure(message.options)))
         else:
             self._submit(pending, message)
 
@@ -458,14 +461,14 @@ class EngineHost:
             raise StoppedError("The engine is being stopped and takes no more requests.", hint="Try again.")
         pending.tenant, pending.caller = self.callers.find(message.credentials, message.tenant)
         if isinstance(message, ExplainRequest):
-            self.shelf.submit(self.shelf.find(message.model, GENERATION), pending, lambda hosted, one: hosted.explain(one))
+            self.models.submit(self.models.find(message.model, GENERATION), pending, lambda hosted, one: hosted.explain(one))
             return
         kinds = {GenerationRequest: GENERATION, EmbedRequest: VECTORS, ScoreRequest: SCORES}[type(message)]
-        self.shelf.submit(self.shelf.find(message.model, kinds), pending, lambda hosted, one: hosted.submit(one))
+        self.models.submit(self.models.find(message.model, kinds), pending, lambda hosted, one: hosted.submit(one))
 
     def _query(self, message: Query) -> dict[str, Any]:
         if message.about == "models":
-            return {"models": [slot.card() for slot in self.shelf.slots]}
+            return {"models": [entry.card() for entry in self.models.entries]}
         if message.about not in ("stats", "metrics", "options"):
             hint = "Ask for models, stats, metrics or options."
             raise InvalidInputError(f"There is no report about {message.about!r}.", hint=hint)
@@ -474,11 +477,11 @@ class EngineHost:
             self.front_end_metrics.take(message.source, message.values)
         if message.about == "options":
             return {"version": self.front_end_metrics.version, "options": self.front_end_metrics.options}
-        models = {slot.name: slot.hosted.stats() for slot in self.shelf.slots if slot.hosted is not None}
+        models = {entry.name: entry.hosted.stats() for entry in self.models.entries if entry.hosted is not None}
         host = {
             "clients": len(self._pending), "live_requests": sum(map(len, self._pending.values())),
-            "lost_clients": self.num_lost_clients, "loaded_models": sum(1 for _ in self.shelf),
-            "unloaded_models": self.shelf.num_unloaded, "job_seconds": self.compute.running_s(),
+            "lost_clients": self.num_lost_clients, "loaded_models": sum(1 for _ in self.models),
+            "unloaded_models": self.models.num_unloaded, "job_seconds": self.compute.running_s(),
         }  # fmt: skip
         if message.about == "stats":
             return {"models": models, "host": host}

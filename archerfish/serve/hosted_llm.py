@@ -1,47 +1,49 @@
-"""An LLMEngine among the models of an engine process."""
+"""A generation model of an engine process."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import TextDelta
+from archerfish.engine.outputs import RequestOutput, TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
 from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane
-from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
+from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
 
-PROBE_TENANT = "\0probe"  # no key's hash and no front end's name for one
-MAX_QUICK_TOKENS = 8192  # a prompt of so many ids is read by the loop itself
-RESERVED = ("self", "tokenizer", "messages")  # no options of a chat template
+PROBE_TENANT = "\0probe"  # cannot be the name of a tenant
+MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
+RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
 METRICS = ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions")
 
 
 class HostedLLM:
-    """An LLMEngine among the models of a process."""
+    """An LLMEngine that answers requests of an engine process."""
 
     kind = "generation"
 
-    def __init__(self, engine: LLMEngine, lane: Lane, desk: ModelHost, figures: MetricsCollector, gate: Gate) -> None:
-        self.engine, self.lane, self.gate = engine, lane, gate
-        self.desk, self.figures = desk, figures
+    def __init__(
+        self, engine: LLMEngine, lane: Lane, host: ModelHost, figures: MetricsCollector, controller: OverloadController
+    ) -> None:
+        self.engine, self.lane, self.controller = engine, lane, controller
+        self.host, self.figures = host, figures
         self._ids = itertools.count()
         self._is_warm = False
-        self._num_written = 0  # tokens, in all
-        self.heard: list[tuple[Answering, TextDelta]] | None = None  # while the loop advances: what it has brought so far
+        self._num_output_tokens = 0
+        self.deltas: list[tuple[Generation, TextDelta]] | None = None  # of the current `advance`
 
     @property
     def name(self) -> str:
@@ -67,48 +69,48 @@ class HostedLLM:
         except ArcherfishError:
             return False
 
-    def submit(self, ticket: PendingRequest) -> None:
-        """Take in a GenerationRequest: at once where it is only ids, else by way of the reader."""
-        message: GenerationRequest = ticket.message
+    # Requests
+
+    def submit(self, request: PendingRequest) -> None:
+        """Accept a GenerationRequest: at once if it has token ids, else after a reader thread has tokenised its text."""
+        message: GenerationRequest = request.message
         if not isinstance(message, GenerationRequest):
-            raise InvalidInputError(f"{self.name} writes text; it has no vectors.", hint="Name an embedding model.")
-        answering = Answering(self, ticket)
-        if ticket.on_end is None:
-            answering.entry = self._admit(ticket, message)
-            ticket.release = answering.entry.ended
+            raise InvalidInputError(f"{self.name} generates text; it has no vectors.", hint="Name an embedding model.")
+        generation = Generation(self, request, message)
+        if request.on_end is None:
+            generation.admitted = self._admit(request, message)
+            request.release = generation.admitted.end
         ids, has_grammar = message.token_ids, "grammar" in message.params
-        if ids is not None and len(ids) <= MAX_QUICK_TOKENS and not has_grammar:
-            self._enter(self._prepare(answering), answering)
+        if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
+            self._start(self._prepare(generation), generation)
             return
 
         def read() -> Callable[[], None]:
-            live = self._prepare(answering)
-            return lambda: self._enter(live, answering)
+            live = self._prepare(generation)
+            return lambda: self._start(live, generation)
 
-        read_in_thread(self.desk, ticket, read, self.desk.compiler if has_grammar else None)
+        read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
 
-    def _admit(self, ticket: PendingRequest, message: GenerationRequest) -> Pass:
-        """Before anything is spent on its text. Parameters that are wrong are told later, by who reads them."""
-        params, ids = message.params, message.token_ids
-        max_tokens, num_sequences = most_tokens(params), params.get("n", 1)
-        left_s = ticket.left_s(self.desk.clock())
-        most = max_tokens if type(max_tokens) is int and max_tokens > 0 else None
+    def _admit(self, request: PendingRequest, message: GenerationRequest) -> AdmittedRequest:
+        """Before any work is spent on the text. Invalid parameters are reported later, when they are read."""
+        ids, max_tokens, num_sequences = message.token_ids, max_tokens_of(message.params), message.params.get("n", 1)
         if message.deadline_s is not None and message.deadline_s > 0:
-            self.gate.check_deadline(message.deadline_s, most)
+            self.controller.check_deadline(message.deadline_s, 0, max_tokens)
+        left_s = request.left_s(self.host.clock())
         try:
-            return self.gate.admit(
-                ticket.caller, max_tokens=most,
+            return self.controller.admit(
+                request.caller, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
+                is_tokenized=ids is not None, max_tokens=max_tokens,
                 num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
-                num_prompt_tokens=None if ids is None else len(ids), num_prompt_bytes=size_of_prompt(message),
                 deadline_s=left_s if left_s is None or left_s > 0 else None,
-            )
+            )  # fmt: skip
         except RefusedError as error:
             self.figures.refused(self.name, error.code)
             raise
 
-    def _prepare(self, answering: Answering) -> Request:
+    def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
-        message = answering.message
+        message, request = generation.message, generation.request
         params = read_params(message.params)
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
         if len(given) != 1:
@@ -117,71 +119,85 @@ class HostedLLM:
         prompt = message.prompt if message.prompt is not None else message.token_ids
         if message.messages is not None:
             if not self._has_chat_template():
-                raise InvalidInputError(f"{self.name} was not made for conversations.", hint="Send prompt or token_ids.")
-            reserved = [name for name in RESERVED if name in message.template_options]
+                raise InvalidInputError(f"{self.name} has no chat template.", hint="Send prompt or token_ids.")
+            reserved = [name for name in RESERVED_TEMPLATE_OPTIONS if name in message.template_options]
             if reserved:
                 raise InvalidInputError(f"A chat template has no option {reserved[0]!r}.")
             prompt = self.engine.render_chat(message.messages, **message.template_options)
             params = self.engine.chat_template.stopping(params)
         assert prompt is not None
         return self.engine.prepare_request(
-            prompt, params, listener=answering.hear, wants_text=not message.wants_ids, request_id=f"host-{next(self._ids)}",
-            priority=answering.ticket.caller.capped(message.priority), namespace=Namespace(answering.ticket.tenant),
-            deadline_s=answering.ticket.left_s(self.desk.clock()),
-        )
+            prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
+            request_id=f"host-{next(self._ids)}", priority=request.caller.capped(message.priority),
+            namespace=Namespace(request.tenant), deadline_s=request.left_s(self.host.clock()),
+        )  # fmt: skip
 
-    def _enter(self, live: Request, answering: Answering) -> None:
-        answering.live, entry = live, answering.entry
+    def _start(self, live: Request, generation: Generation) -> None:
+        generation.live, admitted = live, generation.admitted
+        if not self.engine.has_work:
+            self.controller.begin_work()
         try:
-            if entry is not None:
-                entry.tokenized(len(live.prompt_token_ids))
+            if admitted is not None:
+                admitted.set_prompt_tokens(len(live.prompt_token_ids))
             self.engine.submit(live)
         except OverloadedError as error:
             self.figures.refused(self.name, error.code)
             raise
-        answering.is_heard_in_loop = not live.collector.has_text
-        answering.is_plain = answering.message.stream and entry is not None
-        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request_id, index)
-        answering.ticket.release = lambda: self._release(live.request_id, entry)
+        generation.is_sent_by_loop = not live.collector.has_text
+        generation.request.end_sequence = lambda index: self.engine.abort(live.request_id, index)
+        generation.request.release = lambda: self._release(live.request_id, admitted)
 
-    def _release(self, request_id: str, entry: Pass | None) -> None:
+    def _release(self, request_id: str, admitted: AdmittedRequest | None) -> None:
         self.engine.abort(request_id)
-        if entry is not None:
-            entry.ended()
+        if admitted is not None:
+            admitted.end()
+
+    def probe(self, request: PendingRequest) -> None:
+        """Answer after a real step: one token for a prompt that no cache holds."""
+        vocab_size, number = self.engine.facts.vocab_size, next(self._ids)
+        prompt = [number % vocab_size, number // vocab_size % vocab_size]
+        params = {"max_tokens": 1, "temperature": 0.0}
+        request.message = GenerationRequest(request_id="", token_ids=prompt, params=params, wants_ids=True)
+        request.tenant = PROBE_TENANT
+        self.submit(request)
+
+    def explain(self, request: PendingRequest) -> None:
+        message: ExplainRequest = request.message
+        prompt = message.prompt if message.prompt is not None else message.token_ids
+        if prompt is None or (message.prompt is not None and message.token_ids is not None):
+            raise InvalidInputError("Give one of prompt and token_ids.")
+
+        def read() -> Callable[[], None]:
+            record = self.engine.explain(prompt, Namespace(request.tenant))
+            report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
+            return lambda: self.host.answer(request, report)
+
+        read_in_thread(self.host, request, read)
+
+    # Steps
 
     def advance(self) -> bool:
-        """Launch and take in steps; whether there was anything to do."""
-        heard = self.heard = []
+        """Launch and collect steps; whether there was anything to do."""
+        deltas = self.deltas = []
         try:
             has_moved = self.engine.advance()
         finally:
-            self.heard = None
-            self._tell(heard)
+            self.deltas = None
+            self._send(deltas)
         if has_moved:
             done = self.engine.scheduler.tokens_done
-            if done[1] != self._num_written:  # a step has succeeded, also of a device, which is no job of the lane
-                self._num_written, self.lane.last_done = done[1], self.desk.clock()
-            self.gate.watch(*done)
+            if done[1] != self._num_output_tokens:  # a step has succeeded; on a GPU it was no job of the lane
+                self._num_output_tokens, self.lane.last_done = done[1], self.host.clock()
+            self.controller.observe_totals(*done)
         return has_moved
 
-    def _tell(self, heard: list[tuple[Answering, TextDelta]]) -> None:
-        """Answer with all that was heard: one look at the clock and one lock for a step, and little for a token."""
-        if not heard:
-            return
-        now, answer = self.desk.clock(), self.desk.answer
-        gaps: list[float] = []
-        for answering, delta in heard:
-            last = answering.last_token
-            if not last or not answering.is_plain or delta.finish_reason is not None or delta.logprobs is not None:
-                answering.tell(delta, now)
-            elif not answering.ticket.is_over:
-                token_ids, entry = delta.token_ids, answering.entry
-                assert entry is not None
-                entry.num_output += len(token_ids)
-                gaps.append(now - last)
-                answering.last_token = now
-                answer(answering.ticket, Chunk(request_id=answering.message.request_id, index=delta.index, token_ids=token_ids))
-        self.figures.gaps(self.name, gaps)
+    def _send(self, deltas: list[tuple[Generation, TextDelta]]) -> None:
+        """Send everything that a step brought, with one look at the clock and one lock."""
+        if deltas:
+            now, gaps = self.host.clock(), list[float]()
+            for generation, delta in deltas:
+                generation.send(delta, now, gaps)
+            self.figures.gaps(self.name, gaps)
 
     def use_idle_time(self) -> bool:
         if not self._is_warm:
@@ -190,40 +206,18 @@ class HostedLLM:
         return self.engine.use_idle_time()
 
     def _warm_up(self) -> None:
-        """The first grammar finds the vocabulary read; a model that can have none says so when one comes."""
+        """Read the vocabulary for the first grammar. A model that cannot have grammars reports it when one comes."""
         with contextlib.suppress(ArcherfishError):
             self.engine.grammars.warm_up()
 
-    def probe(self, ticket: PendingRequest) -> None:
-        """Answer after a real step: one token after one token."""
-        vocab_size, number = self.engine.facts.vocab_size, next(self._ids)
-        prompt = [number % vocab_size, number // vocab_size % vocab_size]  # a new one each time: no cache has it
-        params = {"max_tokens": 1, "temperature": 0.0}
-        ticket.message = GenerationRequest(request_id="", token_ids=prompt, params=params, wants_ids=True)
-        ticket.tenant = PROBE_TENANT
-        self.submit(ticket)
-
-    def explain(self, ticket: PendingRequest) -> None:
-        message: ExplainRequest = ticket.message
-        prompt = message.prompt if message.prompt is not None else message.token_ids
-        if prompt is None or (message.prompt is not None and message.token_ids is not None):
-            raise InvalidInputError("Give one of prompt and token_ids.")
-
-        def read() -> Callable[[], None]:
-            record = self.engine.explain(prompt, Namespace(ticket.tenant))
-            report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
-            return lambda: self.desk.answer(ticket, report)
-
-        read_in_thread(self.desk, ticket, read)
-
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
-        self.gate.set_queue(self.engine.config.max_queue_size)
+        self.controller.set_max_queued(self.engine.config.max_queue_size)
         return changed
 
     def stats(self) -> dict[str, Any]:
         return {
-            **engine_counts(self.engine), "admission": self.gate.admission.figures(),
+            **engine_counts(self.engine), "admission": self.controller.stats(),
             "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 
@@ -232,47 +226,48 @@ class HostedLLM:
 
 
 @dataclass(eq=False, slots=True)
-class Answering:
-    """Turns what an engine brings to one request into the answers that its client wants."""
+class Generation:
+    """One generation request: turns what the engine brings into the answers that its client asked for."""
 
     model: HostedLLM
-    ticket: PendingRequest
-    message: GenerationRequest = field(init=False)
+    request: PendingRequest
+    message: GenerationRequest
     live: Request | None = None
-    entry: Pass | None = None
-    last_token: float = 0.0
-    is_heard_in_loop: bool = False  # as what brings no text is: it may wait for the end of a step
-    is_plain: bool = False  # answered with a Chunk for each token
+    admitted: AdmittedRequest | None = None
+    last_token_at: float = 0.0
+    is_sent_by_loop: bool = False  # a request without text: its deltas are sent at the end of a step
 
-    def __post_init__(self) -> None:
-        self.message = self.ticket.message
-
-    def hear(self, delta: TextDelta) -> None:
-        """In the loop, or where text is made."""
-        heard = self.model.heard
-        if heard is not None and self.is_heard_in_loop:
-            heard.append((self, delta))
+    def on_delta(self, delta: TextDelta) -> None:
+        """In the loop, or in the thread that makes text."""
+        deltas = self.model.deltas
+        if deltas is not None and self.is_sent_by_loop:
+            deltas.append((self, delta))
         else:
-            self.tell(delta, self.model.desk.clock())
+            gaps: list[float] = []
+            self.send(delta, self.model.host.clock(), gaps)
+            self.model.figures.gaps(self.model.name, gaps)
 
-    def tell(self, delta: TextDelta, now: float) -> None:
-        """Answer with what has come."""
-        ticket, desk = self.ticket, self.model.desk
-        if ticket.is_over:
+    def send(self, delta: TextDelta, now: float, gaps: list[float]) -> None:
+        """Answer with new tokens. gaps: gets the seconds since the tokens before."""
+        request, host = self.request, self.model.host
+        if request.is_over:
             return
-        is_first = not self.last_token
-        if self.entry is not None:
-            self.entry.num_output += len(delta.token_ids)
-            if is_first and delta.token_ids:
-                desk.post(self.entry.started)
-        if delta.token_ids and ticket.on_end is None:
-            since = ticket.arrived if is_first else self.last_token
-            self.model.figures.token(self.model.name, now - since, is_first=is_first)
-            self.last_token = now
+        is_first = not self.last_token_at
+        if delta.token_ids:
+            if self.admitted is not None:
+                self.admitted.num_output_tokens += len(delta.token_ids)
+                if is_first:
+                    host.post(self.admitted.start)
+            if request.on_end is None:
+                if is_first:
+                    self.model.figures.token(self.model.name, now - request.arrived, is_first=True)
+                else:
+                    gaps.append(now - self.last_token_at)
+                self.last_token_at = now
         if self.message.stream:
-            desk.answer(ticket, self._chunk(delta, is_first))
+            host.answer(request, self._chunk(delta, is_first))
         if delta.output is not None:
-            self._end(delta)
+            self._end(delta.output)
 
     def _chunk(self, delta: TextDelta, is_first: bool) -> Chunk:
         chunk = Chunk(
@@ -282,69 +277,71 @@ class Answering:
         if not self.message.wants_ids:
             chunk.text = delta.text
         if delta.logprobs is not None:
-            chunk.logprobs = flat(delta.logprobs)
+            chunk.logprobs = as_tuples(delta.logprobs)
         if is_first and self.live is not None and 0 in self.live.collector.sequences:
             chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
-        if delta.finish_reason == "deadline" and not self.last_token:
-            chunk.retry_after_s = self.model.gate.retry_after_s()
+        if delta.finish_reason == "deadline" and not self.last_token_at:
+            chunk.retry_after_s = self.model.controller.retry_after_s()
         return chunk
 
-    def _end(self, delta: TextDelta) -> None:
-        result, message = delta.output, self.message
-        assert result is not None
+    def _end(self, result: RequestOutput) -> None:
         reasons = {output.finish_reason for output in result.outputs}
-        if self.entry is not None:
-            self.entry.reason = result.finish_reason or "abort"
-        if self.ticket.on_end is None:
+        if self.admitted is not None:
+            self.admitted.is_complete = result.finish_reason in ("stop", "length")
+        if self.request.on_end is None:
             self.model.figures.ended(self.model.name, result)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
-            self.model.desk.fail(self.ticket, error or RuntimeError("a sequence ended with an error"))
-            return
-        if "abort" in reasons:  # not by the client: its ticket would be over
-            error = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
-            self.model.desk.fail(self.ticket, error)
-            return
+            self.model.host.fail(self.request, error or RuntimeError("a sequence ended with an error"))
+        elif "abort" in reasons:  # by the engine: after a cancellation the request would be over
+            stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
+            self.model.host.fail(self.request, stopped)
+        else:
+            self.model.host.answer(self.request, self._result(result, has_deadline_passed="deadline" in reasons))
+
+    def _result(self, result: RequestOutput, *, has_deadline_passed: bool) -> Generated:
+        message = self.message
         answer = Generated(
             request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
             num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
             metrics={name: getattr(result.metrics, name) for name in METRICS},
         )
         for output in result.outputs:
-            told = Output(
+            shown = Output(
                 index=output.index, finish_reason=output.finish_reason, stop_reason=output.stop_reason,
                 cumulative_logprob=output.cumulative_logprob,
             )
             if not message.stream:
-                told.token_ids, told.text = output.token_ids, "" if message.wants_ids else output.text
-                told.logprobs = None if output.logprobs is None else flat(output.logprobs)
-            answer.outputs.append(told)
-        if "deadline" in reasons and not self.last_token:
-            answer.retry_after_s = self.model.gate.retry_after_s()
+                shown.token_ids, shown.text = output.token_ids, "" if message.wants_ids else output.text
+                shown.logprobs = None if output.logprobs is None else as_tuples(output.logprobs)
+            answer.outputs.append(shown)
+        if has_deadline_passed and not self.last_token_at:
+            answer.retry_after_s = self.model.controller.retry_after_s()
         if message.token_ids is None:
             answer.prompt_token_ids = result.prompt_token_ids
         if result.prompt_logprobs is not None:
-            answer.prompt_logprobs = flat(result.prompt_logprobs)
-        self.model.desk.answer(self.ticket, answer)
+            answer.prompt_logprobs = as_tuples(result.prompt_logprobs)
+        return answer
 
 
-def size_of_prompt(message: GenerationRequest) -> int:
-    """About how many bytes of text, without a look at each."""
+def prompt_size(message: GenerationRequest) -> int:
+    """About how many characters the prompt has."""
     if message.messages is not None:
         return sum(len(str(part.get("content", ""))) for part in message.messages)
     return len(message.prompt or "")
 
 
-def most_tokens(params: dict[str, Any]) -> Any:
-    """Of one sequence, as parameters that nobody has checked say it."""
+def max_tokens_of(params: dict[str, Any]) -> int | None:
+    """The longest output of one sequence by parameters that have not been checked; None if they leave it open."""
     stages = params.get("stages")
     if isinstance(stages, list) and stages:
         counts = [stage.get("num_tokens") for stage in stages if isinstance(stage, dict)]
-        return sum(count for count in counts if type(count) is int and count > 0)
-    return params.get("max_tokens", SamplingParams.max_tokens)
+        return sum(count for count in counts if type(count) is int and count > 0) or None
+    found = params.get("max_tokens", SamplingParams.max_tokens)
+    return found if type(found) is int and found > 0 else None
 
 
-def flat(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
+def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
     return [(one.token_id, one.logprob, one.rank, one.top) for one in logprobs]
 
 

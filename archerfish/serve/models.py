@@ -1,4 +1,4 @@
-"""The models of an engine process: which there are, which of them are loaded, and which one a request means."""
+"""The models of an engine process: which there are, which of them are loaded, and which model a request means."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
 from archerfish.observe.collector import MetricsCollector
-from archerfish.serve.admission import BusyError
 from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.gate import Gate, ReadingGate
 from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
+from archerfish.serve.overload import BusyError, OverloadController
 from archerfish.serve.pending_request import ModelHost, PendingRequest
 
 logger = logging.getLogger("archerfish.serve")
@@ -34,7 +33,8 @@ Load = Callable[[Lane], Hosted]
 GENERATION: tuple[Kind, ...] = ("generation",)
 VECTORS: tuple[Kind, ...] = ("embedding",)
 SCORES: tuple[Kind, ...] = ("cross-encoder", "embedding")
-MAX_WAITING, LOADING_S = 1024, 5.0  # requests for a model that is being loaded, and what others are told to wait
+MAX_WAITING = 1024  # requests for a model that is being loaded
+LOADING_RETRY_S = 5.0
 
 
 class UnknownModelError(ModelNotFoundError):
@@ -44,24 +44,23 @@ class UnknownModelError(ModelNotFoundError):
 
 
 @dataclass(eq=False)
-class Slot:
-    """The place of a model, loaded or not."""
+class ModelEntry:
+    """A model of the table, loaded or not."""
 
     name: str
     kind: str
     load: Load
     loads: str = "start"
     aliases: tuple[str, ...] = ()
-    is_beside: bool = False  # requests that name no model mean another
     hosted: Hosted | None = None
     lane: Lane | None = None
     is_loading: bool = False
     error: BaseException | None = None  # of the last attempt to load it
-    waiting: list[PendingRequest] = field(default_factory=list)  # until it is loaded
+    waiting: list[PendingRequest] = field(default_factory=list)  # requests until it is loaded
     last_used: float = 0.0
     num_requests: int = 0
     num_bytes: int = 0  # that it takes, or would take
-    known: dict[str, Any] = field(default_factory=dict)  # of its card, while it is not loaded
+    known: dict[str, Any] = field(default_factory=dict)  # its card while it is not loaded
 
     @property
     def names(self) -> list[str]:
@@ -76,164 +75,167 @@ class Slot:
         return {**shown, **({} if self.hosted is None else self.hosted.card()), "is_loaded": self.hosted is not None}
 
 
-class Shelf:
+class ModelTable:
     """All models of a process.
 
-    memory_bytes: what loaded models may take together, 0 for no limit; above it those that were used least recently and have
-    nothing to do are unloaded, and loaded again when they are asked for.
+    memory_bytes: a limit for loaded models together, 0 for none. Above it, idle models are unloaded, the least recently used
+    first, and loaded again when a request names them.
     """
 
     def __init__(
-        self, compute: ComputeThread, desk: ModelHost, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
+        self, compute: ComputeThread, host: ModelHost, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
         live: Callable[[], Iterable[PendingRequest]] = tuple,
     ) -> None:
-        """live: all requests that are not over, which may be with those who read their texts."""
-        self.slots: list[Slot] = []
+        """live: gives all requests that are not over, those whose texts are being read included."""
+        self.entries: list[ModelEntry] = []
         self._live = live
-        self._compute, self._desk, self._clock = compute, desk, clock
+        self._compute, self._host, self._clock = compute, host, clock
         self._memory_bytes = memory_bytes
         self.num_unloaded = 0
 
     def __iter__(self) -> Iterator[Hosted]:
-        return iter([slot.hosted for slot in self.slots if slot.hosted is not None])
+        return iter([entry.hosted for entry in self.entries if entry.hosted is not None])
 
-    def add(self, slot: Slot) -> None:
-        self.slots.append(slot)
-        if slot.loads == "start":
-            lane = self._compute.lane(slot.name)
-            self._put(slot, lane, slot.load(lane))
+    def add(self, entry: ModelEntry) -> None:
+        self.entries.append(entry)
+        if entry.loads == "start":
+            lane = self._compute.lane(entry.name)
+            self._set_loaded(entry, lane, entry.load(lane))
 
-    def find(self, name: str, kinds: tuple[Kind, ...]) -> Slot:
-        """The model that a request names; without a name the one there is of the first of these kinds."""
+    def find(self, name: str, kinds: tuple[Kind, ...]) -> ModelEntry:
+        """The model with this name; without a name, the first model of the first kind that is served."""
         if name:
-            found = [slot for slot in self.slots if name in slot.names]
+            found = [entry for entry in self.entries if name in entry.names]
             if not found:
-                hint = hint_for(name, [slot.name for slot in self.slots])
+                hint = hint_for(name, [entry.name for entry in self.entries])
                 raise UnknownModelError(f"The model {name!r} is not served here.", hint=hint)
-            return min(found, key=lambda slot: slot.names.index(name))  # a model's own name comes before others' short ones
+            return min(found, key=lambda entry: entry.names.index(name))  # a full name wins over the short name of another
         for kind in kinds:
-            of_kind = [slot for slot in self.slots if slot.kind == kind]
-            found = [slot for slot in of_kind if not slot.is_beside] or of_kind
-            if len(found) > 1:
-                names = ", ".join(slot.name for slot in found)
-                raise InvalidInputError(f"There are several {kind} models.", hint=f"Name one: {names}.")
-            if found:
-                return found[0]
+            for entry in self.entries:
+                if entry.kind == kind:
+                    return entry
         raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
 
-    def submit(self, slot: Slot, ticket: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
-        """Hand a request to a model, which is loaded first if it is not there."""
-        slot.last_used = self._clock()
-        slot.num_requests += 1
-        ticket.slot = slot
-        if slot.hosted is not None:
-            self._hand(slot.hosted, ticket, act)
+    def submit(self, entry: ModelEntry, request: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
+        """Pass a request to a model, which is loaded first if necessary."""
+        entry.last_used = self._clock()
+        entry.num_requests += 1
+        request.model_entry = entry
+        if entry.hosted is not None:
+            self._pass_on(entry.hosted, request, act)
             return
-        if len(slot.waiting) >= MAX_WAITING:
-            slot.waiting = [one for one in slot.waiting if not one.is_over]
-        if len(slot.waiting) >= MAX_WAITING:
-            raise BusyError(f"The model {slot.name} is being loaded, and {MAX_WAITING:,} requests wait for it.", LOADING_S)
-        ticket.model_work = act
-        slot.waiting.append(ticket)
-        self.load(slot)
+        if len(entry.waiting) >= MAX_WAITING:
+            entry.waiting = [one for one in entry.waiting if not one.is_over]
+        if len(entry.waiting) >= MAX_WAITING:
+            message = f"The model {entry.name} is being loaded, and {MAX_WAITING:,} requests wait for it."
+            raise BusyError(message, LOADING_RETRY_S)
+        request.model_work = act
+        entry.waiting.append(request)
+        self.load(entry)
 
-    def _hand(self, hosted: Hosted, ticket: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
-        ticket.retry_after_s = hosted.gate.retry_after_s
-        act(hosted, ticket)
+    def _pass_on(self, hosted: Hosted, request: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
+        request.retry_after_s = hosted.controller.retry_after_s
+        act(hosted, request)
 
-    def load(self, slot: Slot) -> None:
-        """Load in a thread of its own; requests that wait for it go on when it is there."""
-        if slot.is_loading or slot.hosted is not None:
+    # Loading
+
+    def load(self, entry: ModelEntry) -> None:
+        """Load a model in a thread of its own; requests that wait for it go on afterwards."""
+        if entry.is_loading or entry.hosted is not None:
             return
-        slot.is_loading = True
-        self._make_room(keeps=slot, num_bytes=slot.num_bytes)
-        lane = self._compute.lane(slot.name)
+        entry.is_loading = True
+        self._make_room(keeps=entry, num_bytes=entry.num_bytes)
+        lane = self._compute.lane(entry.name)
 
         def run() -> None:
             try:
-                hosted = slot.load(lane)
+                hosted = entry.load(lane)
             except BaseException as error:
                 raised = error
-                self._desk.post(lambda: self._fail(slot, lane, raised))
+                self._host.post(lambda: self._fail(entry, lane, raised))
             else:
-                self._desk.post(lambda: self._arrive(slot, lane, hosted))
+                self._host.post(lambda: self._finish_loading(entry, lane, hosted))
 
-        in_background(run, f"load-{slot.name}", daemon=True)
+        in_background(run, f"load-{entry.name}", daemon=True)
 
     def load_next(self) -> None:
-        """Begin to load the model for idle times that was asked for most, if none is being loaded now and it has room."""
+        """Start to load the most requested model for idle times that has room, if no model is being loaded."""
         if self.is_loading:
             return
-        left = [slot for slot in self.slots if slot.loads == "idle" and slot.hosted is None and slot.error is None]
-        left = [slot for slot in left if self._has_room(slot.num_bytes)]
+        left = [
+            entry for entry in self.entries
+            if entry.loads == "idle" and entry.hosted is None and entry.error is None and self._has_room(entry.num_bytes)
+        ]  # fmt: skip
         if left:
-            self.load(max(left, key=lambda slot: slot.num_requests))
+            self.load(max(left, key=lambda entry: entry.num_requests))
+
+    @property
+    def is_loading(self) -> bool:
+        return any(entry.is_loading for entry in self.entries)
+
+    def _set_loaded(self, entry: ModelEntry, lane: Lane, hosted: Hosted) -> None:
+        entry.hosted, entry.lane, entry.error = hosted, lane, None
+        entry.is_loading = False
+        entry.kind = hosted.kind
+        entry.num_bytes = num_bytes_of(hosted)
+        entry.known = hosted.card()
+        entry.last_used = self._clock()
+        if hosted.name != entry.name and hosted.name not in entry.aliases:
+            entry.aliases = (*entry.aliases, hosted.name)
+
+    def _finish_loading(self, entry: ModelEntry, lane: Lane, hosted: Hosted) -> None:
+        self._set_loaded(entry, lane, hosted)
+        self._make_room(keeps=entry)
+        waiting, entry.waiting = entry.waiting, []
+        for request in waiting:
+            if not request.is_over and request.model_work is not None:
+                try:
+                    self._pass_on(hosted, request, request.model_work)
+                except Exception as error:
+                    self._host.fail(request, error)
+
+    def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
+        self._compute.remove(lane)
+        entry.is_loading = False
+        if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
+            self.load(entry)
+            return
+        logger.error("The model %s could not be loaded: %s", entry.name, error)
+        entry.error = error
+        waiting, entry.waiting = entry.waiting, []
+        for request in waiting:
+            self._host.fail(request, ServiceError(f"The model {entry.name} could not be loaded.", hint="The log says why."))
+
+    # Memory
 
     def keep_within_memory(self) -> None:
-        """In idle times: unload what could not be when memory was wanted, because it had something to do."""
+        """In idle times: unload models that were busy when memory was needed."""
         if not self._has_room():
-            self._make_room(keeps=max(self.slots, key=lambda slot: slot.last_used))
+            self._make_room(keeps=max(self.entries, key=lambda entry: entry.last_used))
 
     def _has_room(self, num_bytes: int = 0) -> bool:
         return not self._memory_bytes or self.num_bytes + num_bytes <= self._memory_bytes
 
     @property
-    def is_loading(self) -> bool:
-        return any(slot.is_loading for slot in self.slots)
-
-    @property
     def num_bytes(self) -> int:
-        return sum(slot.num_bytes for slot in self.slots if slot.hosted is not None)
+        return sum(entry.num_bytes for entry in self.entries if entry.hosted is not None)
 
-    def _put(self, slot: Slot, lane: Lane, hosted: Hosted) -> None:
-        slot.hosted, slot.lane, slot.error = hosted, lane, None
-        slot.is_loading = False
-        slot.kind = hosted.kind
-        slot.num_bytes = num_bytes_of(hosted)
-        slot.known = hosted.card()
-        slot.last_used = self._clock()
-        if hosted.name != slot.name and hosted.name not in slot.aliases:
-            slot.aliases = (*slot.aliases, hosted.name)
-
-    def _arrive(self, slot: Slot, lane: Lane, hosted: Hosted) -> None:
-        self._put(slot, lane, hosted)
-        self._make_room(keeps=slot)
-        waiting, slot.waiting = slot.waiting, []
-        for ticket in waiting:
-            if not ticket.is_over and ticket.model_work is not None:
-                try:
-                    self._hand(hosted, ticket, ticket.model_work)
-                except Exception as error:
-                    self._desk.fail(ticket, error)
-
-    def _fail(self, slot: Slot, lane: Lane, error: BaseException) -> None:
-        self._compute.remove(lane)
-        slot.is_loading = False
-        if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=slot):
-            self.load(slot)
-            return
-        logger.error("The model %s could not be loaded: %s", slot.name, error)
-        slot.error = error
-        waiting, slot.waiting = slot.waiting, []
-        for ticket in waiting:
-            self._desk.fail(ticket, ServiceError(f"The model {slot.name} could not be loaded.", hint="The log says why."))
-
-    def _make_room(self, keeps: Slot, num_bytes: int = 0) -> None:
+    def _make_room(self, keeps: ModelEntry, num_bytes: int = 0) -> None:
         while not self._has_room(num_bytes) and self._unload_one(keeps):
             pass
 
-    def _unload_one(self, keeps: Slot) -> bool:
-        """Let the model go that was used least recently; False: all have something to do."""
-        busy = {ticket.slot for ticket in self._live()}
-        idle = [slot for slot in self.slots if slot is not keeps and slot.is_idle and slot not in busy]
+    def _unload_one(self, keeps: ModelEntry) -> bool:
+        """Unload the idle model that was used least recently; False if all are busy."""
+        busy = {request.model_entry for request in self._live()}
+        idle = [entry for entry in self.entries if entry is not keeps and entry.is_idle and entry not in busy]
         if not idle:
             return False
-        slot = min(idle, key=lambda slot: slot.last_used)
-        assert slot.hosted is not None and slot.lane is not None
-        logger.info("The model %s is unloaded for want of memory.", slot.name)
-        slot.hosted.close()
-        self._compute.remove(slot.lane)
-        slot.hosted = slot.lane = None
+        entry = min(idle, key=lambda entry: entry.last_used)
+        assert entry.hosted is not None and entry.lane is not None
+        logger.info("The model %s is unloaded because memory is short.", entry.name)
+        entry.hosted.close()
+        self._compute.remove(entry.lane)
+        entry.hosted = entry.lane = None
         self.num_unloaded += 1
         free_memory()
         return True
@@ -244,29 +246,27 @@ class Shelf:
 
 
 def free_memory() -> None:
-    """Give back to the system what an engine has left behind."""
-    gc.unfreeze()  # an engine that is loaded freezes what there is, the one that has gone too
+    """Return the memory of an unloaded engine to the system."""
+    gc.unfreeze()  # a loaded engine freezes all objects, those of the unloaded one too
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(OSError, AttributeError):  # of glibc alone, which keeps most of it otherwise
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps most of it otherwise; other libraries have no such call
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def make_slot(
-    spec: ModelSpec, hub: HubConfig, desk: ModelHost, figures: MetricsCollector, writer: Executor, *, latency_s: float,
-    max_queue_texts: int, gate_of: Callable[[LLMEngine], Gate], reading_gate: Callable[[], ReadingGate],
-) -> Slot:
-    """The place of a model that a configuration names."""
+def make_entry(
+    spec: ModelSpec, hub: HubConfig, host: ModelHost, figures: MetricsCollector, writer: Executor, *, latency_s: float,
+    llm_controller: Callable[[LLMEngine], OverloadController], encoder_controller: Callable[[], OverloadController],
+) -> ModelEntry:
+    """The entry of a model that the configuration names."""
 
     def load(lane: Lane) -> Hosted:
         if spec.kind == "generation":
             engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=writer)
-            return HostedLLM(engine, lane, desk, figures, gate_of(engine))
+            return HostedLLM(engine, lane, host, figures, llm_controller(engine))
         config = EmbedConfig(**spec.options)
         encoder = ArrowEngine(config, hub=hub)
-        hosted = HostedEncoder(
-            encoder, lane, desk, figures, reading_gate(), latency_s=latency_s, max_queue_texts=max_queue_texts
-        )
+        hosted = HostedEncoder(encoder, lane, host, figures, encoder_controller(), latency_s=latency_s)
         if hosted.kind != spec.kind:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
         lane.submit(encoder.core.ops.start_thread, config.num_threads).result()
@@ -276,11 +276,11 @@ def make_slot(
 
     name = Path(spec.model).name if Path(spec.model).exists() else spec.model
     aliases = (*spec.aliases, *([spec.model] if name != spec.model else []))
-    slot = Slot(name, spec.kind, load, spec.loads, aliases, is_beside=spec.is_beside)
+    entry = ModelEntry(name, spec.kind, load, spec.loads, aliases)
     if spec.loads != "start":
         found = describe(spec, hub)
-        slot.known, slot.num_bytes = found.card, found.num_bytes
-    return slot
+        entry.known, entry.num_bytes = found.card, found.num_bytes
+    return entry
 
 
 def num_bytes_of(hosted: Hosted) -> int:

@@ -30,7 +30,7 @@ class PendingRequest:
     is_over: bool = False
     release: Callable[[], None] | None = None  # called once at the end, so that the model frees what the request holds
     end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences
-    slot: Any = None  # of its model
+    model_entry: Any = None  # the ModelEntry of its model
     model_work: Callable[[Any, PendingRequest], None] | None = None  # called when its model has been loaded
     on_end: Callable[[Message], None] | None = None  # gets the last answer, for a request that the host made itself
 

@@ -14,13 +14,14 @@ from archerfish.params import MAX_LOGPROBS
 from archerfish.serve import answers
 from archerfish.serve.bodies import STRING, UNUSED, Body, BodyRoute, Checked, Values, bounded, check_text, wrong_value
 from archerfish.serve.chat_bodies import OBJECTS, Stop, ToolBody, read_message, template_call
-from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type
+from archerfish.serve.errors import Error, UnsupportedParameterError, encode_json, failure_body, json_response, json_type
 from archerfish.serve.formats import nested_grammar
 from archerfish.serve.generation import Choice, ChoiceDelta, Generation, Logprob, PendingCall, TextService, new_id
-from archerfish.serve.sse import named_event
+from archerfish.serve.sse import MARK, TextEvent, named_event
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
+TEXT_DELTA = "response.output_text.delta"
 Item = answers.MessageItem | answers.FunctionCallItem
 
 
@@ -179,6 +180,7 @@ class ResponseEvents:
         self._texts: list[str] = []  # of the open message
         self._logprobs: list[Logprob] = []
         self._call: PendingCall | None = None  # of the open item, if that is a call
+        self._delta_head, self._delta_text = b"", TextEvent(encode_json(MARK))  # how the open message writes text
 
     def start(self) -> bytes:
         return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
@@ -202,8 +204,11 @@ class ResponseEvents:
         written = b"" if is_open else self._close() + self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs or ()
-        shown = self._generation.chosen_logprobs(logprobs) if logprobs else []
-        return written + self._member("response.output_text.delta", content_index=0, delta=text, logprobs=shown)
+        if logprobs:
+            shown = self._generation.chosen_logprobs(logprobs)
+            return written + self._member(TEXT_DELTA, content_index=0, delta=text, logprobs=shown)
+        self._number += 1
+        return written + self._delta_head % (self._number - 1) + self._delta_text.write(text)
 
     def _open(self, item: Item) -> bytes:
         self._is_open = True
@@ -213,6 +218,10 @@ class ResponseEvents:
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
         added = self._open(answers.MessageItem(id=new_id("msg"), status="in_progress"))
+        item_id, index = self._output[-1].id, len(self._output) - 1
+        delta = answers.ItemMemberEvent(TEXT_DELTA, 0, item_id, index, content_index=0, delta=MARK, logprobs=[])
+        head, number, tail = named_event(delta).partition(b'"sequence_number":0')
+        self._delta_head, self._delta_text = head + number[:-1] + b"%d", TextEvent(tail)
         return added + self._member("response.content_part.added", content_index=0, part=answers.OutputTextPart())
 
     def _open_call(self, call: PendingCall) -> bytes:

@@ -11,12 +11,12 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq.auth
 
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, ModelSpec, check_address, is_loopback, read_tenants
 from archerfish.serve.page import curl, examples
@@ -31,11 +31,12 @@ UNREAD_S = 60  # a client that reads nothing of its answer for so long is discon
 
 def serve(
     serve: ServeConfig | None = None, engine: EngineConfig | None = None, embed: EmbedConfig | None = None,
-    hub: HubConfig | None = None, progress: Progress = no_progress, *, announce: Callable[[str], None] | None = None,
+    hub: HubConfig | None = None, progress: Progress = no_progress, *, models: Sequence[ModelConfig] = (),
+    announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `announce` gets the texts for the user; without it they are printed."""
+    """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
     config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or say
-    models = models_of(config, engine or EngineConfig(), embed or EmbedConfig())
+    specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
     read_tenants(config.api_keys_file)  # errors in the configuration should show before the models are loaded
     front_ends: list[KeptProcess] = []
     engines: list[KeptProcess] = []
@@ -47,9 +48,9 @@ def serve(
         shutil.rmtree(directory, ignore_errors=True)
 
     try:
-        host = host_config(config, models, hub, f"ipc://{directory}/engine")
+        host = host_config(config, specs, hub, f"ipc://{directory}/engine")
         with stop_on_signals(kill), bind(config) as listener:
-            kinds = fetch_models(models, hub, progress)
+            kinds = fetch_models(specs, hub, progress)
             engine_child = engine_process(host)
 
             def front_config() -> FrontConfig:
@@ -66,7 +67,7 @@ def serve(
                     child.start()
                 for child in (*engines, *front_ends):
                     child.wait()
-                announce(ready_text(url_of(listener), models, config, kinds))
+                announce(ready_text(url_of(listener), specs, config, kinds))
                 wait_for_signal()
                 with contextlib.suppress(OSError):  # the reader of the output may be gone
                     announce(STOPPING)
@@ -91,7 +92,7 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         front_end_pass=secrets.token_urlsafe(32), public_key=public_key, secret_key=secret_key,
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
         max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
-        admission=admission_of(config, models), memory_gib=config.memory_gib, hang_s=config.hang_s,
+        admission=admission_of(config), memory_gib=config.memory_gib, hang_s=config.hang_s,
     )  # fmt: skip
     if config.zmq_address.endswith((":*", ":0")):
         raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
@@ -146,20 +147,34 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def models_of(config: ServeConfig, engine: EngineConfig, embed: EmbedConfig) -> tuple[ModelSpec, ...]:
-    """The models to serve, for the configuration of the engine process."""
+def models_of(
+    config: ServeConfig, engine: EngineConfig, embed: EmbedConfig, models: Sequence[ModelConfig] = ()
+) -> tuple[ModelSpec, ...]:
+    """The models to serve: those of [engine] and [embed], a cross-encoder, and `models`.
+
+    If `models` has a model of a kind, the default model of that kind is left out.
+    """
     found: list[ModelSpec] = []
     loads: Any = config.loads
+    listed = {model.kind for model in models}
+    has_own_llm = config.kinds in ("all", "generation") and not ("generation" in listed and engine.model == EngineConfig.model)
+    has_own_encoder = config.kinds in ("all", "embedding") and not ("embedding" in listed and embed.model == EmbedConfig.model)
     if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
         engine = engine.replace(scheduling_policy="fair-share")  # tenants share the engine
-    if config.kinds in ("all", "generation"):
+    if has_own_llm:
         found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,), loads=loads))
-    if config.kinds in ("all", "embedding"):
+    if has_own_encoder:
         found.append(ModelSpec(kind="embedding", options=dataclasses.asdict(embed), aliases=(embed.model,), loads=loads))
     if config.rerank_model:
         options = dataclasses.asdict(embed.replace(model=config.rerank_model))
         found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,), loads=loads))
-    if config.kinds in ("all", "generation") and engine.model == EngineConfig.model:
+    for model in models:
+        base: EngineConfig | EmbedConfig = engine if model.kind == "generation" else embed
+        options = dataclasses.asdict(base.replace(**{**model.options, "model": model.model}))
+        kind: Any = model.kind
+        own_loads: Any = model.loads or config.loads
+        found.append(ModelSpec(kind=kind, options=options, aliases=(model.model,), loads=own_loads))
+    if has_own_llm and engine.model == EngineConfig.model:
         found.append(story_spec(engine))
     return tuple(found)
 
@@ -171,17 +186,15 @@ def story_spec(engine: EngineConfig) -> ModelSpec:
         max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0,
     )  # fmt: skip
     return ModelSpec(
-        kind="generation", options=dataclasses.asdict(options), aliases=(STORY_MODEL,), loads="demand", is_beside=True
+        kind="generation", options=dataclasses.asdict(options), aliases=(STORY_MODEL,), loads="demand"
     )
 
 
-def admission_of(config: ServeConfig, models: tuple[ModelSpec, ...]) -> dict[str, Any]:
-    """The admission limits of generation models."""
-    generation = [spec.options for spec in models if spec.kind == "generation"]
+def admission_of(config: ServeConfig) -> dict[str, Any]:
+    """Options of AdmissionLimits."""
     return {
         "max_wait_s": config.max_wait_s, "max_prompt_tokens": config.max_prompt_tokens,
         "max_output_tokens": config.max_output_tokens,
-        "is_fair": all(options["scheduling_policy"] == "fair-share" for options in generation),
     }
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,6 +22,7 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"
+encode_text = msgspec.json.Encoder().encode
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -53,12 +55,13 @@ async def disconnected(request: Request) -> None:
 
 
 def data_event(data: Any) -> bytes:
-    return b"data: %b\n\n" % encode_json(data)
+    return b"data: " + encode_json(data) + b"\n\n"
 
 
 def named_event(data: Any) -> bytes:
     """An event that is named by the type of its data."""
-    return b"event: %b\ndata: %b\n\n" % (data.type.encode(), encode_json(data))
+    name: bytes = data.type.encode()
+    return b"event: " + name + b"\ndata: " + encode_json(data) + b"\n\n"
 
 
 class TextEvent:
@@ -68,7 +71,7 @@ class TextEvent:
         self._before, self._after = event.split(encode_json(MARK))
 
     def write(self, text: str) -> bytes:
-        return self._before + encode_json(text) + self._after
+        return self._before + encode_text(text) + self._after
 
 
 class Outbox:

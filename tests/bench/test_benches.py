@@ -27,17 +27,18 @@ class InProcess:
 
     def __init__(self, engine: str, arguments: dict[str, Any], **options: Any) -> None:
         InProcess.started.append((engine, {**arguments, **options}))
-        self.engine = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
+        self.engine = engine
+        self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        answer = json.loads(json.dumps(worker_answer(self.engine, json.dumps({"method": method, "arguments": arguments}))))
+        answer = json.loads(json.dumps(worker_answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["result"]
 
     def close(self) -> None:
-        if hasattr(self.engine, "engine"):
-            self.engine.engine.close()
+        if hasattr(self.made, "engine"):
+            self.made.engine.close()
 
 
 class Failing(engines.Engine):

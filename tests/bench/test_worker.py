@@ -30,6 +30,9 @@ class Bad(Good):
     def add(self, number):
         raise ValueError("no sums today")
 
+class ArcherfishBad(Bad):
+    pass
+
 class Mortal(Good):
     def add(self, number):
         sys.stderr.write("last words\\n")
@@ -81,9 +84,9 @@ def test_failed_peers_are_noted_and_left_out(file: Path) -> None:
         assert group.names() == ["archerfish", "other"] and group.call("peer", "add", number=1) is None
         assert "peer failed: ValueError" in group.notes[0] and len(group.notes) == 1
         assert group.open("other", "Good", {"base": 5}, file=file) and group.call("other", "add", number=1) == 6
-        group.open("archerfish", "Bad", {"base": 1}, file=file)
-        with pytest.raises(ServiceError, match="archerfish failed: ValueError"):
-            group.call("archerfish", "add", number=1)
+        group.open("before", "ArcherfishBad", {"base": 1}, file=file)
+        with pytest.raises(ServiceError, match="before failed: ValueError"):
+            group.call("before", "add", number=1)
 
 
 def test_another_checkout_is_named_by_its_directory(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import CacheKey, LogitsCache
 from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
@@ -214,26 +213,6 @@ def test_running_requests_survive_every_change(tiny: Path, steps_between: int) -
 
 
 # The setters below it
-
-
-def test_logits_cache_resize() -> None:
-    now = 0.0
-    blocks = BlockManager(16, 1)
-    logits = LogitsCache(100, 10.0, lambda: now)
-    cache = RadixCache(blocks, on_drop=logits.drop)
-    for token in range(4):
-        now = float(token)
-        node = cache.insert(RadixKey([token]), blocks.allocate(1))
-        assert logits.insert(CacheKey([token], 1, "m"), token, 20, node)
-    now = 5.0
-    logits.resize(100, 3.5)
-    assert [CacheKey([token], 1, "m") in logits for token in range(4)] == [False, False, True, True]
-    logits.resize(30, 1000.0)
-    assert [CacheKey([token], 1, "m") in logits for token in range(4)] == [False, False, False, True]
-    now = 900.0
-    assert logits.get(CacheKey([3], 1, "m")) == 3
-    stats = logits.get_stats()
-    assert (stats.expirations, stats.evictions, stats.bytes) == (2, 1, 20)
 
 
 @pytest.mark.parametrize(("policy", "first"), [("lru", [1]), ("fifo", [0]), ("lfu", [2])])

@@ -112,7 +112,7 @@ def test_little_is_not_shared() -> None:
     assert find_shared(pad_tables([[*same[:15], 200 + i] for i in range(8)]), 16) == 0
 
 
-def test_block_tables_keep_what_steps_add_until_a_row_changes_hands() -> None:
+def test_block_tables_keep_blocks_until_a_row_changes_hands() -> None:
     def step(rows: list[int], places: list[int], blocks: list[int], *entered: int) -> StepInput:
         entries = [RowEntry(row, "r", SamplingParams(), 1) for row in entered]
         return StepInput(

@@ -164,7 +164,7 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     assert isinstance(nothing_left.errors[0], ModelError)
 
 
-def test_penalties_follow_what_was_sampled_without_being_told() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     logits = torch.zeros(2, 8)
     logits[:, :4] = torch.tensor([0.4, 0.3, 0.2, 0.1])
     sampler: Sampler = FastSampler(TorchOps(), 8, 2)
@@ -191,7 +191,7 @@ def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
     assert run(180, broken) == whole
 
 
-def test_a_row_forgets_who_had_it_before() -> None:
+def test_a_row_forgets_its_previous_sequence() -> None:
     logits = torch.zeros(1, VOCAB)
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
     heavy = sequence_of(0, temperature=0, repetition_penalty=2.0, logit_bias={5: 9.0}, min_tokens=50, stops=[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import zmq
 from archerfish.engine.fakes import word_vector
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError
-from archerfish.kernels.pool import compute_pool
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError, open_socket
 from archerfish.serve.compute import Lane
@@ -25,7 +24,7 @@ from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import Array, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
-from archerfish.serve.models import Hosted, Slot
+from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, Query, Report
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
@@ -40,8 +39,7 @@ ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
 class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
-    def __init__(self, name: str = "words", *, is_cross_encoder: bool = False, num_workers: int = 1) -> None:
-        self.num_workers = num_workers
+    def __init__(self, name: str = "words", *, is_cross_encoder: bool = False) -> None:
         self.model_name, self.is_cross_encoder = name, is_cross_encoder
         self.jobs: list[list[str]] = []
         self.gate = threading.Event()
@@ -75,9 +73,6 @@ class WordEncoder:
             return np.asarray([[len(text.token_ids)] for text in texts], np.float32)
         return np.stack([self.vector(text) for text in job])
 
-    def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Future[Array]:
-        return compute_pool("cpu", self.num_workers).begin(self.compute, texts, normalize)
-
     @staticmethod
     def vector(text: str) -> Array:
         total = np.sum([word_vector(word, 8) for word in text.split() or [""]], axis=0)
@@ -93,10 +88,9 @@ class WordEncoder:
         self.is_closed = True
 
 
-def make_host(directory: Path, **options: Any) -> EngineHost:
-    """A host without models, at a socket in a directory. The options are those of HostConfig, and tenant_of and clock."""
-    own = {name: options.pop(name) for name in ("tenant_of", "clock") if name in options}
-    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", "grace_s": 30.0, **options}), **own)
+def make_host(directory: Path, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineHost:
+    """A host without models, at a socket in a directory. The options are those of HostConfig."""
+    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
 
 
 def add_llm(
@@ -113,18 +107,18 @@ def add_llm(
 
     def load(lane: Lane) -> Hosted:
         made.append(LLMEngine(tiny_config(model, **options), executor=lane, text_thread=host.writer))
-        return HostedLLM(made[0], lane, host, host.figures, host.gate_of(made[0]))
+        return HostedLLM(made[0], lane, host, host.figures, host.llm_controller(made[0]))
 
-    host.shelf.add(Slot(name, "generation", load))
+    host.models.add(ModelEntry(name, "generation", load))
     return made[0]
 
 
 def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start", **options: Any) -> None:
     def load(lane: Lane) -> Hosted:
-        return HostedEncoder(encoder, lane, host, host.figures, host.reading_gate(), **options)
+        return HostedEncoder(encoder, lane, host, host.figures, host.encoder_controller(), **options)
 
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
-    host.shelf.add(Slot(encoder.model_name, kind, load, loads))
+    host.models.add(ModelEntry(encoder.model_name, kind, load, loads))
 
 
 def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
@@ -167,10 +161,10 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
 
 
 class Raw:
-    """A plain DEALER socket."""
+    """A plain socket."""
 
-    def __init__(self, address: str) -> None:
-        self.socket = open_socket(zmq.DEALER)
+    def __init__(self, address: str, kind: int = zmq.DEALER) -> None:
+        self.socket = open_socket(kind)
         self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_S * 1000)
         self.socket.connect(address)
 
@@ -178,7 +172,8 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def send_message(self, message: Message) -> None:
-        self.send(b"", wire.encode(message))
+        payload = wire.encode(message)
+        self.send(*([payload] if self.socket.type == zmq.REQ else [b"", payload]))
 
     def receive(self) -> Any:
         return wire.decode_answer(self.socket.recv_multipart()[-1])

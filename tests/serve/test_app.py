@@ -1,4 +1,4 @@
-"""The whole app over an engine host: models of every kind, what the service says of itself, and an engine that goes away."""
+"""The whole app over an engine host: models of every kind, health, figures, and an engine process that dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from archerfish.serve.client import AsyncClient, open_socket
 from archerfish.serve.wire import Query, Report
 
 from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, with_app, with_client
-from .fake_backend import MODEL, FakeBackend
 from .hosting import WordEncoder, add_llm
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
@@ -124,14 +123,6 @@ def test_wrong_credentials_get_no_stats_or_metrics(tmp_path: Path) -> None:
 
     with host:
         with_app(test, create_app(AsyncClient(host.address), credentials="another"))
-
-
-def test_app_works_with_any_backend() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(CHAT, json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
-        assert answer.json()["choices"][0]["message"]["content"] == "Hello there"
-
-    with_app(test, create_app(FakeBackend()))
 
 
 # What it says of itself
@@ -270,7 +261,7 @@ def test_metrics_count_refusals_of_the_engine(tmp_path: Path) -> None:
 
 @contextmanager
 def vanishing_engine(directory: Path) -> Iterator[str]:
-    """The address of an engine process that dies of the first request that is no question about models."""
+    """The address of an engine process that dies at the first request that is not a Query."""
     router = open_socket(zmq.ROUTER)
     router.setsockopt(zmq.RCVTIMEO, 20_000)
     address = f"ipc://{directory}/socket"

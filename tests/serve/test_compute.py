@@ -116,3 +116,25 @@ def test_a_waker_wakes_once_for_many_calls_and_again_after_it_was_seen() -> None
     assert waker._reader.recv(10) == b"\0"
     waker.close()
     waker.wake()
+
+
+def test_a_lane_reports_activity_of_other_lanes() -> None:
+    now = 0.0
+    thread = ComputeThread(clock=lambda: now)
+    own, other = thread.lane("own"), thread.lane("other")
+    own.submit(int).result()
+    assert not own.are_others_active(1.0)
+    started, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        may_end.wait()
+
+    job = other.submit(work)
+    assert started.wait(10) and own.are_others_active(1.0) and other.are_others_active(1.0)
+    may_end.set()
+    job.result()
+    assert own.are_others_active(1.0)
+    now = 2.0
+    assert not own.are_others_active(1.0)
+    thread.close()

@@ -17,7 +17,7 @@ from archerfish.serve.client import AsyncClient
 from archerfish.serve.compute import ComputeThread, Lane
 from archerfish.serve.health import LONGEST_FACTOR, NEW_FACTOR, NEW_JOBS, HangWatch
 from archerfish.serve.hosted_llm import HostedLLM
-from archerfish.serve.models import Slot
+from archerfish.serve.models import ModelEntry
 from archerfish.serve.processes import MAX_GAP_S, Stall
 from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
@@ -163,7 +163,8 @@ def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
     engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
     launch = engine.runner.launch
     engine.runner.launch = lambda step: QueuedStep(launch(step).result)  # type: ignore[method-assign]
-    host.shelf.add(Slot("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, host.gate_of(engine))))
+    controller = host.llm_controller(engine)
+    host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, controller)))
     beats: list[float] = []
     hangs: list[float] = []
     host.on_beat, host.on_hang = lambda: beats.append(clock.now), lambda: hangs.append(clock.now)

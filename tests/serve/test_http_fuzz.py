@@ -192,7 +192,7 @@ def fuzz_host(directory: Path, seed: int, number: int) -> Counter[int]:
     """Fuzz an engine host with a tiny Llama and encoders."""
     host = host_with(directory, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
     add_llm(host, directory, has_text=True, max_len=64)
-    host.shelf.slots[-1].aliases = (MODEL,)
+    host.models.entries[-1].aliases = (MODEL,)
     (directory / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     with host:
         return asyncio.run(fuzz(app_of(host, max_body_bytes=1 << 20), seed, number, NUM_AT_ONCE))

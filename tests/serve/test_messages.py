@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, events, post
+from .fake_backend import END, MODEL, FakeBackend, events, post, prompt_of
 
 MESSAGES = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -15,11 +15,6 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 def asked(**changes: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 100, "messages": HI, **changes}
-
-
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    return "".join(names.get(i) or chr(i) for i in backend.requests[-1].token_ids or [])
 
 
 def test_whole_message() -> None:

@@ -18,10 +18,10 @@ from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
 from archerfish.serve.host_config import ModelSpec
-from archerfish.serve.hosted_encoder import MAX_QUICK_BYTES
+from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
-from archerfish.serve.models import Slot
+from archerfish.serve.models import ModelEntry
 from archerfish.serve.run import story_spec
 from archerfish.serve.wire import EmbedRequest, Ping, Query, Report, Vectors
 from archerfish.text.tokenizer import TokenizedText
@@ -53,7 +53,7 @@ async def loaded(client: AsyncClient) -> str:
 
 def limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, each: int = 10) -> None:
     monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: each)
-    monkeypatch.setattr(host.shelf, "_memory_bytes", num_bytes)
+    monkeypatch.setattr(host.models, "_memory_bytes", num_bytes)
 
 
 # What is known before
@@ -75,8 +75,8 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
         assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
 
     talk(host, test)
-    [slot] = host.shelf.slots
-    assert describe(spec, HubConfig()).num_bytes == slot.num_bytes > 0
+    [entry] = host.models.entries
+    assert describe(spec, HubConfig()).num_bytes == entry.num_bytes > 0
 
 
 def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_idle_time_loads_what_was_asked_for_most(tmp_path: Path) -> None:
     for name, num_requests in (("a", 1), ("b", 5), ("c", 3), ("d", 0)):
         encoder = WordEncoder(name)
         add_encoder(host, encoder, loads="idle")
-        slot = host.shelf.slots[-1]
-        slot.num_requests = num_requests
-        slot.load = noted(slot.load, lambda name=name: order.append(name))  # type: ignore[misc]
+        entry = host.models.entries[-1]
+        entry.num_requests = num_requests
+        entry.load = noted(entry.load, lambda name=name: order.append(name))  # type: ignore[misc]
 
     async def test(client: AsyncClient) -> None:
         while len(order) < 4:
@@ -156,7 +156,7 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
     host = make_host(tmp_path)
     for name in "abc":
         add_encoder(host, WordEncoder(name), loads="idle")
-        host.shelf.slots[-1].num_bytes = 10
+        host.models.entries[-1].num_bytes = 10
     limit(host, monkeypatch, 25)
 
     async def test(client: AsyncClient) -> None:
@@ -171,19 +171,19 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
             assert await loaded(client) == "bc"
 
     talk(host, test)
-    assert host.shelf.num_unloaded == 1
+    assert host.models.num_unloaded == 1
 
 
 def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.models.MAX_WAITING", 3)
     host, may_load = make_host(tmp_path), threading.Event()
     add_encoder(host, WordEncoder("slow"), loads="demand")
-    [slot] = host.shelf.slots
-    slot.load = noted(slot.load, lambda: assert_true(may_load.wait(LIMIT_S)))
+    [entry] = host.models.entries
+    entry.load = noted(entry.load, lambda: assert_true(may_load.wait(LIMIT_S)))
 
     async def test(client: AsyncClient) -> None:
         waiting = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[name]))) for name in "abc"]
-        while len(slot.waiting) < 3:
+        while len(entry.waiting) < 3:
             await asyncio.sleep(0)
         error = await failure(client, EmbedRequest(request_id="", texts=["d"]))
         assert (error.status, error.code) == (503, "overloaded")
@@ -196,7 +196,7 @@ def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkey
         assert [isinstance(answer, Vectors) for answer in await asyncio.gather(*waiting[1:])] == [True] * 3
 
     talk(host, test)
-    assert slot.num_requests == 5
+    assert entry.num_requests == 5
 
 
 def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: Path) -> None:
@@ -211,13 +211,13 @@ def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: 
     host.load_models()
     encoder = WordEncoder("words")
     add_encoder(host, encoder, loads="demand")
-    for slot in host.shelf.slots:
-        slot.load = noted(slot.load, lambda: assert_true(may_load.wait(LIMIT_S)))
+    for entry in host.models.entries:
+        entry.load = noted(entry.load, lambda: assert_true(may_load.wait(LIMIT_S)))
 
     async def test(client: AsyncClient) -> None:
         written = asyncio.create_task(whole(client, model="tiny", token_ids=[5, 6], deadline_s=10.0))
         read = asyncio.create_task(failure(client, EmbedRequest(request_id="", model="words", texts=["x"], deadline_s=10.0)))
-        while not all(slot.waiting for slot in host.shelf.slots):
+        while not all(entry.waiting for entry in host.models.entries):
             await asyncio.sleep(0)
         clock.now += 11
         may_load.set()
@@ -246,9 +246,9 @@ def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pyte
 
     for name, encoder in encoders.items():
         add_encoder(host, encoder, loads="demand")
-        slot = host.shelf.slots[-1]
-        slot.num_bytes = 10
-        slot.load = noted(slot.load, lambda name=name: note(name))  # type: ignore[misc]
+        entry = host.models.entries[-1]
+        entry.num_bytes = 10
+        entry.load = noted(entry.load, lambda name=name: note(name))  # type: ignore[misc]
     limit(host, monkeypatch, 20)
 
     async def test(client: AsyncClient) -> None:
@@ -275,7 +275,7 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
     limit(host, monkeypatch, 10)
 
     async def test(client: AsyncClient) -> None:
-        long = "x" * (MAX_QUICK_BYTES + 1)
+        long = "x" * (MAX_INLINE_SIZE + 1)
         waiting = asyncio.create_task(client.ask(EmbedRequest(request_id="", model="slow", texts=[long])))
         assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
         await client.ask(EmbedRequest(request_id="", model="other", texts=["x"]))
@@ -301,13 +301,13 @@ def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytes
             before = engines.get(name)
             assert before is None or before() is None
             await whole(client, model=name, token_ids=[5, 6])
-            [slot] = [slot for slot in host.shelf.slots if slot.name == name]
-            assert isinstance(slot.hosted, HostedLLM)
-            engines[name] = weakref.ref(slot.hosted.engine)
-            del slot
+            [entry] = [entry for entry in host.models.entries if entry.name == name]
+            assert isinstance(entry.hosted, HostedLLM)
+            engines[name] = weakref.ref(entry.hosted.engine)
+            del entry
 
     talk(host, test)
-    assert host.shelf.num_unloaded == 3
+    assert host.models.num_unloaded == 3
     assert gc.isenabled()
 
 
@@ -323,5 +323,5 @@ def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.Mo
             await client.ask(Ping(request_id=""))
 
     talk(host, test)
-    assert host.shelf.num_unloaded == 0
-    assert isinstance(host.shelf.slots[0], Slot)
+    assert host.models.num_unloaded == 0
+    assert isinstance(host.models.entries[0], ModelEntry)

@@ -8,18 +8,12 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, error_of, events, ids, post, until, with_backend
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post, prompt_of, until, with_backend
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-
-
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    token_ids = backend.requests[-1].token_ids or []
-    return "".join(names.get(i) or chr(i) for i in token_ids)
 
 
 def test_whole_answer() -> None:
@@ -352,7 +346,7 @@ def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
 
 
 def test_disconnect_cancels_the_request() -> None:
-    """Before the first token, and in the middle of a stream."""
+    """Before the first token, and during a stream."""
     for stream, num_before in ((False, 0), (True, 0), (True, 2)):
         backend = FakeBackend("abcdef")
         backend.gate.clear()

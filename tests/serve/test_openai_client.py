@@ -220,18 +220,6 @@ def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
         claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
 
 
-def test_async_messages(address: str) -> None:
-    async def main() -> None:
-        async with anthropic.AsyncAnthropic(base_url=address, api_key="none", max_retries=0, timeout=LIMIT_S) as claude:
-            answer = await claude.messages.create(
-                model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "Hi"}], stream=True
-            )
-            deltas = [event.delta async for event in answer if event.type == "content_block_delta"]
-            assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == "Hello thére"
-
-    asyncio.run(main())
-
-
 def test_closed_socket_cancels_the_request() -> None:
     backend = FakeBackend("abc")
     left = threading.Event()

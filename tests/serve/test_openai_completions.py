@@ -80,7 +80,7 @@ def test_logprobs_and_echo() -> None:
 
 
 def test_text_offsets_point_into_the_shown_text() -> None:
-    """Also where the tokenizer puts a token before a prompt, which the echo of a text does not have."""
+    """The tokenizer puts a special token before the prompt, which the echoed text does not have."""
     backend = FakeBackend("yz")
     backend.directory = BUNDLED_MODELS[STORY_MODEL].directory
     for prompt in ("Once upon a time", [0, 388, 390]):

@@ -1,4 +1,4 @@
-"""How events leave, whatever they say."""
+"""How events are sent, whatever they contain."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 
@@ -22,7 +22,7 @@ LIMIT_S = 20
 
 
 class Reader:
-    """The other side of an ASGI app: takes what it sends, slowly if asked to, and may go."""
+    """The client of an ASGI app: reads what it sends, slowly on request, and may disconnect."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -165,21 +165,6 @@ def test_error_after_a_comment_is_an_event() -> None:
     run(test)
 
 
-def test_busy_stream_sends_no_comments() -> None:
-    async def test(reader: Reader) -> None:
-        async def produce(outbox: Outbox) -> None:
-            for _ in range(200):
-                outbox.put(b".")
-                stream._tick()  # as often as something comes
-                await asyncio.sleep(0)
-
-        stream = EventStream(produce, write_error, keep_alive_s=1000.0)
-        await reader.read(await stream.start(reader.request))
-        assert b"".join(reader.bodies) == b"." * 200
-
-    run(test)
-
-
 def test_disconnect_during_a_stream_cancels() -> None:
     is_cancelled = False
 
@@ -205,6 +190,7 @@ def test_disconnect_during_a_stream_cancels() -> None:
 
 
 @pytest.mark.no_cover
+@settings(deadline=None)
 @given(
     text=st.text("ab é", min_size=1, max_size=30), stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
     size=st.integers(1, 8), stream=st.booleans(),

@@ -193,7 +193,7 @@ LENGTHS = [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_to
 
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
 def test_max_tokens_above_the_context_is_refused(route: str, name: str) -> None:
-    """Up to the whole context it is a limit, whatever room the prompt leaves; beyond it, it is a mistake."""
+    """A limit up to the whole context is accepted, also if the prompt leaves less room."""
     backend = FakeBackend(max_length=1000)
     for number in (1001, 10**12, 10**30):
         answer = post(backend, route, {**BODIES[route], name: number}, app=create_app)
@@ -237,7 +237,7 @@ FORMS: list[tuple[str, dict[str, Any], str]] = [
 def test_invalid_grammar_error_names_the_parameter(
     route: str, stated: dict[str, Any], param: str, stream: bool
 ) -> None:
-    """The engine process compiles it, and knows of no parameters of routes."""
+    """The engine process compiles grammars and does not know the parameters of routes."""
     backend = FakeBackend()
     for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):
         backend.fails[0] = RemoteError(message, code="invalid_input", status=400)

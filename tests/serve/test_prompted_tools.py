@@ -1,4 +1,4 @@
-"""Tools over HTTP with a chat template that does not know them: all routes for conversations ask for calls and find them."""
+"""Tools with a chat template that does not support them: all chat routes describe them in the prompt and find calls."""
 
 from __future__ import annotations
 

@@ -5,16 +5,11 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, error_of, events, post
+from .fake_backend import MODEL, FakeBackend, error_of, events, post, prompt_of
 
 RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    return "".join(names.get(i) or chr(i) for i in backend.requests[-1].token_ids or [])
 
 
 def test_whole_response() -> None:

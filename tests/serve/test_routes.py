@@ -77,31 +77,6 @@ def test_fewer_dimensions_have_length_one() -> None:
     with_client(test)
 
 
-@pytest.mark.parametrize("name", [WORDS, "words", "/home/me/other", "other", None])
-def test_model_names(name: str | None, tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        body = {"input": "x"} if name is None else {"input": "x", "model": name}
-        answer = await client.post(EMBEDDINGS, json=body)
-        assert (answer.status_code, answer.json()["model"]) == (200, WORDS)
-        if name is not None:
-            assert (await client.get(f"/v1/models/{name}")).json()["id"] == WORDS
-
-    with_client(test, host_with(tmp_path, WordEncoder(WORDS), aliases=("/home/me/other",)))
-
-
-def test_unknown_models_give_404() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        for answer in (
-            await client.post(EMBEDDINGS, json={"input": "x", "model": "text-embedding-ada-002"}),
-            await client.get("/v1/models/text-embedding-ada-002"),
-        ):
-            assert answer.status_code == 404
-            error = error_of(answer)
-            assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
-
-    with_client(test)
-
-
 # Ranking
 
 
@@ -228,7 +203,7 @@ def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
         leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
         await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
-        await until(lambda: hosted(host).num_queued == 1)
+        await until(lambda: hosted(host).controller.queue.num_places == 1)
         encoder.gate.set()
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
@@ -246,7 +221,7 @@ def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
         await entered(encoder)
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
-        hosted(host).gate._speed.add(30.0, 3)  # ten seconds for each of the three tokens inside
+        hosted(host).controller.drain_s = lambda: 90.0  # type: ignore[method-assign]  # for three places
         for route, body in ((EMBEDDINGS, {"input": "c"}), (RERANK, {"query": "c", "documents": ["d"]})):
             refused = await client.post(route, json=body)
             assert refused.status_code == 503

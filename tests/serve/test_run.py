@@ -65,8 +65,8 @@ def test_story_model_is_served_on_demand_with_the_default_model() -> None:
     engine = EngineConfig(num_threads=3, max_model_len=64, load_format="dummy", enable_prefix_caching=False)
     for config, others in ((ServeConfig(), 2), (ServeConfig(kinds="generation", loads="idle"), 1)):
         *usual, story = run.models_of(config, engine, EMBED)
-        assert len(usual) == others and not any(spec.is_beside for spec in usual)
-        assert (story.kind, story.model, story.loads, story.is_beside) == ("generation", "story-rwkv7", "demand", True)
+        assert len(usual) == others
+        assert (story.kind, story.model, story.loads) == ("generation", "story-rwkv7", "demand")
         given = EngineConfig(**story.options)
         assert (given.num_threads, given.load_format, given.enable_prefix_caching) == (3, "auto", False)
         assert describe(story, HubConfig()).card["max_length"] == run.STORY_TOKENS  # whatever the usual model is limited to

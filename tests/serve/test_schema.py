@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of our own OpenAPI document: every answer is one that the document allows."""
+"""schemathesis makes requests from our OpenAPI document and checks every answer and event against it."""
 
 from __future__ import annotations
 

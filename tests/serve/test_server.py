@@ -2,13 +2,12 @@
 
 import base64
 import http.client
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from .client import LIMIT_S, WORDS, app_of, host_with, hosted, num_waiting, running, words_host
+from .client import LIMIT_S, WORDS, app_of, running, words_host
 from .hosting import WordEncoder
 
 JSON = {"Content-Type": "application/json"}
@@ -52,45 +51,6 @@ def test_openai_package_embeddings(encoding_format: str | None) -> None:
             client.embeddings.create(model="words", input=[])
         assert wrong.value.param == "input"
         client.close()
-
-
-def test_closed_connection_frees_the_queue(tmp_path: Path) -> None:
-    encoder = WordEncoder(WORDS)
-    engine = host_with(tmp_path, encoder)
-    with engine, running(app_of(engine)) as (host, port):
-        encoder.gate.clear()
-        first = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
-        first.request("POST", EMBEDDINGS, json.dumps({"input": "first"}), JSON)
-        assert encoder.entered.acquire(timeout=LIMIT_S)
-        leaving = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
-        leaving.request("POST", EMBEDDINGS, json.dumps({"input": ["gone"] * 50}), JSON)
-        wait_for(lambda: num_waiting(engine) == 50)
-        leaving.close()
-        wait_for(lambda: hosted(engine).num_queued == 1)
-        encoder.gate.set()
-        assert first.getresponse().status == 200
-        first.close()
-        assert encoder.jobs == [["first"]]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(LIMIT_S * 1000):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("the server did not get there")
-
-
-def test_chunked_body_over_the_limit_gives_413() -> None:
-    with words_server() as (host, port):
-        connection = http.client.HTTPConnection(host, port, timeout=LIMIT_S)
-        body = (b"x" * 10_000 for _ in range(11))
-        connection.request("POST", EMBEDDINGS, body, JSON, encode_chunked=True)
-        answer = connection.getresponse()
-        assert answer.status == 413
-        assert json.load(answer)["error"]["code"] == "input_too_large"
-        connection.close()
 
 
 def test_head_is_get_without_a_body() -> None:

@@ -1,7 +1,7 @@
-"""Two tenants with equal prompts, through the whole stack: neither sees that the other is there.
+"""Two tenants with equal prompts, through the whole stack: neither can detect the other.
 
-What one tenant can see of the service is compared with what it sees where nobody else has ever been; times, ids that are drawn
-at random and the moment of the start are left out.
+All answers to one tenant are compared with those of a service that no other tenant has used. Times and random ids are left
+out.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ async def look(client: httpx.AsyncClient, key: str) -> Seen:
 
 @dataclass
 class Run:
-    """What each of some callers saw, in turn; and of the cache at the end: tokens in all, and blocks in use."""
+    """What each caller saw, and the tokens and blocks that the cache holds at the end."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
     held: tuple[int, int] = (0, 0)
 
 
 class Stack:
-    """A service of two tenants; what `run` finds is kept."""
+    """A service of two tenants; results of `run` are kept."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.keys_file = directory, directory / "keys.toml"
@@ -93,7 +93,7 @@ class Stack:
         self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
 
     def run(self, *callers: str, **options: Any) -> Run:
-        """Of a service that nobody else has ever called."""
+        """The answers to these callers of a fresh service."""
         name = f"{callers} {options}"
         if name not in self.runs:
             self.runs[name] = self._run(callers, options)
@@ -145,7 +145,7 @@ def test_tenants_share_no_blocks(stack: Stack) -> None:
 
 
 def test_operator_figures_include_all_tenants(stack: Stack) -> None:
-    """So that what the others do not see is there to be seen."""
+    """The figures differ, so the test above could detect a leak."""
     alone, both = stack.run("operator").seen, stack.run("alice", "bob", "operator").seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:

@@ -1,4 +1,4 @@
-"""/v1/tts/tokens: over an engine host with a tiny RWKV-7 model, whose tokens must be those of RwkvSampler."""
+"""/v1/tts/tokens over an engine host with a tiny RWKV-7 model. The tokens must equal those of RwkvSampler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
-from archerfish.serve.hosted_llm import HostedLLM, most_tokens
-from archerfish.serve.models import Hosted, Slot
+from archerfish.serve.hosted_llm import HostedLLM, max_tokens_of
+from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.page import EXAMPLES
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
-    """Beside a model that only writes, and which comes first."""
+    """A host with a text model, which comes first, and a TTS model."""
     made = host_with(tmp_path)
     add_llm(made, tmp_path)
     add_speaker(made, model)
@@ -52,9 +52,9 @@ def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
 def add_speaker(host: EngineHost, model: Path) -> None:
     def load(lane: Lane) -> Hosted:
         engine = LLMEngine(options(model), executor=lane, text_thread=host.writer)
-        return HostedLLM(engine, lane, host, host.figures, host.gate_of(engine))
+        return HostedLLM(engine, lane, host, host.figures, host.llm_controller(engine))
 
-    host.shelf.add(Slot("speaker", "generation", load))
+    host.models.add(ModelEntry("speaker", "generation", load))
 
 
 def options(model: Path) -> Any:
@@ -99,11 +99,12 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
 
 
 def test_stages_count_against_limits() -> None:
-    """Whatever max_tokens stands beside them: a client that is no front end may write anything."""
+    """max_tokens does not matter beside stages, and clients may send any values."""
     stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048}]
-    assert most_tokens({"stages": stages, "max_tokens": 1}) == most_tokens({"stages": stages}) == 2080
-    assert most_tokens({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) == 0
-    assert [most_tokens(params) for params in ({}, {"max_tokens": 3}, {"max_tokens": None}, {"stages": 5})] == [16, 3, None, 16]
+    assert max_tokens_of({"stages": stages, "max_tokens": 1}) == max_tokens_of({"stages": stages}) == 2080
+    assert max_tokens_of({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) is None
+    params: list[dict[str, Any]] = [{}, {"max_tokens": 3}, {"max_tokens": None}, {"stages": 5}]
+    assert [max_tokens_of(one) for one in params] == [16, 3, None, 16]
 
 
 def test_wrong_request_names_its_parameter(host: EngineHost) -> None:

@@ -1,4 +1,4 @@
-"""A truncated or altered file is a CorruptFileError that names it, whatever byte it is."""
+"""A truncated or altered file raises a CorruptFileError that names the file."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_truncated_arrow_is_refused(converted: Path, num_bytes: int) -> None:
 
 
 def rewrite(directory: Path, change: object) -> None:
-    """Change values of metadata.json and give it a matching checksum, as somebody with intent would."""
+    """Change values of metadata.json and give it a matching checksum, as an attacker would."""
     path = directory / "metadata.json"
     document = json.loads(path.read_text())
     del document["checksum"]

@@ -218,45 +218,29 @@ def test_world_vocabulary_and_single_layer(tmp_path: Path) -> None:
 
 
 OLDER = {
-    4: ["emb.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"],
-    5: ["emb.weight", "blocks.0.att.time_decay", "blocks.0.att.time_faaaa", "blocks.0.att.ln_x.weight"],
-    6: ["emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"],
+    "BlinkDL, 4": ["emb.weight", "blocks.0.att.time_decay", "blocks.0.att.time_first", "blocks.0.att.time_mix_k"],
+    "BlinkDL, 6": ["emb.weight", "blocks.0.att.time_maa_x", "blocks.0.att.time_decay", "blocks.0.att.ln_x.weight"],
+    "Hugging Face, 4": ["rwkv.embeddings.weight", "rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.key.weight"],
+    "Hugging Face, 6": ["model.embeddings.weight", "model.layers.0.attn.bonus", "model.layers.0.attn.w_proj.lora.0.weight"],
 }
 
 
-@pytest.mark.parametrize("version", OLDER)
-@pytest.mark.parametrize("write", [write_pth, write_safetensors])
-def test_older_versions_are_refused(version: int, write: Callable[[Path, Tensors], Path], tmp_path: Path) -> None:
-    name = "a.pth" if write is write_pth else "a.safetensors"
-    path = write(tmp_path / name, {each: torch.zeros(2, 2) for each in OLDER[version]})
-    with pytest.raises(UnsupportedModelError, match=rf"RWKV-{version} model.*only RWKV-7"):
+@pytest.mark.parametrize("layout", OLDER)
+def test_older_versions_are_refused(layout: str, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "a.safetensors", {name: torch.zeros(2, 2) for name in OLDER[layout]})
+    with pytest.raises(UnsupportedModelError, match=r"version before 7.*only RWKV-7"):
         open_source(path)
 
 
-HUB_OLDER = {
-    4: ["rwkv.embeddings.weight", "rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.key.weight"],
-    5: ["rwkv.blocks.0.attention.time_decay", "rwkv.blocks.0.attention.ln_x.weight"],
-    6: ["model.embeddings.weight", "model.layers.0.attn.bonus", "model.layers.0.attn.w_proj.lora.0.weight"],
-}
-
-
-@pytest.mark.parametrize("version", HUB_OLDER)
-def test_older_hub_versions_are_refused_without_config(version: int, tmp_path: Path) -> None:
-    """Not for want of a config.json, which would not help."""
-    tensors = {each: torch.zeros(2, 2) for each in HUB_OLDER[version]}
-    with pytest.raises(UnsupportedModelError, match=rf"RWKV-{version} model.*only RWKV-7"):
-        open_source(write_safetensors(tmp_path / "a.safetensors", tensors))
-
-
-@pytest.mark.parametrize(("architecture", "words"), [("rwkv6", "RWKV-6"), ("arwkv7", "Qwen2")])
-def test_older_gguf_files_are_refused(architecture: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["rwkv6", "arwkv7"])
+def test_older_gguf_files_are_refused(architecture: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), architecture=architecture)
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*only RWKV-7"):
         open_source(path)
 
 
 @pytest.mark.parametrize("name", ["model.pth", "model.safetensors", "model.gguf"])
-@pytest.mark.parametrize("share", [0.001, 0.3, 0.99])
+@pytest.mark.parametrize("share", [0.001, 0.99])
 def test_truncated_file_is_refused(name: str, share: float, tmp_path: Path) -> None:
     path = LAYOUTS[name](tmp_path / name, blink_weights(TINY))
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The files beside the weights: pooling, prompts and tokenizers."""
+"""Settings of sentence-transformers and tokenizers of a source."""
 
 from __future__ import annotations
 

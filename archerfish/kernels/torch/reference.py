@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.buffers import PoolStats
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
 from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
@@ -34,8 +34,7 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
-from archerfish.kernels.pool import let_team_go
-from archerfish.kernels.prompting import Word
+from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
@@ -235,9 +234,9 @@ class TorchOps(Ops[Tensor]):
         if self.device == "cpu":
             torch.set_num_threads(num_threads or cpu().num_cores)
 
-    def leave_thread(self, *, has_company: bool) -> None:
-        if self.device == "cpu" and torch.get_num_threads() > 1:  # else there is no team, or one that was lost in a fork
-            let_team_go(has_company)
+    def leave_thread(self) -> None:
+        if self.device == "cpu" and torch.get_num_threads() > 1:
+            release_threads()
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import DecodeState, Input
+from archerfish.kernels.decoding import DecodeState, Input, Word
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -31,7 +31,6 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
-from archerfish.kernels.prompting import Word
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, prompt_rows
@@ -43,7 +42,7 @@ from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton import rope as triton_rope
-from archerfish.kernels.triton.attention import Turning, attend_decodes, takes_new
+from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up
 from archerfish.kernels.triton.places import SHORT_ROWS, Places, Tile, find_places, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
@@ -280,11 +279,11 @@ class TritonOps(TorchOps):
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
-        turning = Turning(rotary, q_norm, k_norm, eps)
-        if not takes_new(qkv, batch, heads, turning):
+        rotation = Rotation(rotary, q_norm, k_norm, eps)
+        if not takes_new(qkv, batch, heads, rotation):
             return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
-        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, turning=turning)
+        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
         if batch.num_tokens < len(qkv):
             out[batch.num_tokens :] = 0
         return out
