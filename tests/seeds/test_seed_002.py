@@ -12,8 +12,8 @@ from tests.engine.tiny_llama import prompts, save_tiny_llama
 def test_an_engine_and_its_statistics(tmp_path: Path) -> None:
     # num_layers and kv_dim are read from the model.
     config = EngineConfig(
-        model=str(save_tiny_llama(tmp_path)), load_format="dummy", dtype="float32", num_threads=1, max_concurrent_requests=64,
-        max_queue_size=256, schedule_interval_ms=1, max_cache_tokens=65536,
+        model=str(save_tiny_llama(tmp_path)), load_format="dummy", dtype="float32", num_threads=1, max_batch_size=32,
+        max_concurrent_requests=64, max_queue_size=256, schedule_interval_ms=1, max_cache_tokens=65536,
     )
     with LLMEngine(config) as engine:
         for _ in range(2):
