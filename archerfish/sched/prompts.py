@@ -46,8 +46,8 @@ class PromptShares:
     def measure(self, num_tokens: int, seconds: float) -> None:
         """A step with so many prompt tokens took so long."""
         if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
-            found = num_tokens / seconds
-            self.tokens_per_s = (self.tokens_per_s + found) / 2 if self.tokens_per_s else found
+            found = num_tokens / seconds  # too low for a step of few tokens, so that a higher one counts at once
+            self.tokens_per_s = max(found, (self.tokens_per_s + found) / 2)
 
 
 def num_left(seq: Sequence) -> int:
