@@ -79,6 +79,7 @@ class Request:
     grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
     wants_logits: bool = False  # the first delta of the first sequence brings those of the token after the prompt
     adapter: int = 0  # number of the LoRA adapter; 0: none
+    collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
 class Status(Enum):
@@ -92,8 +93,8 @@ class Sequence:
 
     __slots__ = (
         "blocks", "error", "finish_reason", "hit", "index", "logits_handle", "mask", "matcher", "node", "num_cached",
-        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "num_sent", "request",
-        "row", "status", "times", "tokens",
+        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "num_reported",
+        "num_sent", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -103,8 +104,12 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
         self.num_pending = 0  # tokens sampled by steps in flight
+        # With so many tokens computed, no step is planned while its last token is pending: that may be the last of all, or a
+        # grammar must see it.
+        self.pending_limit = 0 if request.needs_host_token else self.num_prompt + request.max_tokens - 1
         self.num_in_flight = 0  # steps in flight that read or write its blocks
         self.num_emitted = 0  # output tokens that were handed out in deltas
+        self.num_reported = 0  # prompt logprobs that were handed out
         self.num_cached = 0  # prompt tokens that the cache gave at first admission
         self.num_preemptions = 0
         self.blocks: list[int] = []  # physical block of each logical one

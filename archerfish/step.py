@@ -71,7 +71,7 @@ class StepInput:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether each sequence has one new token and gets one, and nothing is asked beside that."""
+        """Whether each sequence has one new token and gets one, and the step asks for nothing else."""
         asks_more = self.kept or self.returned or self.scored
         return self.num_decodes == len(self.rows) and not asks_more and bool((self.samples == 1).all())
 

@@ -57,16 +57,11 @@ class Baseline:
 
     def check_comparable(self, other: Baseline) -> None:
         """Raise an error that names the difference where the figures of two runs are not comparable."""
-        for what in ("bench", "model"):
-            own, others = getattr(self, what), getattr(other, what)
+        pairs = {key: (self.machine.get(key), other.machine.get(key)) for key in MACHINE_KEYS}
+        for what, (own, others) in {"bench": (self.bench, other.bench), "model": (self.model, other.model), **pairs}.items():
             if own != others:
-                raise InvalidOptionError(f"The baseline is of the {what} {own!r}, not of {others!r}.")
-        for key in MACHINE_KEYS:
-            if self.machine.get(key) != other.machine.get(key):
-                raise InvalidOptionError(
-                    f"The baseline was measured on a machine whose {key} is {self.machine.get(key)!r}; here it is "
-                    f"{other.machine.get(key)!r}.", hint="Save a baseline on this machine (--save-baseline).",
-                )  # fmt: skip
+                hint = "Save a baseline of this run (--save-baseline)."
+                raise InvalidOptionError(f"The {what} of the baseline is {own!r}, that of this run {others!r}.", hint=hint)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.group import EngineGroup, chosen, versions
-from archerfish.bench.report import OURS, Goal, Measurement, Note
+from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.words import random_text
 from archerfish.observe.summary import percentile
 
@@ -28,7 +28,6 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnx": ("OnnxRuntime", ("onnxruntime", "optimum", "sentence_transformers")),
     "openvino": ("OpenVino", ("openvino", "optimum", "sentence_transformers")),
 }
-CPU_ONLY = ("onnx", "openvino")
 REFERENCE = "st-float32"
 WORKLOADS = {"10 tokens, texts/s": (1024, 10, 10), "128 tokens, texts/s": (256, 128, 128),
              "5-256 tokens, texts/s": (256, 5, 256)}  # texts, and their shortest and longest in tokens # fmt: skip
@@ -58,7 +57,7 @@ GOALS = (
 )
 
 
-def measure(options: Namespace) -> Iterator[Measurement | Note]:
+def measure(options: Namespace) -> Found:
     from archerfish.store.names import resolve_model
 
     names = chosen("--engines", options.engines, ENGINES)
@@ -75,9 +74,9 @@ def measure(options: Namespace) -> Iterator[Measurement | Note]:
             return group.open(name, ENGINES.get(name, ENGINES[OURS])[0], arguments, path=path)
 
         for name in [*names, *(name for name in versions(options.against) if name != OURS)]:
-            reason = missing(name, options.embed.device)
-            if reason:
-                yield Note(f"{name} was not measured: {reason}")
+            absent = [module for module in ENGINES.get(name, ENGINES[OURS])[1] if importlib.util.find_spec(module) is None]
+            if absent:
+                yield f"{name} was not measured: not installed: {', '.join(absent)}"
             else:
                 launch(name)  # converts or exports, and warms the page cache; not measured
         yield from measure_starts(group, launch, options.rounds)
@@ -85,20 +84,6 @@ def measure(options: Namespace) -> Iterator[Measurement | Note]:
         yield from measure_work(group, texts, options)
         yield from measure_documents(group, launch, options)
         yield from group.notes
-
-
-def missing(name: str, device: str) -> str:
-    """The reason why an engine cannot run here; empty if it can."""
-    absent = [module for module in ENGINES.get(name, ENGINES[OURS])[1] if importlib.util.find_spec(module) is None]
-    if absent:
-        return f"not installed: {', '.join(absent)}"
-    if name in CPU_ONLY and device not in ("cpu", "auto"):
-        return f"it does not run on {device}"
-    if name == "st-bfloat16" and device != "cuda":
-        from archerfish.kernels.torch.cpu import is_available
-
-        return "" if is_available("bfloat16") else "this CPU has no products in bfloat16"
-    return ""
 
 
 def measure_starts(group: EngineGroup, launch: Launch, rounds: int) -> Iterator[Measurement]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.group import EngineGroup, versions
-from archerfish.bench.report import OURS, Goal, Measurement, Note
+from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.observe.summary import percentile
 
 PEER_BATCH = 32
@@ -93,7 +93,7 @@ def run_static(group: EngineGroup, name: str, jobs: list[Job], batch: int) -> fl
     return total
 
 
-def throughput(options: Namespace) -> Iterator[Measurement | Note]:
+def throughput(options: Namespace) -> Found:
     """Continuous against static batching at several sizes, and against peers at PEER_BATCH; all in every round."""
     facts: dict[str, dict[str, Any]] = {}
     with EngineGroup() as group:
@@ -113,8 +113,6 @@ def throughput_round(group: EngineGroup, batch: int, jobs: list[Job], ours: list
     num_tokens = sum(output for _, output in jobs)
     metric = f"continuous, {batch} sequences, tokens/s"
     for name in ours:
-        if f"{name} {batch}" not in group.names():
-            continue
         if seconds := run_continuous(group, f"{name} {batch}", jobs):
             yield Measurement(metric, num_tokens / seconds, name)
             facts = group.call(f"{name} {batch}", "facts")
@@ -122,11 +120,11 @@ def throughput_round(group: EngineGroup, batch: int, jobs: list[Job], ours: list
     group.call(f"{OURS} {batch}", "clear_cache")
     if seconds := run_static(group, f"{OURS} {batch}", jobs, batch):
         yield Measurement(f"static, {batch} sequences, tokens/s", num_tokens / seconds)
-    if batch == PEER_BATCH and "transformers" in group.names() and (seconds := run_static(group, "transformers", jobs, batch)):
+    if batch == PEER_BATCH and (seconds := run_static(group, "transformers", jobs, batch)):
         yield Measurement(metric, num_tokens / seconds, "transformers")
 
 
-def latency(options: Namespace) -> Iterator[Measurement | Note]:
+def latency(options: Namespace) -> Found:
     """One request at a time after prompts of several lengths: first token, tokens a second, gaps between tokens."""
     with EngineGroup() as group:
         facts = open_ours(group, options)
@@ -149,13 +147,12 @@ def latency_figures(times: list[float], length: int, name: str) -> Iterator[Meas
         yield Measurement(f"gap between tokens p{share}, ms", percentile(gaps, share / 100), name)
 
 
-def prefix(options: Namespace) -> Iterator[Measurement | Note]:
+def prefix(options: Namespace) -> Found:
     """64 prompts of 1,000 tokens, 800 of them shared, with the cache and without; first tokens of miss, hit and repeat."""
     with EngineGroup() as group:
         facts = open_ours(group, options, enable_prefix_caching=True)
         plain = f"{OURS} without cache"
-        open_plain = {**dataclasses.asdict(options.engine), "enable_prefix_caching": False}
-        group.open(plain, "Archerfish", {"options": open_plain})
+        group.open(plain, "Archerfish", {"options": {**dataclasses.asdict(options.engine), "enable_prefix_caching": False}})
         for number in range(options.rounds):
             draw = np.random.default_rng(number)
             vocab_size = facts[OURS]["vocab_size"]

@@ -12,14 +12,14 @@ import random
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from archerfish.bench.group import EngineGroup, chosen, versions
-from archerfish.bench.report import Goal, Measurement, Note
+from archerfish.bench.report import Found, Goal, Measurement
 from archerfish.errors import InvalidOptionError
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
@@ -68,10 +68,10 @@ GOALS = tuple(
 STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
 MAX_TOKEN = 10000
 SAMPLED, GREEDY = 0.6, 0.0  # temperatures
-Generate = partial[float | None]  # prompts, outputs and temperature to seconds
+Generate = Callable[..., float | None]  # prompts, outputs and temperature to seconds
 
 
-def measure(options: Namespace) -> Iterator[Measurement | Note]:
+def measure(options: Namespace) -> Found:
     """All parts on all shapes; the engines of a shape follow one another, because each takes most of the card's memory."""
     parts = chosen("--only", options.only, PARTS)
     shapes, peers = prepare(options)
@@ -129,7 +129,7 @@ def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator
             yield PARTS["shared"], 256 / seconds
 
 
-def startup(options: Namespace) -> Iterator[Measurement | Note]:
+def startup(options: Namespace) -> Found:
     """From starting a process to its first token, twice: with empty caches of compiled code, and with filled ones."""
     folder = Path(options.scratch) if options.scratch else options.hub.cache_path() / "bench"
     for shape in prepare(options)[0]:

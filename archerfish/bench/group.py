@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from archerfish.bench.report import OURS, Note
+from archerfish.bench.report import OURS
 from archerfish.bench.worker import Worker, WorkerError
 from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
 
 
-class EngineGroup:
-    """Engines by name. A peer that fails is noted and left out; a failure of ours ends the bench."""
+class EngineGroup(AbstractContextManager["EngineGroup"]):
+    """Engines by name. A peer that fails is noted and left out; a failure of archerfish, of any version, ends the bench."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self.notes: list[Note] = []
+        self.notes: list[str] = []
 
     def open(self, name: str, engine: str, arguments: dict[str, Any], **options: Any) -> Any:
         """Start an engine, in place of one that had the name before; returns its times, None if it failed."""
@@ -33,10 +34,11 @@ class EngineGroup:
         try:
             return self._workers[name].call(method, **arguments)
         except WorkerError as error:
-            self._workers.pop(name).close()
-            if name.startswith(OURS):
+            worker = self._workers.pop(name)
+            worker.close()
+            if worker.engine.startswith("Archerfish"):
                 raise ServiceError(f"{name} failed: {error}", hint="") from None
-            self.notes.append(Note(f"{name} failed: {error}"))
+            self.notes.append(f"{name} failed: {error}")
             return None
 
     def names(self, rotation: int = 0) -> list[str]:
@@ -48,9 +50,6 @@ class EngineGroup:
     def close(self) -> None:
         while self._workers:
             self._workers.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -7,7 +7,6 @@ work must move, or the fewest operations, at the card's rate.
 
 from __future__ import annotations
 
-import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD, BLOCK_SIZE = 8192, 4096, 14336, 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
-NUM_REPLAYS = 20
 CACHE_BYTES, MAX_LAYERS = 200_000_000, 40  # layers of a decode: together more than the card's cache holds
 Call = Callable[[], object]
 
@@ -64,31 +62,16 @@ def measure(options: Namespace) -> Iterator[Measurement]:
 
 def median_us(calls: Sequence[Call]) -> float:
     """Microseconds of one call."""
-    if len(calls) > 1:
-        return graph_us(calls)
-    from triton.testing import do_bench
+    from triton.testing import do_bench, do_bench_cudagraph
 
-    return float(do_bench(calls[0], warmup=10, rep=200, return_mode="median")) * 1000
+    if len(calls) == 1:
+        return float(do_bench(calls[0], warmup=10, rep=200, return_mode="median")) * 1000
 
-
-def graph_us(calls: Sequence[Call]) -> float:
-    import torch
-
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def run_all() -> None:
         for call in calls:
             call()
-    times: list[float] = []
-    for _ in range(NUM_REPLAYS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:]) * 1000 / len(calls)
+
+    return float(do_bench_cudagraph(run_all, rep=200, return_mode="median")) * 1000 / len(calls)
 
 
 def random(*shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -35,11 +35,7 @@ class Measurement:
     engine: str = OURS
 
 
-@dataclass(frozen=True)
-class Note:
-    """A remark that the reader of the figures needs, such as a peer that could not be measured."""
-
-    text: str
+Found = Iterator[Measurement | str]  # what a bench yields; a string is a note, such as a peer that could not be measured
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,9 @@ class BenchReport:
     samples: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by metric, then by engine
     notes: list[str] = field(default_factory=list)
 
-    def add(self, found: Measurement | Note) -> None:
-        if isinstance(found, Note):
-            self.notes.append(found.text)
+    def add(self, found: Measurement | str) -> None:
+        if isinstance(found, str):
+            self.notes.append(found)
         else:
             self.samples.setdefault(found.metric, {}).setdefault(found.engine, []).append(found.value)
 
@@ -126,8 +122,7 @@ class BenchReport:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """A row for every metric: each engine's median and range, then how many times better ours is than each peer."""
-        engines = self.engines
-        peers = engines[1:]
+        engines, peers = self.engines, self.engines[1:]
         rows = []
         for metric in self.samples:
             cells = [format_summary(self.summary(metric, engine)) for engine in engines]

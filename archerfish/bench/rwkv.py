@@ -16,7 +16,7 @@ import numpy as np
 
 from archerfish.bench.generate import open_ours
 from archerfish.bench.group import EngineGroup
-from archerfish.bench.report import OURS, Goal, Measurement, Note
+from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.config import EngineConfig
 from archerfish.errors import UnsupportedModelError
 
@@ -60,14 +60,13 @@ def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Pat
 
 
 @contextmanager
-def with_shape(options: Namespace, vocab_size: int) -> Iterator[Namespace]:
-    """The options with a model of random weights in the wanted shape, unless they name a model."""
+def random_model(options: Namespace, vocab_size: int) -> Iterator[Path]:
+    """A scratch directory. Unless the options name a model, they get one with random weights in the wanted shape."""
     with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch:
         if options.engine.model == EngineConfig().model:
             shape = write_shape(options.shape, Path(scratch) / f"rwkv7-{options.shape}", vocab_size)
-            engine = options.engine.replace(model=str(shape), load_format="dummy")
-            options = Namespace(**{**vars(options), "engine": engine})
-        yield options
+            options.engine = options.engine.replace(model=str(shape), load_format="dummy")
+        yield Path(scratch)
 
 
 def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -87,17 +86,17 @@ def request_rate(group: EngineGroup, name: str, prompts: list[list[int]]) -> flo
     return float(len(prompts) / group.call(name, "generate", prompts=prompts, outputs=[PREFIX_OUTPUT] * len(prompts)))
 
 
-def rwkv(options: Namespace) -> Iterator[Measurement | Note]:
+def rwkv(options: Namespace) -> Found:
     """Streams, and requests with and without kept states. --block-size is the distance between two kept states."""
-    with with_shape(options, VOCAB_SIZE) as own, EngineGroup() as group:
-        facts = open_ours(group, own)[OURS]
+    with random_model(options, VOCAB_SIZE), EngineGroup() as group:
+        facts = open_ours(group, options)[OURS]
         if not facts["has_states"]:
-            raise UnsupportedModelError(f"{own.engine.model} is not a recurrent model.", hint="Give an RWKV-7 model.")
-        group.open(PLAIN, "Archerfish", {"options": {**asdict(own.engine), "enable_prefix_caching": False}})
+            raise UnsupportedModelError(f"{options.engine.model} is not a recurrent model.", hint="Give an RWKV-7 model.")
+        group.open(PLAIN, "Archerfish", {"options": {**asdict(options.engine), "enable_prefix_caching": False}})
         yield Measurement("a state, MB", facts["block_bytes"] / 1e6)
         for name in group.names():
             stream_rate(group, name, NUM_STREAMS, facts["vocab_size"], 0)  # warms up
-        for number in range(own.rounds):
+        for number in range(options.rounds):
             yield from rwkv_round(group, facts["vocab_size"], number)
         yield from group.notes
 
@@ -119,21 +118,23 @@ def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Mea
     yield Measurement("requests with the same tokens, share", same / len(prompts))
 
 
-def tts(options: Namespace) -> Iterator[Measurement | Note]:
+def tts(options: Namespace) -> Found:
     """Decodes and speech of several numbers of streams, and one stream of the package rwkv."""
     from archerfish.engine.tts import TOKENS_PER_SECOND
     from archerfish.engine.tts import VOCAB_SIZE as SPEECH_VOCAB_SIZE
 
-    with with_shape(options, SPEECH_VOCAB_SIZE) as own, EngineGroup() as group, tempfile.TemporaryDirectory() as scratch:
-        facts = open_ours(group, own, enable_prefix_caching=False, max_num_seqs=max(own.streams))[OURS]
+    with random_model(options, SPEECH_VOCAB_SIZE) as scratch, EngineGroup() as group:
+        facts = open_ours(group, options, enable_prefix_caching=False, max_num_seqs=max(options.streams))[OURS]
         rate = group.call(OURS, "copy_rate", num_bytes=COPY_BYTES[facts["device"]])
         yield Measurement("copy rate, GB/s", rate / 1e9)
-        for num in own.streams:
+        for num in options.streams:
             decode_rate(group, OURS, num, 4, facts["vocab_size"], 0)  # compiles and records
         ours = group.names()
-        open_package(group, own, facts, scratch)
-        for number in range(own.rounds):
-            for num in own.streams:
+        if not options.no_peers and options.engine.load_format == "dummy" and importlib.util.find_spec("rwkv") is not None:
+            strategy = f"{facts['device']} {STRATEGIES[facts['dtype']]}"
+            group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)})
+        for number in range(options.rounds):
+            for num in options.streams:
                 title = f"{num} streams" if num > 1 else "one stream"
                 for name in ours:
                     tokens_s = decode_rate(group, name, num, DECODE_OUTPUT, facts["vocab_size"], number)
@@ -145,16 +146,9 @@ def tts(options: Namespace) -> Iterator[Measurement | Note]:
                     if num == 1:
                         yield Measurement("one stream, real-time factor", seconds / audio_s, name)
                     yield Measurement(f"{num} at once, streams in real time", audio_s / seconds, name)
-            if PACKAGE in group.names() and (seconds := group.call(PACKAGE, "decode", num_tokens=DECODE_OUTPUT)):
+            if seconds := group.call(PACKAGE, "decode", num_tokens=DECODE_OUTPUT):
                 yield Measurement("one stream, tokens/s", DECODE_OUTPUT / seconds, PACKAGE)
         yield from group.notes
-
-
-def open_package(group: EngineGroup, options: Namespace, facts: dict[str, Any], scratch: str) -> None:
-    is_wanted = not options.no_peers and options.engine.load_format == "dummy"
-    if is_wanted and importlib.util.find_spec("rwkv") is not None:
-        strategy = f"{facts['device']} {STRATEGIES[facts['dtype']]}"
-        group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": scratch})
 
 
 def decode_rate(group: EngineGroup, name: str, num: int, num_output: int, vocab_size: int, seed: int) -> float:

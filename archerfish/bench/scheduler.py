@@ -12,14 +12,18 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from archerfish.bench.report import Goal, Measurement
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.errors import InvalidOptionError
 from archerfish.observe.summary import percentile
 from archerfish.params import SamplingParams
+from archerfish.sched.plan import Plan
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Plan, Request, StepResult
+from archerfish.sequence import Request
+from archerfish.step import StepResult
 
 BLOCK_SIZE, TOKEN = 16, 7
 NUM_NODES = (10**3, 10**4, 10**5, 10**6)
@@ -37,7 +41,6 @@ def measure(options: Namespace) -> Iterator[Measurement]:
     for name, samples in (("plan", plans), ("commit", commits), ("plan and commit", both)):
         for share in (50, 99):
             yield Measurement(f"{name} p{share}, us", percentile(samples, share / 100))
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         list(tree_costs(NUM_NODES[0]))  # warms up
@@ -48,8 +51,7 @@ def measure(options: Namespace) -> Iterator[Measurement]:
             yield from prompt_costs(cache, length, f"prompt of {length:,} tokens")
             gc.collect()
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def step_times_us(
@@ -80,12 +82,12 @@ def step_times_us(
         if len(in_flight) == 1:
             continue
         done = in_flight.pop(0)
-        result = StepResult([TOKEN] * len(done.sequences))
+        result = StepResult(np.full((len(done.sequences), 1), TOKEN))
         began = time.perf_counter()
         scheduler.commit(done, result)
         commit_us = (time.perf_counter() - began) * 1e6
         scheduler.take_deltas()
-        if plan.num_decodes == done.num_decodes == num_sequences:
+        if plan.input.num_decodes == done.input.num_decodes == num_sequences:
             plans.append(plan_us)
             commits.append(commit_us)
     return plans, commits

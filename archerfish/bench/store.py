@@ -26,13 +26,13 @@ def measure(options: Namespace) -> Iterator[Measurement]:
     options.hub.cache_path().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="archerfish-bench-", dir=options.hub.cache_path()) as scratch:
         work = Path(scratch)
-        source_mb = weight_bytes(source) / 1e6
         for number in range(options.rounds + 1):
             for name, wanted in CONVERSIONS.items():
                 config = ConversionConfig(dtype="float32", overwrite=True, **wanted)
                 result = ModelConverter(config).convert(source, work / "converted")
                 if number:
-                    yield Measurement(f"converting to {name}, MB/s", source_mb / result.conversion_time_sec)
+                    num_bytes = (work / "converted" / "weights.arrow").stat().st_size
+                    yield Measurement(f"converting to {name}, MB/s", num_bytes / 1e6 / result.conversion_time_sec)
         openers = make_openers(work)
         for number in range(options.rounds + 1):
             for name, opener in openers.items():
@@ -43,11 +43,6 @@ def measure(options: Namespace) -> Iterator[Measurement]:
                 else:
                     yield Measurement("growth of resident memory, MB", max(0, memory_bytes("VmRSS") - before) / 1e6, name)
                 del tensors
-
-
-def weight_bytes(source: Path) -> int:
-    files = [source] if source.is_file() else [*source.glob("*.safetensors"), *source.glob("*.gguf"), *source.glob("*.pth")]
-    return sum(file.stat().st_size for file in files)
 
 
 def make_openers(work: Path) -> dict[str, Callable[[], Any]]:

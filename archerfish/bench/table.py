@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig, Options
 from archerfish.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from archerfish.bench.report import Goal, Measurement, Note
+    from archerfish.bench.report import Found, Goal
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Bench:
     goals: str = ""
     usage: str = ""
 
-    def measure(self, options: argparse.Namespace) -> Iterator[Measurement | Note]:
-        function: Callable[[argparse.Namespace], Iterator[Measurement | Note]] = load(self.function)
+    def measure(self, options: argparse.Namespace) -> Found:
+        function: Callable[[argparse.Namespace], Found] = load(self.function)
         return function(options)
 
     def read_goals(self) -> Iterable[Goal]:

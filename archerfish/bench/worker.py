@@ -18,8 +18,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
 PACKAGE_PATH = str(Path(__file__).parents[2])
@@ -39,7 +38,7 @@ class Worker:
         file: Path = ENGINES_FILE, timeout_s: float = TIMEOUT_S,
     ) -> None:  # fmt: skip
         """engine: the name of a class in `file`; path: what the process imports first, in place of this checkout."""
-        self._timeout_s = timeout_s
+        self.engine, self._timeout_s = engine, timeout_s
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (close() closes it)
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -80,12 +79,6 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
         self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _reason_of_end(self) -> str:
         """The exit code and the last line that the process wrote."""

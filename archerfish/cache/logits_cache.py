@@ -22,8 +22,8 @@ from archerfish.sequence import pack_tokens
 class CacheKey:
     """What logits depend on: the context, the position that they predict, and the state of the model.
 
-    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, whose entries nobody
-    else may see. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed already.
+    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, since namespaces share no
+    entries. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed already.
     """
 
     __slots__ = ("_hash", "context_tokens", "model_state_hash", "position")
@@ -62,7 +62,7 @@ class LogitsCacheStats:
     bytes: int
     evictions: int  # gone for room, or with their node
     expirations: int
-    refusals: int  # not kept, for want of use or of room
+    refusals: int  # not kept: too large, or not worth it
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class LogitsCache:
         if num_bytes is None:
             num_bytes = getattr(value, "nbytes", None)
             if num_bytes is None:
-                raise InvalidInputError(f"A {type(value).__name__} does not say its size.", hint="Give num_bytes beside it.")
+                raise InvalidInputError(f"A {type(value).__name__} does not say its size.", hint="Give num_bytes too.")
         if node is not None and (node.is_stale or node.parent is None):
             self._kept.discard(key)
             return False

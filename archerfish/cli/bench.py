@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from archerfish.bench.table import BENCHES, Bench, Flag
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
-from archerfish.config import EngineConfig
 from archerfish.errors import MachineError
 
 if TYPE_CHECKING:
@@ -52,34 +51,28 @@ def baseline_file(text: str) -> str:
 
 def run(arguments: Namespace, out: Output) -> int:
     bench: Bench = arguments.bench
-    for cls in bench.sections:
-        setattr(arguments, cls.section, section(cls, arguments))
-    from archerfish.bench.report import BenchReport, Note, format_number
+    sections = {cls.section: section(cls, arguments) for cls in bench.sections}
+    vars(arguments).update(sections)
+    from archerfish.bench.report import BenchReport, format_number
 
-    report = BenchReport(bench.name, model_name(arguments))
+    report = BenchReport(bench.name)
     try:
         goals = list(bench.read_goals())
         with out.progress("Measuring") as progress:
             for number, found in enumerate(bench.measure(arguments)):
                 report.add(found)
-                shown = found.text if isinstance(found, Note) else f"{found.engine}: {found.metric}"
+                shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
                 progress(number + 1, 0, shown)
                 if not out.shows_progress:
-                    out.note(shown if isinstance(found, Note) else f"{shown} = {format_number(found.value)}")
+                    out.note(shown)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("archerfish"):
             raise
         hint = "Run `pip install 'archerfish[bench]'`."
         raise MachineError(f"This bench needs the package {error.name}, which is not installed.", hint=hint) from error
+    models = [getattr(holder, "model", "") for holder in (*map(vars(arguments).get, sections), arguments)]
+    report.model = Path(next(filter(None, models), "")).name
     return finish(report, goals, arguments, out)
-
-
-def model_name(arguments: Namespace) -> str:
-    """The model that the bench runs; the shape of its random weights where no model is named."""
-    sections = [getattr(arguments, cls.section) for cls in arguments.bench.sections]
-    model = next((str(config.model) for config in sections if hasattr(config, "model")), getattr(arguments, "model", ""))
-    has_shape = hasattr(arguments, "shape") and model == EngineConfig().model
-    return f"rwkv7-{arguments.shape}" if has_shape else model
 
 
 def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out: Output) -> int:

@@ -25,11 +25,11 @@ from archerfish.cli.output import Output, size
 from archerfish.config import HubConfig
 from archerfish.errors import ModelError
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
-from archerfish.types import INT8
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
 MIN_PYTHON = (3, 11)
+INT8 = "int8"
 ONLY_INT8 = "fits with --weights int8 alone"
 COMPILERS = ("cc", "c++", "nvcc")
 PEERS = ("sentence-transformers", "onnxruntime", "openvino")

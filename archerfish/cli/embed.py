@@ -1,4 +1,4 @@
-"""`archerfish embed`: texts to vectors, to a table, to JSON or into a file."""
+"""`archerfish embed`: vectors of texts, as a table, as JSON or in a file."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
-    parser.add_argument("--similarity", action="store_true", help="show the cosine of every text with every other")
+    parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
     parser.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (else as the model says)"
+        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model)"
     )
-    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="one of the model's prompts, put before every text")
+    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
     add_options(parser, EmbedConfig, HubConfig)
 
 

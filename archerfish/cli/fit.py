@@ -9,10 +9,9 @@ from typing import Any
 
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
-from archerfish.types import DTYPE_BYTES, INT8
+from archerfish.types import DTYPE_BYTES
 
-# Memory besides the weights: Python, torch and batches on a CPU (340-430 MB measured with MiniLM); a CUDA context and workspaces
-# on a GPU.
+# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
 SPARE = 0.95  # usable share of the available memory
@@ -31,17 +30,17 @@ class ModelSize:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights in memory in a type. For int8, vectors have two bytes; 0 for models without int8."""
-        return self._int8_bytes() if dtype == INT8 else self.num_parameters * DTYPE_BYTES[dtype]
+        """Bytes in memory in a type, or with matrices in a weight format and the rest in two bytes; 0: unknown for this model."""
+        return self.num_parameters * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else self._format_bytes(dtype)
 
-    def _int8_bytes(self) -> int:
+    def _format_bytes(self, weight_format: str) -> int:
+        from archerfish.kernels.formats import choose_format
         from archerfish.models.adapter import model_class
         from archerfish.models.config import Config
 
         config = Config(self.config)
         try:
-            adapter = model_class(config)
-            return sum(adapter.tensor_bytes(config, "bfloat16", INT8).values()) if INT8 in adapter.weight_formats else 0
+            return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(weight_format)).values())
         except UnsupportedModelError:
             return 0
 

@@ -28,7 +28,7 @@ class Sample:
 
 
 class Metric(ABC):
-    """What the three kinds of metric share: a name, label names, and a lock."""
+    """The common part of the three kinds of metric: a name, label names, and a lock."""
 
     kind: ClassVar[Kind]
 
@@ -120,7 +120,7 @@ class _Series:
 
 
 class Histogram(Metric):
-    """How often values fell into fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
+    """Counts of values in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
 
     kind = "histogram"
 
@@ -139,7 +139,7 @@ class Histogram(Metric):
         self.observe_many((value,), **labels)
 
     def observe_many(self, values: Sequence[float], **labels: str) -> None:
-        """Several values under one lock: for what is measured once per item of a batch."""
+        """Observe several values under one lock."""
         key = self._key(labels)
         with self._lock:
             series = self._series.get(key)
@@ -160,7 +160,7 @@ class Histogram(Metric):
             return self._series[key].total if key in self._series else 0.0
 
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
-        """Of the values in the window, exactly: the smallest that so many per cent do not exceed; nan without any."""
+        """Exact percentiles (nearest rank) of the values in the window; nan if it is empty."""
         for percent in percents:
             if not 0 <= percent <= 100:
                 raise ValueError(f"A percentile lies between 0 and 100, not at {percent}.")
@@ -193,7 +193,7 @@ M = TypeVar("M", bound=Metric)
 
 
 class MetricRegistry:
-    """The metrics of one service. Asking twice for a name gives the same metric, so that parts can share one."""
+    """The metrics of one service. The same name gives the same metric, so that parts can share one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

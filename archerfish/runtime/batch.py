@@ -16,7 +16,7 @@ MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS = 8, 256  # from which on reading shared
 
 
 class BlockTables:
-    """The blocks of the sequence in each row, in the order of its tokens, as the steps so far have told."""
+    """The blocks of the sequence in each row, in the order of its tokens. Every step brings the new ones."""
 
     def __init__(self, num_rows: int) -> None:
         self._blocks = np.zeros((num_rows, 8), dtype=np.int64)  # grows with the longest sequence

@@ -1,7 +1,7 @@
 """Passes that are recorded once and repeated without the host: steps of decodes, and passes over one prompt.
 
 A pass is recorded for some sizes. A batch is filled up to the next one, unless the backend repeats recorded work for any number
-of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` and `kernels/prompting.py` say how it is
+of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` says how it is
 laid out. Tokens stay on the device from step to step, and so do the block lists of models with keys.
 """
 
@@ -17,9 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, Word
 from archerfish.kernels.ops import Ids, Ops, Replay, T
-from archerfish.kernels.prompting import Word
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.pool import MemoryPool
@@ -61,7 +60,7 @@ class RecordedPasses(ABC, Generic[T, K]):
 
     @abstractmethod
     def kinds(self) -> Iterable[K]:
-        """All kinds, in the order in which to record them: the largest first, whose memory the others use after it."""
+        """All kinds, in the order in which to record them: the largest first, since the others use its memory after it."""
 
     @abstractmethod
     def empty_inputs(self, kind: K) -> Ids:
@@ -121,7 +120,7 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         self._num_shared = 0
 
     def enter(self, step: StepInput) -> None:
-        """Forget the sequences whose rows others have taken."""
+        """Forget the blocks of rows that change hands."""
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""

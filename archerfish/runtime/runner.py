@@ -57,7 +57,7 @@ class RunningStep(Protocol):
 
 
 class QueuedStep:
-    """A step whose work the device has."""
+    """A step whose work was given to the device."""
 
     def __init__(self, finish: Callable[[], StepResult]) -> None:
         self._result = Lazy(finish)
@@ -82,7 +82,7 @@ class ModelRunner(Generic[T]):
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
         self._tables = BlockTables(max_num_seqs)
-        self._special_rows: set[int] = set()  # whose sequences are not sampled plainly
+        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
         self._prompts: PromptGraphs[T] | None = None

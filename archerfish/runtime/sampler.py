@@ -173,7 +173,7 @@ class FastSampler(Generic[T]):
         return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
 
     def _enter_stages(self, rows: Ids, positions: Ids) -> None:
-        """Bring rows whose next token is of another stage up to date: which one it is follows from the position alone."""
+        """Set the parameters of rows that reach another stage. The stage follows from the position alone."""
         for place in np.flatnonzero(positions >= self._table["until"][rows]).tolist():
             row = int(rows[place])
             end, stages = self._staged[row]

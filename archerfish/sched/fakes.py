@@ -1,4 +1,4 @@
-"""A runner that needs no model or device: for tests, benchmarks and users who try a policy of their own."""
+"""A runner without a model or a device, for tests and for trying a scheduling policy."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ class FakeRunner:
                 self._memory[self._blocks[row][position // self._block_size]][position % self._block_size] = EMPTY
         self._logits |= {handle: FakeLogits(EMPTY) for _, handle in plan.input.kept}
 
-    def check_kept(self, num_handles: int) -> None:
-        """Raise unless so many rows of logits are kept."""
-        _demand(len(self._logits) == num_handles, f"{len(self._logits)} rows of logits are kept, not {num_handles}")
+    @property
+    def kept_handles(self) -> set[int]:
+        """Handles of the logits that are kept."""
+        return set(self._logits)
 
     def _enter(self, step: StepInput) -> None:
         if step.step <= self._last_step:  # it was executed before it was spoiled

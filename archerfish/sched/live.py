@@ -166,6 +166,11 @@ class LiveSequences:
         self.sharing.forget(seq)
         self._end_request(seq.request)
 
+    def end_by_mask(self, seq: Sequence) -> None:
+        """End a sequence whose grammar allows no token, or has failed."""
+        assert seq.mask is not None
+        self.end(seq, "error", error=seq.mask.error)
+
     def _depart(self, seq: Sequence) -> int:
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)

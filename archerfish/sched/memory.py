@@ -1,4 +1,4 @@
-"""The blocks of running sequences: where they come from, and what the cache keeps of them."""
+"""The blocks of running sequences: where they come from, and what the cache keeps of them afterwards."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Found:
 class SequenceMemory:
     """Gives blocks to sequences out of the free list and the cache, and takes them back into the tree.
 
-    A sequence owns a reference to each of its blocks and locks the node up to which its tokens are in the tree, or the root,
-    which keeps nothing from being evicted but tells whether the cache was cleared meanwhile.
+    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the root: a
+    lock on the root protects nothing, but shows whether the cache was cleared meanwhile.
 
-    Where blocks are of use as wholes only (states), the block that a sequence is inside of is its own alone: it never goes into
-    the tree, so that it is never copied either.
+    A state is the whole of its block. So the last block of a sequence, which still changes, never goes into the tree and is
+    never copied.
     """
 
     def __init__(
@@ -102,15 +102,19 @@ class SequenceMemory:
         self._dropped += [handle for _, handle in kept if handle not in self._stored]
         self._stored.clear()
 
+    def drop_again(self, handles: list[int]) -> None:
+        """The step that was to drop these has failed, maybe before it did."""
+        self._dropped += handles
+
     # Admission
 
-    def look_up(self, seq: Sequence, num_reported: int) -> Found:
-        """The longest prefix that may be taken from the cache, locked. `num_reported`: prompt logprobs handed out already."""
+    def look_up(self, seq: Sequence) -> Found:
+        """The longest prefix that may be taken from the cache, locked."""
         request, num_known = seq.request, len(seq.tokens)
         key = RadixKey(seq.tokens, request.namespace)
         limit = num_known - 1
         if request.params.prompt_logprobs is not None and seq.index == 0:
-            limit = min(limit, num_reported)
+            limit = min(limit, seq.num_reported)
         handle = 0
         if self.logits_cache is not None and num_known == seq.num_prompt and limit == num_known - 1:
             handle = self.logits_cache.get(CacheKey(key, num_known, self._state_hash(request.namespace))) or 0
@@ -130,7 +134,7 @@ class SequenceMemory:
         return Found(num_tokens, match.blocks, node, handle)
 
     def num_blocks_wanted(self, seq: Sequence, found: Found) -> int:
-        """Blocks that the sequence needs for all its tokens beside those that it can share."""
+        """Blocks that the sequence needs for all its tokens, without those that it can share."""
         return self.num_blocks_for(len(seq.tokens)) - found.num_tokens // self._block_size
 
     def put_back(self, found: Found) -> None:

@@ -93,7 +93,8 @@ class PlanBuilder:
             counts = np.ones(num, dtype=np.int64)
             starts = np.fromiter([seq.num_computed - 1 for seq in sequences], np.int64, num)
         made = StepInput(step, rows, starts, counts, counts, adapters, self._decode_tokens(), num, copies=self.copies)
-        self._add_blocks(made, self.grown)
+        if self.grown:
+            self._add_block_each(made)
         if self.has_masks:
             add_masks(made, sequences, range(num))
         return Plan(made, sequences, 0)
@@ -131,6 +132,16 @@ class PlanBuilder:
         if not self.has_known_tokens:
             return np.full(num, PENDING, dtype=np.int64)
         return np.fromiter([seq.tokens[-1] if seq.num_pending == 1 else PENDING for seq in self.sequences], np.int64, num)
+
+    def _add_block_each(self, made: StepInput) -> None:
+        """The one new block of each decode that has grown."""
+        places = []
+        for seq in self.grown:
+            places.append(seq.num_sent)
+            seq.num_sent += 1
+        made.block_places = as_ids(places)
+        made.block_rows = as_ids([seq.row for seq in self.grown])
+        made.block_ids = as_ids([seq.blocks[-1] for seq in self.grown])
 
     def _add_blocks(self, made: StepInput, sequences: list[Sequence]) -> None:
         new = [(seq.row, seq.num_sent, seq.blocks[seq.num_sent :]) for seq in sequences if len(seq.blocks) > seq.num_sent]

@@ -23,15 +23,14 @@ from archerfish.cache.radix import HitRecord, RadixCache
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.memory import Found, SequenceMemory
+from archerfish.sched.memory import SequenceMemory
 from archerfish.sched.plan import Plan, PlanBuilder
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
-from archerfish.sched.prompts import PromptShares
+from archerfish.sched.prompts import PromptPlanner
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import StepResult, TokenLogprobs
 
 MAX_OPEN_STEPS = 2  # one in flight, one planned behind it
-MAX_OVERTAKEN = 64  # waiting sequences that another one may overtake in one plan
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class OpenStep:
 class Scheduler:
     """Turns requests into plans and results into deltas.
 
-    `max_num_batched_tokens` must leave room for one chunk beside a token for every running sequence. `max_requests` bounds the
+    `max_num_batched_tokens` must leave room for a token of every running sequence and for one chunk. `max_requests` bounds the
     requests that wait or run; 0: only the queue is bounded. `fixed_chunk`: chunks of a prompt end at its multiples, whatever
     else runs, so that results do not depend on other requests.
     """
@@ -81,13 +80,11 @@ class Scheduler:
         self._memory = SequenceMemory(blocks, cache, logits_cache, model_state_hash, fixed_chunk, logits_row_bytes)
         self.policy.bind(clock, self._memory.num_cached)
         self._live = LiveSequences(self._memory, self.policy, max_num_seqs, max_queue_size, clock)
-        self._prompts = PromptShares()
+        self._prompts = PromptPlanner(self._live, self._memory, fixed_chunk, max_model_len)
         self.clock = clock
         self._block_size = blocks.block_size
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, OpenStep] = {}
-        self._blocked: tuple[Sequence | None, int] = (None, 0)  # a sequence without room, and how many blocks it takes
-        self._num_reported: dict[Sequence, int] = {}  # prompt logprobs handed out
         self._next_step = 0
         self._last_decodes: Plan | None = None  # the last plan, if it had decodes only
         self._last_commit = 0.0
@@ -135,14 +132,14 @@ class Scheduler:
         if request.request_id in self._live.requests:
             raise InvalidInputError(f"There is a live request {request.request_id!r}.", hint="Choose another request_id.")
         total, pool = num_prompt + max_tokens, self._memory.blocks.num_total
-        wish = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
+        wanted = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
         if total > self.max_model_len:
             raise InputTooLargeError(
-                f"{wish}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
+                f"{wanted}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
             )
         if self._memory.num_blocks_for(total) > pool:
             raise InputTooLargeError(
-                f"{wish}; the whole memory holds {pool * self._block_size:,}.",
+                f"{wanted}; the whole memory holds {pool * self._block_size:,}.",
                 hint="Shorten the prompt, lower max_tokens, or give the engine more memory (max_cache_tokens).",
             )
 
@@ -159,7 +156,7 @@ class Scheduler:
         """End one sequence now (its text is complete); tokens still to come are dropped. False: it has ended already."""
         if seq.finish_reason is not None:
             return False
-        self._end(seq, reason)
+        self._live.end(seq, reason)
         return True
 
     def finish_one(self, request_id: str, index: int) -> bool:
@@ -191,7 +188,7 @@ class Scheduler:
         if builder.stalled:
             self._rescue(builder)
         if live.prefilling or (live.rows and len(live.queue)):
-            self._plan_prompts(builder, now)
+            self._prompts.plan(builder, now)
         return self._seal(builder, now)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
@@ -203,8 +200,7 @@ class Scheduler:
             computed = seq.num_computed
             pending = seq.num_pending
             if pending:
-                request = seq.request
-                if request.needs_host_token or computed + 1 - seq.num_prompt >= request.max_tokens:
+                if computed >= seq.pending_limit:
                     continue
             else:
                 builder.has_known_tokens = True
@@ -226,12 +222,7 @@ class Scheduler:
             sequences.append(seq)
         builder.budget -= len(sequences)
         for seq in failed:
-            self._end_by_mask(seq)
-
-    def _end_by_mask(self, seq: Sequence) -> None:
-        """End a sequence whose grammar allows no token, or has failed."""
-        assert seq.mask is not None
-        self._end(seq, "error", error=seq.mask.error)
+            self._live.end_by_mask(seq)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
@@ -247,118 +238,6 @@ class Scheduler:
                     num_coming -= 1
                     break
                 num_coming += live.preempt(live.last_in_rank())
-
-    # Prompts
-
-    def _plan_prompts(self, builder: PlanBuilder, now: float) -> None:
-        """Chunks of prompts, those of running sequences and of waiting ones, which are admitted with their first chunk."""
-        live, memory = self._live, self._memory
-        candidates = list(live.prefilling)
-        if (live.rows and not builder.is_pressed) or live.is_empty:
-            limit = MAX_OVERTAKEN + len(live.rows)
-            candidates += itertools.islice(live.queue.ordered(memory.num_available, limit), limit)
-        is_shared = bool(builder.sequences) or len(candidates) > 1
-        most = self._prompts.max_tokens(is_shared=is_shared)
-        if most is not None:
-            builder.budget = min(builder.budget, max(most, self.fixed_chunk))
-        is_blocked = self._blocked[0] in live.queue and memory.num_available < self._blocked[1]
-        if not is_blocked:  # else one that got memory before the blocked sequence could keep it waiting for ever
-            candidates = self._prompts.order(candidates, len(live.prefilling) + len(live.rows), builder.budget)
-        can_admit = True
-        for seq in candidates:
-            if builder.budget < max(1, self.fixed_chunk):
-                break
-            if seq in live.prefilling:
-                self._plan_chunk(seq, builder)
-            elif can_admit and seq in live.queue and not self._must_wait(seq):
-                can_admit = bool(live.rows) and (live.is_empty or not builder.is_pressed) and self._try_admit(seq, builder, now)
-
-    def _plan_chunk(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """More tokens of a running sequence's prompt."""
-        count = self._next_chunk(seq, builder.budget)
-        count = self._make_room(seq, count, builder) if count else 0
-        if count:
-            self._give(seq, count, builder)
-
-    def _next_chunk(self, seq: Sequence, budget: int) -> int:
-        start, end = seq.num_computed, len(seq.tokens)
-        if not self.fixed_chunk:
-            return min(end - start, budget)
-        if start < seq.num_prompt:
-            end = min(start - start % self.fixed_chunk + self.fixed_chunk, seq.num_prompt)
-        else:  # after a preemption: as it was computed before, one by one
-            end = start + 1
-        return end - start if end - start <= budget else 0
-
-    def _make_room(self, seq: Sequence, count: int, builder: PlanBuilder) -> int:
-        """Blocks for the next tokens of a prefill: how many tokens of `count` can be had."""
-        live, memory, start = self._live, self._memory, seq.num_computed
-        while True:
-            held = len(seq.blocks)
-            wanted = memory.num_blocks_for(start + count) - held
-            if wanted <= 0 or memory.grow(seq, wanted):
-                return count
-            builder.is_pressed = True
-            fitting = min(wanted, memory.num_available)
-            count_fitting = (held + fitting) * self._block_size - start
-            if not self.fixed_chunk and count_fitting > 0 and memory.grow(seq, fitting):
-                return min(count, count_fitting)
-            if live.leaving:
-                return 0
-            victim = live.last_in_rank()
-            if victim is not seq or live.num_running == 1:
-                live.preempt(victim)
-            if victim is seq:
-                return 0
-
-    def _give(self, seq: Sequence, count: int, builder: PlanBuilder) -> None:
-        if builder.add_chunk(seq, count):
-            self._live.catch_up(seq)
-
-    def _must_wait(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence needs its mask, or what another sequence is computing; one with a failed grammar ends."""
-        if seq.mask is not None:
-            if not seq.mask.done():
-                return True
-            if seq.mask.error is not None:
-                self._end_by_mask(seq)
-                return True
-        return self._live.waits_for_another(seq)
-
-    def _try_admit(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
-        memory, live = self._memory, self._live
-        before = memory.num_available
-        if self._blocked[0] is seq and before < self._blocked[1] and not live.is_empty:
-            return False
-        found = memory.look_up(seq, self._num_reported.get(seq, 0))
-        wanted = memory.num_blocks_wanted(seq, found) + self._num_reserved()
-        if wanted > memory.num_available:
-            if not live.is_empty:
-                self._blocked = seq, wanted + before - memory.num_available
-                memory.put_back(found)
-                return False
-            found = memory.without_match(found)  # a lone sequence fits into the empty pool: what it matched is in its way
-        self._start(seq, found, builder, now)
-        return True
-
-    def _num_reserved(self) -> int:
-        """Blocks that running sequences will soon want: the rest of their prompts, and about one for each decode."""
-        memory, live = self._memory, self._live
-        rest = sum(memory.num_blocks_for(len(seq.tokens)) - len(seq.blocks) for seq in live.prefilling)
-        if self._block_size >= self.max_model_len:  # a sequence never wants a second one
-            return rest
-        return rest + min(live.num_running, memory.blocks.num_total // 8)
-
-    def _start(self, seq: Sequence, found: Found, builder: PlanBuilder, now: float) -> None:
-        self._live.queue.remove(seq)
-        builder.copies += self._live.start(seq, found, now)
-        builder.started.append(seq)
-        count = 0 if found.logits_handle else self._next_chunk(seq, builder.budget)
-        wanted = self._memory.num_blocks_for(found.num_tokens + count) - len(seq.blocks)
-        if wanted > 0 and not self._memory.grow(seq, wanted):
-            raise InvariantError(f"{wanted} blocks were counted as available and are not.")
-        self._give(seq, count, builder)
-        self._live.stats.cached_logits_used += not count
 
     def _seal(self, builder: PlanBuilder, now: float) -> Plan | None:
         memory, stats = self._memory, self._live.stats
@@ -411,7 +290,7 @@ class Scheduler:
         if seq.finish_reason is None:
             error = result.errors.get(index)
             if error is not None:
-                self._end(seq, "error", error=error)
+                self._live.end(seq, "error", error=error)
             else:
                 self._accept(plan, result, index, now)
         if seq.row >= 0 and seq.status is not Status.RUNNING and not seq.num_in_flight:
@@ -433,7 +312,7 @@ class Scheduler:
         if index in result.logprobs:
             delta.logprobs = result.logprobs[index][: len(delta.token_ids)]
         if reason is not None:
-            self._end(seq, reason, delta=delta)
+            self._live.end(seq, reason, delta=delta)
             return
         self._live.deltas.append(delta)
         if seq.request.grammar is not None:
@@ -466,9 +345,9 @@ class Scheduler:
     def _report_prompt(self, delta: Delta, start: int, logprobs: list[TokenLogprobs]) -> None:
         """Prompt logprobs, of the first sequence only, and none twice where a preemption made them be computed again."""
         seq = delta.sequence
-        fresh = logprobs[max(0, self._num_reported.get(seq, 0) - start) :]
+        fresh = logprobs[max(0, seq.num_reported - start) :]
         if fresh and seq.index == 0 and seq.request.params.prompt_logprobs is not None:
-            self._num_reported[seq] = start + len(logprobs)
+            seq.num_reported = start + len(logprobs)
             delta.prompt_logprobs = fresh
 
     def fail(self, plan: Plan, error: BaseException) -> None:
@@ -480,10 +359,11 @@ class Scheduler:
             seq.num_pending -= samples
             self._memory.forget_computed(seq, start)
             if seq.finish_reason is None:
-                self._end(seq, "error", error=error)
+                self._live.end(seq, "error", error=error)
             if seq.row >= 0 and not seq.num_in_flight:
                 self._live.release(seq)
         self._memory.drop_unstored(step.kept)
+        self._memory.drop_again(step.dropped)
 
     def _close(self, plan: Plan, now: float, num_prompt_tokens: int) -> None:
         number = plan.input.step
@@ -492,14 +372,8 @@ class Scheduler:
         step = self._open.pop(number)
         self._memory.blocks.free(step.copied_blocks)
         self._live.stats.prefill_tokens_computed += num_prompt_tokens
-        self._prompts.measure(num_prompt_tokens, now - max(step.planned_at, self._last_commit))
+        self._prompts.shares.measure(num_prompt_tokens, now - max(step.planned_at, self._last_commit))
         self._last_commit = now
-
-    def _end(
-        self, seq: Sequence, reason: FinishReason, *, delta: Delta | None = None, error: BaseException | None = None
-    ) -> None:
-        self._num_reported.pop(seq, None)
-        self._live.end(seq, reason, delta=delta, error=error)
 
     # Figures
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.counts import engine_counts
-from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
 from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sequence import Namespace
+from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane
 from archerfish.serve.gate import Gate, Pass
 from archerfish.serve.limits import RefusedError
@@ -107,7 +106,7 @@ class HostedLLM:
             self.figures.refused(self.name, error.code)
             raise
 
-    def _prepare(self, answering: Answering) -> LiveRequest:
+    def _prepare(self, answering: Answering) -> Request:
         """In any thread."""
         message = answering.message
         params = read_params(message.params)
@@ -131,19 +130,19 @@ class HostedLLM:
             deadline_s=answering.ticket.left_s(self.desk.clock()),
         )
 
-    def _enter(self, live: LiveRequest, answering: Answering) -> None:
+    def _enter(self, live: Request, answering: Answering) -> None:
         answering.live, entry = live, answering.entry
         try:
             if entry is not None:
-                entry.tokenized(len(live.request.prompt_token_ids))
+                entry.tokenized(len(live.prompt_token_ids))
             self.engine.submit(live)
         except OverloadedError as error:
             self.figures.refused(self.name, error.code)
             raise
-        answering.is_heard_in_loop = not live.has_text
+        answering.is_heard_in_loop = not live.collector.has_text
         answering.is_plain = answering.message.stream and entry is not None
-        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request.request_id, index)
-        answering.ticket.release = lambda: self._release(live.request.request_id, entry)
+        answering.ticket.end_sequence = lambda index: self.engine.abort(live.request_id, index)
+        answering.ticket.release = lambda: self._release(live.request_id, entry)
 
     def _release(self, request_id: str, entry: Pass | None) -> None:
         self.engine.abort(request_id)
@@ -239,7 +238,7 @@ class Answering:
     model: HostedLLM
     ticket: PendingRequest
     message: GenerationRequest = field(init=False)
-    live: LiveRequest | None = None
+    live: Request | None = None
     entry: Pass | None = None
     last_token: float = 0.0
     is_heard_in_loop: bool = False  # as what brings no text is: it may wait for the end of a step
@@ -284,8 +283,8 @@ class Answering:
             chunk.text = delta.text
         if delta.logprobs is not None:
             chunk.logprobs = flat(delta.logprobs)
-        if is_first and self.live is not None and 0 in self.live.sequences:
-            chunk.num_cached_tokens = self.live.sequences[0].num_cached
+        if is_first and self.live is not None and 0 in self.live.collector.sequences:
+            chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
         if delta.finish_reason == "deadline" and not self.last_token:
             chunk.retry_after_s = self.model.gate.retry_after_s()
         return chunk

@@ -47,18 +47,12 @@ VECTOR = re.compile(r"\.(x_[rwkvag]|k_k|k_a|r_k)$")
 BLOCK = re.compile(r"^(?:blocks|blk|model\.layers)\.(\d+)\.(.+)$")
 FIRST_VALUES = re.compile(r"^model\.layers\.0\.attn\.v_lora\.")  # some files have these tensors; the first layer ignores them
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
-OLDER = (  # a version, and a pattern of tensor names that this version and later ones have
-    (6, re.compile(r"time_maa|\.attn\.(w_proj|x_proj|bonus)|time_decay_w1|time_mix_decay_w1")),
-    (5, re.compile(r"\.(att|attention)\.ln_x\.")),
-    (4, re.compile(r"\.(att|attention)\.time_decay")),
-)
 IS_SEVEN = re.compile(r"\.(att|attn)\.(r_k|k_k)$")
 ONLY_SEVEN = "Of the RWKV family only RWKV-7 is supported."
 GGUF_KEYS = {
     "num_hidden_layers": "rwkv7.block_count", "head_dim": "rwkv7.wkv.head_size",
     "norm_eps": "rwkv7.attention.layer_norm_epsilon", "max_position_embeddings": "rwkv7.context_length",
 }
-GGUF_OLDER = {"rwkv6": "RWKV-6", "rwkv6qwen2": "a Qwen2 with RWKV-6 layers", "arwkv7": "a Qwen2 with RWKV-7 layers"}
 
 
 def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -72,7 +66,8 @@ def read_rwkv_tensors(
     path: Path, weights: Path, kind: str, files: tuple[Path, ...], tensors: Sequence[SourceTensor]
 ) -> ModelSource:
     """The source of safetensors or torch tensors; `weights` is the file or index that they are from."""
-    check_version(weights, [tensor.info.name for tensor in tensors])
+    if not any(IS_SEVEN.search(tensor.info.name) for tensor in tensors):
+        raise UnsupportedModelError(f"{weights} is an RWKV model of a version before 7.", hint=ONLY_SEVEN)
     is_blink = any(tensor.info.name.startswith("blocks.") for tensor in tensors)
     named = [from_blink(weights, tensor) if is_blink else from_hub(weights, tensor) for tensor in tensors]
     head_dims = [tensor.info.shape[-1] for tensor in tensors if tensor.info.name.endswith(".r_k")]
@@ -86,24 +81,13 @@ def read_rwkv_gguf(path: Path, reader: Any) -> ModelSource:
     fields = read_fields(path, reader)
     kind = fields.get("general.architecture")
     if kind != "rwkv7":
-        what = GGUF_OLDER.get(str(kind), f"of the architecture {kind!r}")
-        raise UnsupportedModelError(f"{path} is {what}.", hint=ONLY_SEVEN)
+        raise UnsupportedModelError(f"{path} has the architecture {kind!r}.", hint=ONLY_SEVEN)
     tensors = [
         read_tensor(path, tensor, str(tensor.name), tuple(int(n) for n in reversed(tensor.shape))) for tensor in reader.tensors
     ]
     named = [each for tensor in tensors for each in from_gguf(path, tensor)]
     stated = {name: fields[key] for name, key in GGUF_KEYS.items() if key in fields}
     return make_source("gguf", path, (path,), named, stated, path)
-
-
-def check_version(path: Path, names: Sequence[str]) -> None:
-    """Raise an error that names the version of a model that is not RWKV-7."""
-    if any(IS_SEVEN.search(name) for name in names):
-        return
-    for version, pattern in OLDER:
-        if any(pattern.search(name) for name in names):
-            raise UnsupportedModelError(f"{path} is an RWKV-{version} model.", hint=ONLY_SEVEN)
-    raise UnsupportedModelError(f"{path} is not an RWKV-7 model: it has no tensors of a time mix.")
 
 
 def from_blink(path: Path, tensor: SourceTensor) -> SourceTensor:

@@ -27,7 +27,7 @@ from archerfish.store.tokenizer_files import write_tokenizer_files
 from archerfish.store.weight_files import find_weights, read_tensors
 
 # Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the reader
-# of RWKV refuses with the version in its message.
+# of RWKV refuses.
 RWKV_TENSOR = re.compile(
     r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$|^rwkv\.blocks\.\d+\.attention\.|^model\.layers\.\d+\.attn\.bonus$"
 )

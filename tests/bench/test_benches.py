@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
-from archerfish.bench.report import BenchReport, Measurement, Note
+from archerfish.bench.report import BenchReport, Found
 from archerfish.bench.worker import WorkerError
 from archerfish.bench.worker import answer as worker_answer
 from archerfish.cli.main import main
@@ -29,17 +27,18 @@ class InProcess:
 
     def __init__(self, engine: str, arguments: dict[str, Any], **options: Any) -> None:
         InProcess.started.append((engine, {**arguments, **options}))
-        self.engine = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
+        self.engine = engine
+        self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        answer = json.loads(json.dumps(worker_answer(self.engine, json.dumps({"method": method, "arguments": arguments}))))
+        answer = json.loads(json.dumps(worker_answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["result"]
 
     def close(self) -> None:
-        if hasattr(self.engine, "engine"):
-            self.engine.engine.close()
+        if hasattr(self.made, "engine"):
+            self.made.engine.close()
 
 
 class Failing(engines.Engine):
@@ -53,7 +52,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.bench.group.Worker", InProcess)
 
 
-def report_of(found: Iterator[Measurement | Note]) -> BenchReport:
+def report_of(found: Found) -> BenchReport:
     report = BenchReport("test")
     for one in found:
         report.add(one)
@@ -182,13 +181,13 @@ def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
         asked.append((prompts, outputs, temperature))
         return float(len(asked))
 
-    rates = dict(gpu.run_parts(partial(generated), list(gpu.PARTS), 1))
+    rates = dict(gpu.run_parts(generated, list(gpu.PARTS), 1))
     total = sum(asked[0][1])
     assert list(rates.values()) == [total, 2000, 512 / (3 - 2), 64 * 2048 / 4, 256 / 6]
     sizes = [(len(prompts), len(prompts[0])) for prompts, _, _ in asked[1:]]
     assert sizes == [(1, 128), (1, 128), (64, 2048), (1, 3073), (256, 3200)]
     whole, asked = asked, []
-    list(gpu.run_parts(partial(generated), ["prefill"], 1))
+    list(gpu.run_parts(generated, ["prefill"], 1))
     assert asked == [whole[3]]
     drawn = json.dumps([[prompts, outputs] for prompts, outputs, _ in whole])
     assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "5517bfcb420f7e77"  # the draws of the peers' own script

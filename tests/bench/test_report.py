@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from archerfish.bench.baseline import Baseline, breaches_path, compare
-from archerfish.bench.report import DIRECTIONS, BenchReport, Goal, Measurement, Note
+from archerfish.bench.report import DIRECTIONS, BenchReport, Goal, Measurement
 from archerfish.bench.table import BENCHES, Flag
 from archerfish.cli.bench import EXIT_REGRESSION
 from archerfish.cli.main import main
@@ -46,7 +46,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
 def test_table_has_medians_ranges_and_gains() -> None:
     report = report_of(("load, ms", 10.0), ("load, ms", 30.0), ("load, ms", 20.0), ("load, ms", 60.0, "peer"), ("rate", 5.0))
     report.add(Measurement("long, tokens/s", 5000.0))
-    report.add(Note("a remark"))
+    report.add("a remark")
     columns, rows = report.table()
     assert columns == ["median (range)", "archerfish", "peer", "to peer"]
     assert rows == [
@@ -118,9 +118,9 @@ def test_another_bench_model_or_machine_is_not_comparable(tmp_path: Path) -> Non
     path, own = tmp_path / "b.json", baseline(plan_us=10)
     own.write(path)
     for other, expected in (
-        (Baseline("gpu", "", MACHINE, own.metrics), "of the bench 'scheduler', not of 'gpu'"),
-        (Baseline("scheduler", "big", MACHINE, own.metrics), "of the model '', not of 'big'"),
-        (Baseline("scheduler", "", {**MACHINE, "cores": 4}, own.metrics), "whose cores is 2; here it is 4"),
+        (Baseline("gpu", "", MACHINE, own.metrics), "The bench of the baseline is 'scheduler', that of this run 'gpu'"),
+        (Baseline("scheduler", "big", MACHINE, own.metrics), "The model of the baseline is '', that of this run 'big'"),
+        (Baseline("scheduler", "", {**MACHINE, "cores": 4}, own.metrics), "The cores of the baseline is 2, that of this run 4"),
     ):
         with pytest.raises(InvalidOptionError, match=expected):
             compare(path, other, 5)

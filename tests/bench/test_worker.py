@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ class Bad(Good):
     def add(self, number):
         raise ValueError("no sums today")
 
+class ArcherfishBad(Bad):
+    pass
+
 class Mortal(Good):
     def add(self, number):
         sys.stderr.write("last words\\n")
@@ -48,7 +52,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_worker_calls_methods_with_its_own_paths_and_variables(file: Path) -> None:
-    with Worker("Good", {"base": 40}, file=file, path="/some/checkout", environment={"SOME_VARIABLE": "yes"}) as worker:
+    variables = {"SOME_VARIABLE": "yes"}
+    with closing(Worker("Good", {"base": 40}, file=file, path="/some/checkout", environment=variables)) as worker:
         started = worker.call("start")
         assert started["variable"] == "yes"
         assert started["paths"][0] == "/some/checkout"
@@ -65,7 +70,7 @@ def test_worker_calls_methods_with_its_own_paths_and_variables(file: Path) -> No
 )  # fmt: skip
 def test_failures_of_an_engine_are_described(engine: str, said: str, file: Path) -> None:
     worker = Worker(engine, {"base": 1}, file=file, timeout_s=0.2 if engine == "Slow" else 60)
-    with worker, pytest.raises(WorkerError, match=said):
+    with closing(worker), pytest.raises(WorkerError, match=said):
         worker.call("add", number=1)
         worker.call("add", number=1)
 
@@ -77,11 +82,11 @@ def test_failed_peers_are_noted_and_left_out(file: Path) -> None:
         assert group.names(1) == ["peer", "other", "archerfish"]
         assert [group.call(name, "add", number=1) for name in group.names()] == [2, None, 2]
         assert group.names() == ["archerfish", "other"] and group.call("peer", "add", number=1) is None
-        assert "peer failed: ValueError" in group.notes[0].text and len(group.notes) == 1
+        assert "peer failed: ValueError" in group.notes[0] and len(group.notes) == 1
         assert group.open("other", "Good", {"base": 5}, file=file) and group.call("other", "add", number=1) == 6
-        group.open("archerfish", "Bad", {"base": 1}, file=file)
-        with pytest.raises(ServiceError, match="archerfish failed: ValueError"):
-            group.call("archerfish", "add", number=1)
+        group.open("before", "ArcherfishBad", {"base": 1}, file=file)
+        with pytest.raises(ServiceError, match="before failed: ValueError"):
+            group.call("before", "add", number=1)
 
 
 def test_another_checkout_is_named_by_its_directory(tmp_path: Path) -> None:

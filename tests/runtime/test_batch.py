@@ -10,7 +10,7 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime import batch as batch_module
 from archerfish.runtime.batch import BlockTables, build_batch, build_recurrent_batch, find_shared, pad_tables
-from archerfish.step import RowEntry, StepInput
+from archerfish.step import NO_IDS, RowEntry, StepInput
 from tests.calls import num_calls
 
 
@@ -39,12 +39,6 @@ def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> 
 def test_decodes_after_longer_ones_are_refused() -> None:
     with pytest.raises(AssertionError, match="first"):
         build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
-
-
-def test_notes_of_a_batch_are_its_own() -> None:
-    one, two = (build_batch(TorchOps(), tokens=[[1]], starts=[0], blocks=[[0]], block_size=4) for _ in range(2))
-    one.derived["x"] = 1
-    assert two.derived == {}
 
 
 def test_building_a_batch_calls_nothing_per_token() -> None:
@@ -118,12 +112,13 @@ def test_little_is_not_shared() -> None:
     assert find_shared(pad_tables([[*same[:15], 200 + i] for i in range(8)]), 16) == 0
 
 
-def test_block_tables_keep_what_steps_add_until_a_row_changes_hands() -> None:
+def test_block_tables_keep_blocks_until_a_row_changes_hands() -> None:
     def step(rows: list[int], places: list[int], blocks: list[int], *entered: int) -> StepInput:
-        nothing = np.zeros(0, np.int64)
-        new = (np.asarray(values, np.int64) for values in (rows, places, blocks))
         entries = [RowEntry(row, "r", SamplingParams(), 1) for row in entered]
-        return StepInput(0, *[nothing] * 6, 0, *new, entries=entries)
+        return StepInput(
+            0, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, 0, np.asarray(rows), np.asarray(places), np.asarray(blocks),
+            entries=entries,
+        )
 
     tables = BlockTables(3)
     tables.update(step([0, 0, 2], [0, 1, 0], [7, 8, 9], 0, 2))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, Input
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.ops import Ids, Replay
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PreparedDecodes, list_sizes
 from archerfish.runtime.runner import RunningStep
@@ -75,7 +75,7 @@ def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pyt
     assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
 
 
-def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
@@ -142,6 +142,34 @@ def test_a_step_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(RecordingOps, "capture", capture)
     assert generate(model, params, monkeypatch, records=True) == plain
+
+
+class AnyRowsOps(TorchOps):
+    """A backend that computes when it is called, and repeats what it recorded for any number of rows."""
+
+    can_record = replays_any_rows = True
+    replayed: ClassVar[list[int]] = []
+
+    def capture(self, call: Callable[[], torch.Tensor]) -> Replay[torch.Tensor]:
+        def repeat(num_rows: int = 0) -> torch.Tensor:
+            self.replayed.append(num_rows)
+            return call()
+
+        return repeat
+
+
+def test_a_backend_may_replay_one_recording_for_any_number_of_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)]
+    found = []
+    for ops in (TorchOps, AnyRowsOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=8) as engine:
+            found.append([output.token_ids for output in engine.generate(PROMPTS[:6], params)])
+            graphs = engine.runner._graphs
+            assert (graphs is not None) == (ops is AnyRowsOps)
+    assert found[0] == found[1]
+    assert graphs is not None and {kind.size for kind in graphs._recorded} == {8}
+    assert {1, 2, 3, 4, 5, 6} <= set(AnyRowsOps.replayed)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
@@ -236,7 +264,7 @@ def test_a_start_records_every_size_only_where_kernels_are_compiled(
     assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
 
 
-def test_steps_are_told_apart_by_whether_a_row_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)

@@ -102,7 +102,7 @@ def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("records")
-def test_prompts_in_company_and_those_that_ask_for_more_are_not_recorded(model: Path) -> None:
+def test_only_lone_plain_prompts_are_recorded(model: Path) -> None:
     with LLMEngine(str(model), **USUAL) as engine:
         for _ in range(3):
             engine.generate([PROMPTS[2], PROMPTS[3]], GREEDY)

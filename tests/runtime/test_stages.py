@@ -199,7 +199,7 @@ def test_a_row_that_is_given_to_another_forgets_its_stages() -> None:
         assert sample_sequences(sampler, torch.from_numpy(logits), [plain], [3]).to_host() == [650]
 
 
-def test_one_that_comes_back_goes_on_in_its_stage() -> None:
+def test_a_resumed_sequence_continues_in_its_stage() -> None:
     """After a preemption a sequence is added again, with some of its output."""
     logits = torch.from_numpy(random_logits(1, 8))
     whole, late = FastSampler(TorchOps(), VOCAB, 1), FastSampler(TorchOps(), VOCAB, 1)

@@ -43,7 +43,7 @@ def test_a_request_over_the_whole_memory_is_refused_at_once() -> None:
 
 
 @DEPTHS
-def test_a_request_as_large_as_the_whole_memory_runs_even_over_a_full_cache(depth: int) -> None:
+def test_a_request_as_large_as_the_memory_evicts_the_cache(depth: int) -> None:
     world = World(num_blocks=4, block_size=4, depth=depth)
     prompt = list(range(1, 12))
     (first,) = world.add(prompt, max_tokens=5)
@@ -193,7 +193,7 @@ def test_blocks_are_taken_only_as_tokens_need_them() -> None:
 # Ends
 
 
-def test_a_stop_token_ends_a_sequence_and_is_told() -> None:
+def test_a_stop_token_ends_a_sequence_and_is_in_its_output() -> None:
     world = World()
     (probe,) = world.add([1, 2, 3], max_tokens=8)
     tokens, _ = expected_output(probe.request, 0, VOCAB)
@@ -214,7 +214,7 @@ def test_a_stop_token_does_not_count_before_min_tokens() -> None:
 
 
 @DEPTHS
-def test_tokens_after_the_end_are_dropped_and_memory_comes_back_with_the_step(depth: int) -> None:
+def test_tokens_after_the_end_are_dropped(depth: int) -> None:
     world = World(depth=depth)
     (seq,) = world.add(6, max_tokens=20)
     for _ in range(4):
@@ -296,7 +296,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_in_the_tree(depth: 
     world.check_output(late)
 
 
-def test_a_failed_step_of_a_sequence_that_has_just_ended_keeps_only_what_was_sure() -> None:
+def test_a_failed_step_keeps_only_what_was_committed() -> None:
     world = World()
     (seq,) = world.add(11, max_tokens=5)
     commit(world, plan(world))

@@ -85,7 +85,7 @@ def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None
     assert plan(world).input.counts.tolist() == [1]
 
 
-def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
+def test_prompt_logprobs_are_computed_in_full_and_reported_once() -> None:
     world = World(max_num_batched_tokens=9)
     prompt = list(range(1, 18))
     world.add(prompt)
@@ -99,7 +99,7 @@ def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
     world.run()
 
 
-def test_prompt_logprobs_are_told_once_although_a_preemption_came_between() -> None:
+def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
     world = World(num_blocks=12, block_size=4, max_num_batched_tokens=10, max_num_seqs=2)
     world.add(8, max_tokens=30, priority=1)
     world.step()
@@ -133,7 +133,7 @@ def test_without_a_cache_all_sequences_of_a_request_start_at_once() -> None:
 
 
 @DEPTHS
-def test_of_prompts_that_arrive_together_and_begin_alike_one_is_computed(depth: int) -> None:
+def test_a_common_prefix_of_new_prompts_is_computed_once(depth: int) -> None:
     world = World(depth=depth, num_blocks=256, max_num_batched_tokens=100)
     shared = list(range(1, 81))
     sequences = [world.add([*shared, 100 + i, 200, 300], max_tokens=3)[0] for i in range(8)]
@@ -159,14 +159,14 @@ def test_a_sequence_does_not_lock_blocks_that_it_has_twice() -> None:
     assert world.cache.num_evictable == 2
 
 
-def test_a_short_common_beginning_makes_nobody_wait() -> None:
+def test_a_short_common_prefix_makes_no_sequence_wait() -> None:
     world = World(max_num_batched_tokens=100)
     for i in range(3):
         world.add([*range(1, 9), *[100 + i] * 12])
     assert len(plan(world).sequences) == 3
 
 
-def test_a_clear_during_a_run_keeps_what_was_computed_before_out_of_the_tree() -> None:
+def test_a_clear_keeps_running_sequences_out_of_the_tree() -> None:
     world = World()
     (seq,) = world.add(list(range(1, 12)), max_tokens=6)
     world.step()
@@ -180,7 +180,7 @@ def test_a_clear_during_a_run_keeps_what_was_computed_before_out_of_the_tree() -
 
 
 @DEPTHS
-def test_under_pressure_the_latest_of_the_lowest_priority_gives_way_and_resumes_by_a_hit(depth: int) -> None:
+def test_the_latest_of_the_lowest_priority_is_preempted_and_resumes_by_a_hit(depth: int) -> None:
     world = World(num_blocks=10, block_size=4, depth=depth, max_num_seqs=3)
     (low,) = world.add(8, max_tokens=20, priority=0)
     (high,) = world.add(8, max_tokens=20, priority=1)
@@ -242,7 +242,7 @@ def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
 @DEPTHS
 def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
     world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
-    world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    world.runner = world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
     sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
     world.run()
     assert world.scheduler.stats().num_preemptions > 0
@@ -256,7 +256,7 @@ def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
                 assert end == start + 1
 
 
-def test_with_fixed_chunks_matches_are_rounded_down_unless_all_is_known() -> None:
+def test_fixed_chunks_round_matches_down() -> None:
     world = World(fixed_chunk=8)
     world.add([*range(1, 22)], max_tokens=5)
     world.run()

@@ -45,7 +45,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_model(
     directory: Path, weights: dict[str, torch.Tensor] | None = None, *, vocabulary: bool = True, **config: Any
 ) -> Path:
-    """A safetensors source with config.json and, unless told otherwise, a vocab.txt."""
+    """A safetensors source with config.json and, by default, a vocab.txt."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", {**BERT_CONFIG, **config})
     if vocabulary:

@@ -51,7 +51,7 @@ def big(tmp_path: Path) -> Path:
     return tmp_path / "big"
 
 
-def test_tensors_lie_inside_the_mapping(big: Path) -> None:
+def test_tensors_are_aligned_views_of_the_mapping(big: Path) -> None:
     loader = WeightLoader(big)
     ranges = mapped_ranges(loader.arrow_path)
     assert ranges
@@ -61,7 +61,7 @@ def test_tensors_lie_inside_the_mapping(big: Path) -> None:
         assert tensor.data_ptr() % 64 == 0
 
 
-def test_pages_become_resident_when_touched_and_leave_when_released(big: Path) -> None:
+def test_release_frees_resident_pages(big: Path) -> None:
     loader = WeightLoader(big)
     tensor = loader.get_layer("big")
     untouched = smaps(loader.arrow_path)["Rss"]
@@ -86,7 +86,7 @@ sys.stdin.readline()
 """
 
 
-def test_two_processes_share_the_pages(big: Path) -> None:
+def test_processes_share_pages(big: Path) -> None:
     loader = WeightLoader(big)
     assert sum(loader.get_buffers("big")[0][::4096]) >= 0
     command = [sys.executable, "-c", TOUCH, str(big)]
@@ -99,7 +99,7 @@ def test_two_processes_share_the_pages(big: Path) -> None:
     assert shared["Pss"] <= shared["Rss"] * 0.6
 
 
-def test_a_directory_replaced_while_it_is_opened(converted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_while_the_directory_is_replaced(converted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     map_file = loader_module.map_file
     replaced: list[Path] = []
 
@@ -120,7 +120,7 @@ def parquet_only(directory: Path) -> bytes:
     return data
 
 
-def test_parquet_only_gains_its_mapped_file_once(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_only_directory_gets_an_arrow_file(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before = parquet_only(converted)
     loader = WeightLoader(converted / "weights.parquet", hub=hub)
     assert loader.arrow_path == converted / "weights.arrow"
@@ -145,7 +145,7 @@ def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip-first", "flip-footer", "flip-middle"])
-def test_damaged_parquet_is_refused_and_nothing_appears(converted: Path, hub: HubConfig, damage: str) -> None:
+def test_damaged_parquet_is_refused(converted: Path, hub: HubConfig, damage: str) -> None:
     parquet_only(converted)
     path = converted / "weights.parquet"
     size = path.stat().st_size
@@ -160,7 +160,7 @@ def test_damaged_parquet_is_refused_and_nothing_appears(converted: Path, hub: Hu
     ]  # fmt: skip
 
 
-def test_full_disk_while_mapping_is_a_write_error(converted: Path, hub: HubConfig) -> None:
+def test_full_disk_raises_write_error(converted: Path, hub: HubConfig) -> None:
     parquet_only(converted)
 
     with file_size_limit(700), pytest.raises(WriteError, match="File too large"):
@@ -180,7 +180,7 @@ def convert_cached(arguments: tuple[str, str]) -> tuple[str, int]:
     return str(path), (path / "weights.arrow").stat().st_ino
 
 
-def test_processes_that_ask_at_once_get_one_file(converted: Path, source: Path, hub: HubConfig) -> None:
+def test_concurrent_processes_make_one_file(converted: Path, source: Path, hub: HubConfig) -> None:
     parquet_only(converted)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         opened = pool.map(open_parquet, [(str(converted), hub.cache_dir)] * 2, chunksize=1)
@@ -206,7 +206,7 @@ def test_ensure_converted(source: Path, converted: Path, hub: HubConfig) -> None
     assert json.loads((again / "metadata.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_writing_to_a_tensor_stays_in_this_process(converted: Path) -> None:
+def test_writes_to_a_tensor_do_not_reach_the_file(converted: Path) -> None:
     """The mapping is copy-on-write: red if writing kills the process or reaches the file."""
     before = (converted / "weights.arrow").read_bytes()
     loader = WeightLoader(converted)

@@ -36,7 +36,7 @@ def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
+def test_every_dtype_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
     loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
     narrowed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
     expected = {name: narrowed[name] if tensor.dim() > 1 else tensor for name, tensor in some_weights().items()}
@@ -50,7 +50,7 @@ def test_every_type_and_compression(source: Path, tmp_path: Path, hub: HubConfig
         assert torch.equal(tensor, expected[name])
 
 
-def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
+def test_pyarrow_reads_both_files(converted: Path) -> None:
     table = pq.read_table(converted / "weights.parquet")
     with pa.memory_map(str(converted / "weights.arrow")) as file:
         mapped = pa.ipc.open_file(file).read_all()
@@ -63,7 +63,7 @@ def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     if large:
         monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
     infos, rows = [], []
@@ -93,7 +93,7 @@ def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pyte
     ),
     names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
 )
-def test_any_tensors_come_back_bit_for_bit(
+def test_random_tensors_round_trip(
     tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "weights.arrow"
@@ -108,7 +108,7 @@ def test_any_tensors_come_back_bit_for_bit(
         assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == bytes(row.data)
 
 
-def test_integers_and_odd_shapes_stay_as_they_are(tmp_path: Path) -> None:
+def test_integers_and_odd_shapes_are_kept(tmp_path: Path) -> None:
     weights = {
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(2.5),
@@ -126,7 +126,7 @@ def test_integers_and_odd_shapes_stay_as_they_are(tmp_path: Path) -> None:
     assert found["scalar"].dtype == torch.float32 and found["scalar"].item() == 2.5
 
 
-def test_loader_tells_what_it_has(converted: Path) -> None:
+def test_loader_methods(converted: Path) -> None:
     loader = WeightLoader(str(converted / "weights.arrow"))
     assert len(loader) == 4 and "scale" in loader
     assert loader.get_shape("encoder.layer.0.output.dense.weight") == (8, 16)
@@ -153,7 +153,7 @@ def test_tensors_outlive_their_loader(converted: Path) -> None:
         closed.get_layer("scale")
 
 
-def test_what_is_not_a_converted_directory(tmp_path: Path, source: Path) -> None:
+def test_unconverted_directories_are_refused(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         WeightLoader(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match=r"no metadata\.json"):
@@ -162,14 +162,14 @@ def test_what_is_not_a_converted_directory(tmp_path: Path, source: Path) -> None
         WeightLoader(tmp_path / "weights.arrow")
 
 
-def test_a_directory_without_its_weights_says_so(converted: Path) -> None:
+def test_missing_weight_files_are_reported(converted: Path) -> None:
     (converted / "weights.arrow").unlink()
     (converted / "weights.parquet").unlink()
     with pytest.raises(CorruptFileError, match=r"neither weights\.arrow nor weights\.parquet"):
         WeightLoader(converted)
 
 
-def test_opening_needs_neither_torch_nor_pyarrow(converted: Path) -> None:
+def test_open_imports_no_heavy_packages(converted: Path) -> None:
     code = (
         "import sys; from archerfish.store import WeightLoader, ensure_converted; from pathlib import Path;"
         f"p = ensure_converted(Path({str(converted)!r}), dtype='float16'); v = WeightLoader(p).get_buffers('scale');"

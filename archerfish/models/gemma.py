@@ -1,19 +1,22 @@
-"""Gemma 2: norms before and after attention and feed-forward, every other layer windowed, scores and logits capped."""
+"""Gemma 2 and the text model of Gemma 3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from archerfish.errors import UnsupportedModelError
 from archerfish.kernels.ops import HeadShape, T
 from archerfish.layers.decoder import BlockNorms, GatedMLP
+from archerfish.layers.rotary import RotaryConfig, read_rotary
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 
 
 class Gemma2Model(LlamaModel[T]):
+    """Llama with norms before and after attention and feed-forward, windows in every other layer, capped scores and logits."""
+
     ties_embeddings = True
     norm_plus = 1.0
     score_cap: ClassVar[float] = 50.0  # these three where the configuration does not say
@@ -51,8 +54,29 @@ class Gemma2Model(LlamaModel[T]):
 
     def window(self, layer: int) -> int:
         is_sliding = self.layer_type(self.config, layer) == "sliding_attention"
-        return int(self.config.limit("sliding_window", 4096)) if is_sliding else 0
+        return int(self.config.limit("sliding_window", self.default_window)) if is_sliding else 0
 
     @classmethod
     def layer_type(cls, config: Config, layer: int) -> str:
         return config.layer_types(cls.full_period)[layer]
+
+
+class Gemma3Model(Gemma2Model[T]):
+    """Gemma 2 with normalised queries and keys instead of caps, and another rotary base in layers with a window."""
+
+    has_head_norms = True
+    score_cap = 0.0
+    logit_cap = 0.0
+
+    @classmethod
+    def layer_type(cls, config: Config, layer: int) -> str:
+        return config.layer_types(config.integer("sliding_window_pattern", 6))[layer]
+
+    @classmethod
+    def rotary_config(cls, config: Config, layer: int) -> RotaryConfig:
+        layer_type = cls.layer_type(config, layer)
+        if layer_type == "full_attention":
+            return read_rotary(config.values, layer_type, theta=1_000_000.0)
+        if isinstance(config.values.get("rope_parameters"), Mapping):
+            return read_rotary(config.values, layer_type)
+        return read_rotary(config.values, layer_type).with_theta(config.number("rope_local_base_freq", 10_000.0))

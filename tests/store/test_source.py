@@ -1,4 +1,4 @@
-"""The files beside the weights: pooling, prompts and tokenizers."""
+"""Settings of sentence-transformers and tokenizers of a source."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def write_modules(root: Path, *kinds: str, paths: tuple[str, ...] = ()) -> None:
         ({}, "mean"),
     ],
 )
-def test_pooling_of_either_style(tmp_path: Path, pooling: dict[str, Any], expected: str) -> None:
+def test_pooling_modes_of_both_config_styles(tmp_path: Path, pooling: dict[str, Any], expected: str) -> None:
     write_modules(tmp_path, "Transformer", "Pooling")
     write_json(tmp_path / "1_Pooling" / "config.json", pooling)
     found = read_embedding(tmp_path)
     assert found is not None and found["pooling_mode"] == expected and found["normalize"] is False
 
 
-def test_everything_that_sentence_transformers_says(source: Path, tmp_path: Path) -> None:
+def test_sentence_transformers_settings(source: Path, tmp_path: Path) -> None:
     write_modules(source, "Transformer", "Pooling", "Normalize")
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "mean", "include_prompt": False})
     write_json(source / "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
@@ -64,7 +64,7 @@ def test_everything_that_sentence_transformers_says(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("style", ["version 4", "version 5"])
-def test_cross_encoders_are_no_embedding_models(tmp_path: Path, style: str) -> None:
+def test_cross_encoder_settings(tmp_path: Path, style: str) -> None:
     kind: dict[str, Any] = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     if style == "version 4":
         source = write_model(tmp_path / "s", **kind, sentence_transformers={"activation_fn": "Sigmoid"})
@@ -78,7 +78,7 @@ def test_cross_encoders_are_no_embedding_models(tmp_path: Path, style: str) -> N
     assert found["embedding"] is None and found["config"]["sentence_transformers"] == {"activation_fn": "Sigmoid"}
 
 
-def test_weights_below_the_root(tmp_path: Path) -> None:
+def test_transformer_in_a_subdirectory(tmp_path: Path) -> None:
     source = tmp_path / "old"
     write_model(source / "0_Transformer")
     write_modules(source, "Transformer", "Pooling", paths=("0_Transformer", "1_Pooling"))
@@ -90,7 +90,7 @@ def test_weights_below_the_root(tmp_path: Path) -> None:
     assert torch.equal(loader.get_layer("scale"), some_weights()["scale"].half())
 
 
-def test_unsupported_and_broken_modules(tmp_path: Path) -> None:
+def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     assert read_embedding(tmp_path) is None
     write_modules(tmp_path, "Transformer", "Pooling", "Dense")
     with pytest.raises(UnsupportedModelError, match="'Dense'"):
@@ -115,7 +115,7 @@ def test_unsupported_and_broken_modules(tmp_path: Path) -> None:
         read_embedding(tmp_path)
 
 
-def test_wordpiece_is_built_from_the_vocabulary(source: Path, tmp_path: Path) -> None:
+def test_wordpiece_from_vocab_txt(source: Path, tmp_path: Path) -> None:
     write_json(source / "tokenizer_config.json", {"do_lower_case": True})
     write_tokenizer_files(source, tmp_path / "lower")
     tokenizer = Tokenizer.from_file(str(tmp_path / "lower" / "tokenizer.json"))
@@ -146,7 +146,7 @@ def test_mpnet_and_roberta_vocabularies(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("hi hi").ids) == "hi hi"
 
 
-def test_tokenizers_that_cannot_be_had(source: Path, tmp_path: Path) -> None:
+def test_unsupported_tokenizers_are_refused(source: Path, tmp_path: Path) -> None:
     (source / "vocab.txt").write_text("hello\n")
     with pytest.raises(CorruptFileError, match="unk_token"):
         write_tokenizer_files(source, tmp_path / "t")
@@ -165,7 +165,7 @@ def test_tokenizers_that_cannot_be_had(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_files_are_copied_as_they_are(source: Path, tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied(source: Path, tmp_path: Path) -> None:
     write_tokenizer_files(source, tmp_path / "built")
     (source / "tokenizer.json").write_bytes((tmp_path / "built" / "tokenizer.json").read_bytes())
     (source / "chat_template.jinja").write_text("{{ messages }}")
