@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.serve.catalog import REFRESH_S, Catalog, Kind, ModelCard
@@ -148,7 +148,6 @@ def test_described_model_shows_no_paths(values: dict[str, Any], kind: Kind) -> N
 names = st.text("ab/", min_size=1, max_size=5)  # few letters, so that names and parts of them collide
 
 
-@settings(deadline=None)
 @given(st.lists(names, min_size=1, max_size=4, unique=True), st.lists(names, max_size=3))
 def test_own_name_wins_over_aliases(ids: list[str], aliases: list[str]) -> None:
     async def main() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.serve.client import RemoteError
@@ -140,7 +140,6 @@ JSONS = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(JSONS)
 def test_any_json_can_be_checked_as_a_schema(schema: Any) -> None:
     complaint = find_schema_problem(schema, "here")
@@ -156,7 +155,6 @@ def schemas() -> st.SearchStrategy[Any]:
     }))  # fmt: skip
 
 
-@settings(deadline=None)
 @given(schemas())
 def test_valid_schemas_have_no_problem(schema: Any) -> None:
     assert find_schema_problem(schema, "here") is None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
@@ -190,7 +190,6 @@ def test_disconnect_during_a_stream_cancels() -> None:
 
 
 @pytest.mark.no_cover
-@settings(deadline=None)
 @given(
     text=st.text("ab é", min_size=1, max_size=30), stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
     size=st.integers(1, 8), stream=st.booleans(),
