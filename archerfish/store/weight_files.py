@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from archerfish.store.format import first_line
 from archerfish.store.source import SourceTensor, read_json, source_info
@@ -100,20 +101,18 @@ def open_safetensors(path: Path) -> list[SourceTensor]:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except SafetensorError as error:
         raise CorruptFileError(f"{path} is not a sound safetensors file: {first_line(error)}.") from error
+    torch_file: Lazy[Any] = Lazy(lambda: safe_open(path, framework="pt"))
     tensors = []
     for name, found in slices.items():
         code = found.get_dtype()
         info = source_info(path, name, SAFETENSORS_DTYPES.get(code, code), found.get_shape())
-        tensors.append(SourceTensor(info, functools.partial(load_safetensor, path, name)))
+        tensors.append(SourceTensor(info, functools.partial(load_safetensor, torch_file, name)))
     return tensors
 
 
-def load_safetensor(path: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+def load_safetensor(file: Lazy[Any], name: str) -> torch.Tensor:
+    tensor: torch.Tensor = file.get().get_tensor(name)
+    return tensor
 
 
 # Finds the class that `weights_only` refuses in torch's long message.

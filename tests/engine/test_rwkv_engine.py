@@ -317,7 +317,7 @@ def test_older_configurations_are_refused(model_type: str, tmp_path: Path, hub: 
 
 def test_an_older_gguf_file_is_refused(tmp_path: Path, hub: HubConfig) -> None:
     path = write_gguf(tmp_path / "old.gguf", to_gguf(blink_weights(SIZES["tiny"])), architecture="rwkv6")
-    with pytest.raises(UnsupportedModelError, match="rwkv6.*only RWKV-7"):
+    with pytest.raises(UnsupportedModelError, match=r"rwkv6.*only RWKV-7"):
         make(path, hub)
 
 
