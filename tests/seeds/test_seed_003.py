@@ -16,8 +16,7 @@ def test_blocks_are_allocated_and_freed() -> None:
     block_manager = BlockManager(num_blocks=8, block_size=16)
     blocks = block_manager.allocate(3)
     assert block_manager.num_free == 5
-    # The second argument is the block table of a sequence, of which the logical blocks are places.
-    assert block_manager.get_physical_blocks([2, 0], blocks) == [blocks[2], blocks[0]]
+    assert block_manager.get_physical_blocks(blocks) == blocks  # blocks are numbered by their place in the pool
     block_manager.free(blocks)
     assert block_manager.num_free == 8
 
