@@ -512,7 +512,7 @@ def draw_cut_rows(
 class TritonSampling(TorchSampling):
     """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
 
-    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+    def _sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
         report = draw(adjusted, batch, logits.shape[1])
         if batch.penalties is not None:
