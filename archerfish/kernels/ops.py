@@ -1,11 +1,11 @@
 """The only signatures of numerical work.
 
-Models and layers are written over `Ops` and know tensors only as opaque handles of type T; what a handle is belongs to the
-backend. `reference.py` gives every operation its meaning in plain torch, and each faster backend is tested against it.
+Models and layers are written over `Ops` and know tensors only as opaque handles of type T; only the backend knows what a handle
+is. `torch/reference.py` gives every operation its meaning in plain torch, and each faster backend is tested against it.
 
-Activations are packed: the tokens of all sequences of a batch stand one after the other in a (num_tokens, width) tensor, and
-`Segments` says where each sequence begins. A backend may append rows after the last token to suit its products; what they hold
-means nothing, and `attention` and `pool` leave them out.
+Activations are packed: the tokens of all sequences of a batch follow one another in a (num_tokens, width) tensor, and
+`Segments` says where each sequence begins. A backend may append rows after the last token to suit its products; their contents
+have no meaning, and `attention` and `pool` leave them out.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class BlockMask(Generic[T]):
-    """Which blocks of keys the queries of a block see, by positions in a sequence. Causality and a window hold beside it.
+    """Which blocks of keys the queries of a block see, by positions in a sequence. Causality and a window hold as well.
 
-    Every query sees its own block, whatever the mask says. What lies past the last row or column is as that row or column.
+    Every query always sees its own block. Blocks past the last row or column are like that row or column.
     """
 
     size: int  # tokens of a block of queries or keys, a multiple of MASK_STEP
@@ -179,7 +179,7 @@ class Ops(ABC, Generic[T]):
         return weight
 
     def prepare(self) -> None:
-        """Make now what would else be made at the first use. Safe beside running work."""
+        """Pack all weights now instead of at their first use. Safe while other threads compute."""
         for weight in self._linear_weights:
             weight.get()
 
@@ -345,7 +345,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def token_logprobs(self, logits: T, token_ids: T, num_top: int, *, rows: Ids | None = None) -> Logprobs[T]:
-        """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest beside it."""
+        """Log-softmax at one token of every row (or of some rows) of float32 logits, and at the num_top likeliest tokens."""
 
     @abstractmethod
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[T]:
@@ -390,7 +390,7 @@ class Ops(ABC, Generic[T]):
         return None
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
-        """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: no such thing here."""
+        """Memory for the inputs of recorded passes of an encoder over at most so many tokens. None: it cannot record."""
         return None
 
     def free_unused(self) -> None:
@@ -422,15 +422,15 @@ class Ops(ABC, Generic[T]):
         return num_rows
 
     def computing(self) -> AbstractContextManager[object]:
-        """What a thread enters while it computes."""
+        """The context of a thread while it computes."""
         return nullcontext()
 
     def allocating(self, what: str) -> AbstractContextManager[object]:
-        """What a thread enters while it takes memory that stays; want of it becomes an OutOfMemoryError that says for what."""
+        """The context of a thread while it takes memory that stays; a lack of it becomes an OutOfMemoryError naming what."""
         return nullcontext()
 
     def start_thread(self, num_threads: int) -> None:
-        """Called once in a thread that will run whole steps, with the cores that they may use (0: all)."""
+        """Called once in a thread that will run whole steps, with the number of cores that they may use (0: all)."""
 
     def leave_thread(self) -> None:
         """Called in a thread that has loaded a model with which another thread will compute."""

@@ -1,4 +1,4 @@
-"""Signatures of the operations that recurrent models need beside `Ops`: over state slots instead of KV blocks.
+"""Signatures of the operations that recurrent models need in addition to `Ops`: over state slots instead of KV blocks.
 
 A slot holds the whole state of one sequence after one of its tokens. Slot 0 is the empty state, which every sequence begins
 from, and is never written; block b of an engine is slot b + 1. `torch/wkv.py` gives every operation its meaning in plain torch,
@@ -36,7 +36,7 @@ class StateShape:
         return self.num_heads * self.head_dim
 
     def bytes_per_block(self, block_size: int, item_bytes: int) -> int:
-        """A block is a state, whatever tokens it stands for; matrices are float32, inputs of the compute type."""
+        """A block is one state for any number of tokens; matrices are float32, inputs of the compute type."""
         return self.num_layers * (4 * self.width * self.head_dim + 2 * self.width * item_bytes)
 
 
@@ -169,7 +169,7 @@ class BlockWeights(Generic[T]):
 
 
 class RecurrentOps(ABC, Generic[T]):
-    """Operations on states, beside the `Ops` of a backend, which gives them."""
+    """Operations on states. The `Ops` of a backend gives them."""
 
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:

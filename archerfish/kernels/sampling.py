@@ -1,4 +1,4 @@
-"""What the op `sample` is told: parameters of each row as tensors of the device, None where no row uses them.
+"""The parameters of the op `sample`: for each row, as tensors of the device, None where no row uses them.
 
 They apply in this order: logit bias; bans, masks and ranges; repetition penalty; presence and frequency penalties;
 temperature; min_p; top_k; top_p over what these leave; the draw; the offset of the range. Tokens rank by their penalised logit,
@@ -40,7 +40,7 @@ class Masks(Generic[T]):
 
 @dataclass(frozen=True)
 class Ranges(Generic[T]):
-    """The part of the vocabulary that each row chooses from. What logits stand beside it is not looked at."""
+    """The part of the vocabulary that each row chooses from. Logits outside of it are not read."""
 
     first: T  # (rows,) int64
     end: T  # (rows,) int64: beyond the last
@@ -115,7 +115,7 @@ class Drawn(Generic[T]):
 
 @dataclass(frozen=True)
 class Logprobs(Generic[T]):
-    """Log-probabilities of given tokens and of the likeliest ones beside them."""
+    """Log-probabilities of given tokens and of the likeliest tokens."""
 
     logprobs: T  # (rows,) float64
     ranks: T  # (rows,) int64: 1 + the number of tokens that are likelier

@@ -18,7 +18,7 @@ class LlamaModel(ModelAdapter[T]):
     ties_embeddings: ClassVar[bool] = False  # where the configuration does not say
     norm_plus: ClassVar[float] = 0.0  # added to the stored weights of norms
     is_fused: ClassVar[bool] = False  # checkpoints have qkv_proj and gate_up_proj instead of their parts
-    has_qkv_bias: ClassVar[bool] = False  # whatever the configuration says
+    has_qkv_bias: ClassVar[bool] = False  # independent of the configuration
     has_head_norms: ClassVar[bool] = False  # each head of queries and keys is normalised
     eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
     has_window: ClassVar[bool] = False  # the configuration's sliding_window holds for all layers

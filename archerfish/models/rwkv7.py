@@ -49,7 +49,7 @@ from archerfish.models.config import Config
 
 MIXES = "rwkvag"  # what the time mix computes from a token and the one before it, in this order
 HEAD_DIM = 64
-HEAD_NORM_EPS = 64e-5  # of 64 dimensions, whatever the head's size and the other norms
+HEAD_NORM_EPS = 64e-5  # for heads of any size, and independent of the other norms
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
 UNBOUNDED = 1 << 20  # tokens: a state does not grow, so that a model's length is no more than what it was trained for
 

@@ -121,7 +121,7 @@ def test_a_step_without_memory_ends_its_own_requests(model: Path) -> None:
         assert engine.scheduler.blocks.num_free == engine.facts.memory.num_blocks
 
 
-def test_a_penalty_without_memory_for_its_counts_ends_its_own_request(model: Path) -> None:
+def test_penalty_without_memory_fails_its_own_request(model: Path) -> None:
     options = {**OPTIONS, "max_num_seqs": 512}
     with LLMEngine(str(model), max_cache_tokens=4096, **options) as engine:
         expected = engine.generate([SHORT], GREEDY)[0].token_ids
@@ -193,7 +193,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HubConfig]:
     return where, HubConfig(cache_dir=str(tmp_path_factory.mktemp("cache")), offline=True)
 
 
-def test_a_pass_of_an_encoder_without_memory_is_an_error_of_its_own(encoder: tuple[Path, HubConfig]) -> None:
+def test_encoder_pass_without_memory_is_an_error(encoder: tuple[Path, HubConfig]) -> None:
     where, hub = encoder
     with ArrowEngine(str(where), device="cuda", dtype=DTYPE, hub=hub) as engine:
         expected, few = engine.encode(TEXTS), engine.encode(TEXTS[:2])

@@ -1,4 +1,4 @@
-"""While only decodes run, a step is one launch of a recorded graph: nothing is allocated, and nobody waits for the device
+"""While only decodes run, a step is one launch of a recorded graph: nothing is allocated, and no thread waits for the device
 but for the tokens of the step before."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_nothing_is_allocated(engine: LLMEngine, params: str, num: int) -> None:
 
 
 @pytest.mark.parametrize("num", [1, 64])
-def test_nobody_waits(engine: LLMEngine, num: int, record_property: Any) -> None:
+def test_no_thread_waits_for_the_device(engine: LLMEngine, num: int, record_property: Any) -> None:
     with decoding(engine, num, PARAMS["sampled"]):
         calls = calls_of_steps(engine, NUM_STEPS)
     record_property("calls", calls)

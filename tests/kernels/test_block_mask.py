@@ -110,7 +110,7 @@ def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_lengths_and_mask_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+def test_lengths_and_mask_are_read_from_the_device(num_splits: int) -> None:
     """What a captured graph relies on."""
     heads = HeadShape(4, 2, 32, 0.2)
     ops = TritonOps(DEVICE, "float32")
@@ -158,7 +158,7 @@ def test_a_mask_on_a_cpu() -> None:
     torch.testing.assert_close(TorchCpuOps().paged_attention(q, kv, batch, heads, mask=mask), expected)
 
 
-def test_the_reference_sees_its_own_block_and_what_the_mask_shows() -> None:
+def test_reference_sees_its_own_block_and_the_visible_ones() -> None:
     """The mask is shorter than the sequence: its last row and column hold for what lies behind."""
     mask = BlockMask(16, torch.tensor([[0, 1], [1, 0]]))
     seen = visible(20, 64, 0, torch.device("cpu"), mask=mask)

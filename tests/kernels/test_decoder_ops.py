@@ -86,7 +86,7 @@ def test_cpu_attention_equals_the_reference(
 
 @pytest.mark.parametrize("num_new, context", [(33, 33), (70, 94), (500, 500), (512, 512), (513, 513), (513, 600)])
 @pytest.mark.parametrize("window", [0, 40])
-def test_prompts_see_a_whole_number_of_steps_unless_they_are_long(num_new: int, context: int, window: int) -> None:
+def test_short_prompts_see_a_whole_number_of_steps(num_new: int, context: int, window: int) -> None:
     heads = HeadShape(4, 2, 16, scale=0.25, window=window)
     fast = TorchCpuOps()
     batch, kv = batch_over(fast, [(num_new, context)], 16, heads)
@@ -100,7 +100,7 @@ def test_prompts_see_a_whole_number_of_steps_unless_they_are_long(num_new: int, 
     assert (prefill.mask is None) == (is_whole and num_new >= 512)
 
 
-def test_decodes_of_very_different_lengths_are_grouped_and_put_back_in_order() -> None:
+def test_decodes_are_grouped_by_length_and_restored_in_order() -> None:
     heads = HeadShape(4, 4, 16, scale=0.25)
     fast = TorchCpuOps()
     batch, kv = batch_over(fast, [(1, n) for n in (30, 900, 31, 40, 2000, 33, 850, 5)], 16, heads)

@@ -33,7 +33,7 @@ def test_a_thread_of_the_pool_starts_no_others() -> None:
 
 
 def in_a_process(code: str) -> str:
-    """What a program prints that has imported torch, and whatever else is in the code."""
+    """The output of a program that imports torch and then runs the code."""
     script = f"import os, sys, threading, time, torch\nfrom archerfish.kernels.pool import *\n{code}"
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 

@@ -100,7 +100,7 @@ def test_a_deterministic_decode_does_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_lengths_are_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+def test_lengths_are_read_from_the_device(num_splits: int) -> None:
     """What a captured graph relies on."""
     heads = HeadShape(4, 2, 32, 0.2)
     ops = TritonOps(DEVICE, "float32")

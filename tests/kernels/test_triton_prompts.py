@@ -22,7 +22,7 @@ from archerfish.runtime.batch import build_batch  # isort: skip
 pytestmark = untraced
 Tensor = torch.Tensor
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 40, 30
-BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[:MAX_BLOCKS].tolist()  # block 0 is nobody's
+BLOCKS = np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS))[:MAX_BLOCKS].tolist()  # block 0 belongs to no sequence
 TOKENS = [3 + (7 * i + i * i) % 90 for i in range(110)]
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},

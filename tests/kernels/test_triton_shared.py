@@ -89,7 +89,7 @@ def test_shared_keys(shape: tuple[HeadShape, int, int], num_splits: int, dtype: 
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_splits: int) -> None:
+def test_shared_length_is_read_from_the_device(num_splits: int) -> None:
     """More rows than a tile has; the last tile is filling alone, and none of it reads what was never written."""
     heads = HeadShape(8, 1, 32, 0.2)
     ops = TritonOps(DEVICE, "float32")

@@ -105,7 +105,7 @@ def test_sequences_together_equal_the_loop(lengths: list[int], seed: int, block_
     assert_same(together(case), sequential(case))
 
 
-def test_sequences_together_give_the_same_bits_however_tokens_are_cut() -> None:
+def test_joint_steps_are_bit_equal_for_any_cut() -> None:
     case = make_case([9, 30, 4])
     inputs, (out, states) = case.prepared(), together(case)
     alone, slot = case.states.clone(), case.targets[1]

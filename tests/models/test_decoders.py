@@ -166,7 +166,7 @@ def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], mess
         Driver(TorchOps(), model.state_dict(), {**config, **change}, random_tokens(1))
 
 
-def test_longrope_beyond_its_first_length_is_refused_with_the_limit() -> None:
+def test_longrope_error_names_the_longest_length() -> None:
     model, config = make("phi3-longrope")
     with pytest.raises(UnsupportedModelError, match="max_model_len to at most 64"):
         Driver(TorchOps(), model.state_dict(), config, random_tokens(1), max_len=65)

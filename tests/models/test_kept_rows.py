@@ -1,4 +1,4 @@
-"""Rows of hidden states that nobody asks for are not computed in the last layer; the others stay what they are."""
+"""The last layer computes only the rows of hidden states that are asked for; their values do not change."""
 
 from __future__ import annotations
 

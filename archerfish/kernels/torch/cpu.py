@@ -273,7 +273,7 @@ class Rows:
     restore: Tensor | None  # place of each token, and any place for the filling
 
 
-@lru_cache(maxsize=16)  # all layers of a pass, and of the passes beside it, share one
+@lru_cache(maxsize=16)  # shared by all layers of a pass, and by passes of other threads
 def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
     """Whole sequences into rows, rows of one width side by side."""
     by_width: dict[int, list[list[int]]] = {}

@@ -2,7 +2,8 @@
 
 `multiply_rows_kernel` is for a handful of rows: a program multiplies the weights of some outputs with every row in float32 and
 adds up at the end. It can normalise the rows on the way: the scale of a row is known when its last column has been read, and
-is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
+is applied to the sums. `stream_kernel` is for one wide row: its programs are persistent, so that they read and normalise it
+once.
 `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
 is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
 
@@ -202,28 +203,28 @@ def multiply_rows_kernel(
         tl.store(out + row * num_outputs + own, y.to(out.dtype.element_ty), mask=own < num_outputs)
 
 
-@triton.jit(do_not_specialize=["num_turns"])
+@triton.jit(do_not_specialize=["num_rounds"])
 def stream_kernel(
-    x, norm, weight, scales, bias, residual, out, eps, num_outputs, num_turns,
+    x, norm, weight, scales, bias, residual, out, eps, num_outputs, num_rounds,
     width: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, num_pieces: tl.constexpr,
     activation: tl.constexpr, has_bias: tl.constexpr, has_residual: tl.constexpr, is_normed: tl.constexpr,
     is_gated: tl.constexpr, is_early: tl.constexpr,
 ):
-    """One row of x. Programs stay: each reads the row once, and the weights of one tile of outputs in each turn.
+    """One row of x. Programs are persistent: each reads the row once, and the weights of one tile of outputs in each round.
 
-    The weights of the first turns are on their way before the kernel in front has ended.
+    The weights of the first rounds are on their way before the kernel in front has ended.
     """
     first = tl.program_id(0)
     place = tl.arange(0, columns)[None, :]
     values = tl.zeros((1, columns), tl.float32)
-    for turn in tl.range(0, num_turns, num_stages=num_pieces):
-        own = (turn * tl.num_programs(0) + first) * outputs + tl.arange(0, outputs)
+    for number in tl.range(0, num_rounds, num_stages=num_pieces):
+        own = (number * tl.num_programs(0) + first) * outputs + tl.arange(0, outputs)
         own_lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
         up_lines = own_lines + num_outputs
         tile = load_piece(weight + own_lines[:, None] * width, place, width, columns)
         if is_gated:
             up_tile = load_piece(weight + up_lines[:, None] * width, place, width, columns)
-        if turn == 0:
+        if number == 0:
             follow(is_early)
             values = load_piece(x, place, width, columns).to(tl.float32)
             if is_normed:

@@ -10,15 +10,15 @@ import torch
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
 DIRECT_ROWS = 2  # of activations, up to which a product is quicker without tensor cores
-NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
+NORMED_WIDTH = 2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
-FEW_OUTPUTS = 2048  # of a product, up to which programs have too few turns to stay for
-TURN_BYTES = 16 << 10  # of weights, that a program which stays reads in a turn
-MAX_TURNS = 6  # on their way at once
-NUM_STREAMS = 264  # programs that stay: two for each processor of a Hopper
+FEW_OUTPUTS = 2048  # of a product, up to which persistent programs would have too few rounds
+ROUND_BYTES = 16 << 10  # of weights, that a persistent program reads in a round
+MAX_ROUNDS = 6  # that are loading at once
+PERSISTENT_PROGRAMS = 264  # two for each processor of a Hopper
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LinearTile:
     num_warps: int
     num_stages: int  # pieces of so many columns in flight; 1 without tensor cores: as many as the registers hold
     is_dot: bool = False  # on tensor cores
-    num_programs: int = 0  # that stay for all outputs of one row, a tile of whole rows in a turn; 0: one for each tile
+    num_programs: int = 0  # persistent ones, each with a tile of whole rows of weights in every round; 0: one for each tile
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ def tile_of(
 ) -> LinearTile:
     """A tile by the rows of activations, and by the rows (num_weights) and columns (width) of the weights.
 
-    One wide row is read by programs that stay for several tiles; a few rows are multiplied without tensor cores; more with.
+    For one wide row programs are persistent; up to DIRECT_ROWS rows are multiplied without tensor cores, more rows with them.
     """
     rows = next_power_of_2(num_rows)
     copies = 2 if is_gated else 1
     widest = next_power_of_2(width)
     if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH and num_weights > FEW_OUTPUTS:
-        outputs = max(1, TURN_BYTES // (widest * element_bytes * copies))
-        num_stages = max(1, min(MAX_TURNS, 1 + most_bytes // (2 * outputs * widest * element_bytes * copies)))
-        return LinearTile(outputs, 0, 4 if widest <= 8192 else 8, num_stages, num_programs=NUM_STREAMS)
+        outputs = max(1, ROUND_BYTES // (widest * element_bytes * copies))
+        num_stages = max(1, min(MAX_ROUNDS, 1 + most_bytes // (2 * outputs * widest * element_bytes * copies)))
+        return LinearTile(outputs, 0, 4 if widest <= 8192 else 8, num_stages, num_programs=PERSISTENT_PROGRAMS)
     if num_rows <= DIRECT_ROWS:
         outputs = 2 if num_weights <= FEW_OUTPUTS or is_gated else 4
         columns = min(widest, 1024 if most_bytes == SHARED_BYTES else 512)
