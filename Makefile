@@ -14,7 +14,7 @@ help:  ## show this list
 serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: make serve ARGS="--port 9000")
 	$(BIN)/archerfish serve $(ARGS)
 
-test: $(VENV)/.test models lint types  ## everything that CI runs: style, types, layers, tests, coverage (make test WORKERS=4)
+test: $(VENV)/.test models lint types lines  ## everything that CI runs: style, types, layers, tests, coverage (make test WORKERS=4)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.test models  ## the long tests too
@@ -25,6 +25,9 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(BIN)/mypy
+
+lines: $(VENV)/.test  ## count lines of code by folder; fails above the limits of scripts/count_lines.py
+	$(BIN)/python scripts/count_lines.py
 
 bench: $(VENV)/.test models  ## compare with sentence-transformers (and others that are installed)
 	$(BIN)/archerfish bench embed $(ARGS)
@@ -57,4 +60,4 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test test-slow lint types bench docs models pins clean
+.PHONY: help serve test test-slow lint types lines bench docs models pins clean

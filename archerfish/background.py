@@ -1,4 +1,4 @@
-"""Work beside the caller's, and work put off until it is needed."""
+"""Work in a background thread, and values that are made when they are first needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 class Lazy(Generic[R]):
-    """A value that is made once, by whoever asks first."""
+    """A value that is made once, at the first call of `get`."""
 
     def __init__(self, make: Callable[[], R]) -> None:
         self._make: Callable[[], R] | None = make
@@ -32,13 +32,13 @@ class Lazy(Generic[R]):
 
 
 def in_background(work: Callable[[], R], name: str, *, daemon: bool = False) -> Future[R]:
-    """Run in a thread of its own. A daemon does not keep an interrupted program from ending; others are waited for at exit."""
+    """Run `work` in a new thread. At exit, Python waits for the thread unless it is a daemon."""
     future: Future[R] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # handed to whoever asks for the result
+        except BaseException as error:  # `result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"archerfish-{name}", daemon=daemon).start()

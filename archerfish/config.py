@@ -1,8 +1,8 @@
 """Options, each declared once.
 
-A field of one of the frozen dataclasses below is at the same time a keyword of the Python API, a flag of the command line
-(`--max-batch-size`), an environment variable (`ARCHERFISH_EMBED_MAX_BATCH_SIZE`), a TOML key (`max_batch_size` under
-`[embed]`) and a row of `docs/options.md`. Precedence: given in code or on the command line, environment, TOML file, default.
+A field of a frozen dataclass below is a keyword of the Python API, a flag of the command line (`--max-batch-size`), an
+environment variable (`ARCHERFISH_EMBED_MAX_BATCH_SIZE`), a TOML key (`max_batch_size` under `[embed]`) and a row of
+`docs/options.md`. A keyword or flag wins over the environment, the environment over the TOML file, the file over the default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_me
 ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHT_FORMATS = ("auto", "int8")
+WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a number, a scale a row); auto: as `dtype`."
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 LOADS = ("start", "idle", "demand")
@@ -36,14 +36,14 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """Declare one option: its default, what it does, and which values it takes."""
+    """Declare one option: its default, its description and its possible values."""
     metadata = {"description": description, "choices": choices, "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of all groups of options: checks every value when an object is made."""
+    """Base of all sections of options. Every value is checked when an object is made."""
 
     section: ClassVar[str] = ""
 
@@ -53,7 +53,7 @@ class Options:
             object.__setattr__(self, spec.name, value)
 
     def __new__(cls, **values: Any) -> Self:
-        """An unknown keyword is refused with the nearest known one."""
+        """Raise an error for an unknown keyword, with the nearest known one."""
         refuse_unknown(values, cls.names(), f"option of [{cls.section}]")
         return super().__new__(cls)
 
@@ -62,7 +62,7 @@ class Options:
         return [spec.name for spec in dataclasses.fields(cls)]
 
     def replace(self, **changes: Any) -> Self:
-        """A new object with some values changed; this one stays as it is."""
+        """A new object with some values changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -115,18 +115,19 @@ class EmbedConfig(Options):
 
     model: str = option("all-minilm-l6-v2", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
-    dtype: str = option("auto", "Type to compute in; auto: what this machine does fast.", choices=DTYPES)
+    dtype: str = option("auto", "Type to compute in; auto: the fastest type of this machine.", choices=DTYPES)
+    weights: str = option("auto", WEIGHTS)
     storage_dtype: str = option(
-        "auto", "Type in which a model that is not converted yet is stored; auto: float32 if `dtype` is float32, else 2 bytes.",
+        "auto", "Type of stored weights when a model is converted; auto: float32 if `dtype` is float32, else 2 bytes.",
         choices=DTYPES,
     )
     max_batch_size: int = option(
         32, "Size of a batch, in units of 32 tokens: texts are packed by tokens, never padded.", minimum=1, maximum=65536
     )
-    max_length: int = option(0, "Cut texts after this many tokens; 0: as the model's own files say.", minimum=0)
+    max_length: int = option(0, "Cut texts after this many tokens; 0: the limit of the model.", minimum=0)
     max_text_bytes: int = option(1_000_000, "Refuse a text of more than this many bytes.", minimum=1)
     num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
-    use_fast_tokenizer: bool = option(True, "Use the Rust tokenizer; there is no other, so false is refused.")
+    use_fast_tokenizer: bool = option(True, "Use the Rust tokenizer. False is refused: there is no other tokenizer.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,20 +138,19 @@ class EngineConfig(Options):
 
     model: str = option("smollm2-135m-instruct", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
-    dtype: str = option("auto", "Type to compute in and to keep KV in; auto: what this machine does fast.", choices=DTYPES)
-    weights: str = option(
-        "auto", "Format of the matrices in memory; int8: a byte a number and a scale a row, for RWKV-7; auto: as `dtype`.",
-        choices=WEIGHT_FORMATS,
-    )
+    dtype: str = option("auto", "Type of computation and of KV; auto: the fastest type of this machine.", choices=DTYPES)
+    weights: str = option("auto", WEIGHTS)
     load_format: str = option("auto", "The model's weights, or random ones for measuring.", choices=("auto", "dummy"))
-    max_model_len: int = option(0, "Longest sequence, prompt and output; 0: as the model's own files say.", minimum=0)
+    max_model_len: int = option(0, "Longest sequence, prompt and output; 0: the limit of the model.", minimum=0)
     max_num_seqs: int = option(256, "Most sequences that run at once.", minimum=1, maximum=65536)
     max_batch_size: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
-    max_concurrent_requests: int = option(0, "Another name of max_num_seqs; 0: not given.", minimum=0, maximum=65536)
+    max_concurrent_requests: int = option(
+        0, "Most requests that run or wait; above this they are refused; 0: only `max_queue_size` counts.", minimum=0
+    )
     max_num_batched_tokens: int = option(
         0, "Most tokens in one step; long prompts are computed in chunks of this; 0: 512 on a CPU, 16384 on a GPU.", minimum=0
     )
-    max_queue_size: int = option(4096, "Requests that may wait; above this they are refused.", minimum=1)
+    max_queue_size: int = option(4096, "Most waiting requests; above this requests are refused.", minimum=1)
     block_size: int = option(
         0, "Tokens in a block of KV memory, the unit of allocation; of a recurrent model, tokens from one kept state to the "
         "next; 0: 16, of a recurrent model 64, on a GPU 256, and one state for all without a prefix cache.",
@@ -160,32 +160,32 @@ class EngineConfig(Options):
     memory_budget_gib: float = option(
         0.0, "Memory for KV blocks on a CPU, in GiB; 0: a quarter of what is free, at most 4.", minimum=0
     )
-    tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is there so far.", minimum=1, maximum=1)
+    tensor_parallel_size: int = option(1, "Devices that share one model; only 1 is supported.", minimum=1, maximum=1)
     gpu_memory_utilization: float = option(0.9, "Share of a GPU's memory for weights and KV.", minimum=0.05, maximum=1.0)
     enable_prefix_caching: bool = option(True, "Keep the KV of finished requests and reuse it for prompts that begin alike.")
-    eviction_policy: str = option("lru", "Which cached blocks go first; a registered name: lru, lfu, fifo or one's own.")
-    logits_cache_mib: int = option(64, "Memory for logits of whole prompts, which spare an exact repeat its pass.", minimum=0)
-    logits_cache_ttl_s: float = option(600.0, "Age at which such logits expire.", minimum=0)
+    eviction_policy: str = option("lru", "Which cached blocks are evicted first: lru, lfu, fifo or another registered name.")
+    logits_cache_mib: int = option(
+        64, "Memory for logits of whole prompts: an exact repeat needs no forward pass; of a recurrent model only if the "
+        "prompt's length is a multiple of `block_size`.", minimum=0,
+    )
+    logits_cache_ttl_s: float = option(600.0, "Age at which cached logits expire.", minimum=0)
     scheduling_policy: str = option(
-        "fcfs", "Who runs next; a registered name: fcfs, priority, longest-prefix-first, deadline, fair-share or one's own."
+        "fcfs", "Order of requests: fcfs, priority, longest-prefix-first, deadline, fair-share or another registered name."
     )
     pipeline_depth: int = option(1, "Steps planned before the step before them is done: 0 or 1.", minimum=0, maximum=1)
     schedule_interval_ms: float = option(
-        1.0, "How long an idle loop may wait before it looks again; a request wakes it at once.", minimum=0.01, maximum=10_000
+        1.0, "Longest wait of an idle engine loop; a request wakes it at once.", minimum=0.01, maximum=10_000
     )
-    deterministic: bool = option(False, "Make a request's logits bit-equal whatever runs beside it; slower.")
+    deterministic: bool = option(False, "Make the logits of a request independent of other requests, bit for bit; slower.")
     num_threads: int = option(0, "CPU cores to use; 0: all that this process may use.", minimum=0, maximum=1024)
-    seed: int = option(0, "From this the seeds of requests that give none are drawn; 0: a new one at each start.", minimum=0)
+    seed: int = option(0, "Source of the seeds of requests without a seed; 0: a new one at each start.", minimum=0)
     max_prompt_bytes: int = option(4_000_000, "Refuse a prompt of more than this many bytes before tokenising it.", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {name: getattr(self, name) for name in ("max_batch_size", "max_concurrent_requests") if getattr(self, name)}
-        if len(set(given.values())) > 1:
-            raise InvalidOptionError(f"[engine] has two values for one option: {given}.", hint="Give max_num_seqs alone.")
-        for name, value in given.items():
-            object.__setattr__(self, "max_num_seqs", value)
-            object.__setattr__(self, name, 0)
+        if self.max_batch_size:
+            object.__setattr__(self, "max_num_seqs", self.max_batch_size)
+            object.__setattr__(self, "max_batch_size", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class ServeConfig(Options):
         1, "Processes that speak HTTP; one is enough for some thousand tokens a second.", minimum=1, maximum=64
     )
     api_keys_file: str = option(
-        "", "File with hashed API keys and the limits of their tenants, or env:NAME: a variable with its text; empty: no keys."
+        "", "File with hashed API keys and limits of tenants, or env:NAME for a variable with its contents; empty: no keys."
     )
     zmq_address: str = option(
         "", "Where other programs reach the engine over ZMQ, as `tcp://127.0.0.1:5555` or `ipc:///run/fish`; empty: nowhere."
@@ -214,34 +214,33 @@ class ServeConfig(Options):
     )
     zmq_client_keys: str = option("", "Public CURVE keys of the ZMQ clients that may connect, separated by commas; empty: all.")
     latency_budget_ms: float = option(
-        50.0, "About how long a batch of texts may hold up a step of generation.", minimum=1, maximum=10_000
+        50.0, "About how long a batch of texts may delay a step of generation.", minimum=1, maximum=10_000
     )
     max_wait_s: float = option(
-        60.0, "Refuse a request at once that would wait longer than this for its turn; 0: no limit.", minimum=0
+        60.0, "Refuse a request that would wait longer than this before it runs; 0: no limit.", minimum=0
     )
     max_prompt_tokens: int = option(0, "Refuse longer prompts; 0: as the model takes.", minimum=0)
     max_output_tokens: int = option(0, "Refuse requests for more tokens, of all n together; 0: as the model takes.", minimum=0)
     result_cache_mib: int = option(
         0, "Memory of all front ends for answers to equal deterministic requests; 0: off.", minimum=0, maximum=1 << 20
     )
-    result_cache_ttl_s: float = option(600.0, "Age at which they expire.", minimum=0.001)
+    result_cache_ttl_s: float = option(600.0, "Age at which cached answers expire.", minimum=0.001)
     loads: str = option(
-        "start", "When models are loaded: at the start, when there is nothing else to do, or when one is asked for.",
-        choices=LOADS,
+        "start", "When models are loaded: at the start, in idle time, or at the first request.", choices=LOADS,
     )
     memory_gib: float = option(
-        0.0, "What loaded models may take together; above it those used least recently are unloaded; 0: no limit.", minimum=0
+        0.0, "Memory of all loaded models; above it the least recently used ones are unloaded; 0: no limit.", minimum=0
     )
     hang_s: float = option(
         120.0, "The engine process is started again if a step takes longer; new and slow models get more.", minimum=1
     )
     keep_alive_s: float = option(
-        15.0, "A stream that has nothing to say for so long sends a comment, so that proxies do not cut it; 0: none.", minimum=0
+        15.0, "Seconds without data after which a stream sends a comment, so that proxies keep it open; 0: never.", minimum=0
     )
-    max_queue_texts: int = option(8192, "Texts that may wait; above this the answer is 503.", minimum=1)
+    max_queue_texts: int = option(8192, "Most waiting texts; above this the answer is 503.", minimum=1)
     max_texts_per_request: int = option(2048, "Most texts in one request.", minimum=1)
     max_body_bytes: int = option(32_000_000, "Refuse a request body of more than this many bytes.", minimum=1024)
-    log_level: str = option("info", "What is logged.", choices=("debug", "info", "warning", "error"))
+    log_level: str = option("info", "Least level of log messages.", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +273,7 @@ T = TypeVar("T", bound=Options)
 
 
 def check_value(section: str, spec: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of one option in its declared type, or an InvalidOptionError that names the option."""
+    """The value of one option in its declared type. Raises an InvalidOptionError that names the option."""
     where = f"[{section}] {spec.name}"
     kind = type(spec.default)
     if isinstance(value, str) and kind is not str:
@@ -318,7 +317,7 @@ def env_name(cls: type[Options], name: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Options set in the environment, by section; an unknown ARCHERFISH_ variable is refused."""
+    """Options of the environment by section. An unknown ARCHERFISH_ variable is an error."""
     known = {env_name(cls, name): (cls.section, name) for cls in SECTIONS for name in cls.names()}
     found: dict[str, dict[str, str]] = {}
     for variable, text in environ.items():
@@ -333,7 +332,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Options of a TOML file, by section; unknown sections and keys are refused."""
+    """Options of a TOML file by section. Unknown sections and keys are errors."""
     data = parse_toml(path)
     data.pop("models", None)
     by_section = {cls.section: cls for cls in SECTIONS}
@@ -364,7 +363,7 @@ def parse_toml(path: str | Path) -> dict[str, Any]:
 
 
 def resolve(cls: type[T], given: Mapping[str, Any] | None = None, *, config_file: str | Path = "") -> T:
-    """Options of one section: what is given, then the environment, then the TOML file, then the defaults."""
+    """Options of one section, from `given`, the environment, the TOML file and the defaults, in this order."""
     path = config_file or os.environ.get(CONFIG_ENV, "")
     values: dict[str, Any] = dict(read_toml(path).get(cls.section, {})) if path else {}
     values.update(read_environment(os.environ).get(cls.section, {}))
@@ -373,13 +372,13 @@ def resolve(cls: type[T], given: Mapping[str, Any] | None = None, *, config_file
 
 
 def reference_page() -> str:
-    """docs/options.md, generated from the declarations above."""
+    """The text of docs/options.md."""
     lines = [
         "# Options",
         "",
         "Generated by `python -m archerfish.cli.reference` from `archerfish/config.py`; a test compares the two. Each option",
-        "is a keyword in Python, a flag (`--name-with-dashes`), an environment variable, and a key of the TOML file that",
-        "`--config` or `ARCHERFISH_CONFIG` names. The command line wins over the environment, the environment over the file.",
+        "is a keyword in Python, a flag (`--name-with-dashes`), an environment variable, and a key of the TOML file of",
+        "`--config` or `ARCHERFISH_CONFIG`. The command line wins over the environment, the environment over the file.",
     ]
     lines += [
         "",

@@ -1,33 +1,33 @@
-"""Everything archerfish raises on purpose.
+"""The errors that archerfish raises.
 
     ArcherfishError
-    ├── CallerError                  the caller can mend it
-    │   ├── InvalidInputError        a text, list or body that is not what was asked for
-    │   │   └── InputTooLargeError   over a stated limit
-    │   ├── InvalidOptionError       an option with a value that it does not take
-    │   │   └── UnknownOptionError   an option that does not exist
-    │   ├── StaleHandleError         a cache handle whose node has been cleared or evicted
-    │   └── NotFoundError            something named does not exist
+    ├── CallerError                  the caller can correct it
+    │   ├── InvalidInputError        a text, list or body has the wrong form
+    │   │   └── InputTooLargeError   an input is larger than a limit
+    │   ├── InvalidOptionError       an option cannot have this value
+    │   │   └── UnknownOptionError   an option does not exist
+    │   ├── StaleHandleError         the node of a cache handle was cleared or evicted
+    │   └── NotFoundError            a name or path does not exist
     │       ├── ModelNotFoundError
     │       └── UnknownLayerError
-    ├── ModelError                   the files of a model are at fault
-    │   ├── UnsupportedModelError    a kind of model, file or tensor that is not supported
-    │   ├── CorruptFileError         truncated, altered or not what its name says
+    ├── ModelError                   the files of a model have a problem
+    │   ├── UnsupportedModelError    a kind of model, file or tensor is not supported
+    │   ├── CorruptFileError         a file is truncated, altered or of another format
     │   ├── TensorError              a tensor is missing or has the wrong shape
     │   └── ValidationError          a conversion does not match its source
     ├── MachineError                 disk, memory or device
     │   ├── WriteError               a file could not be written
-    │   ├── OutOfBlocksError         more blocks of KV memory are wanted than are free
-    │   └── DeviceError              a device is missing or cannot do what was asked
-    │       └── OutOfMemoryError     its memory is full
-    ├── ServiceError                 try again later, or elsewhere
+    │   ├── OutOfBlocksError         there are not enough free blocks of KV memory
+    │   └── DeviceError              a device is missing or does not support the request
+    │       └── OutOfMemoryError     the memory of a device is full
+    ├── ServiceError                 the caller can try again later
     │   ├── UnreachableError         a package index or hub could not be reached
     │   ├── OverloadedError          a queue is full
     │   └── StoppedError             the engine or server has been stopped
-    └── InvariantError               our own books do not balance
+    └── InvariantError               the engine's own accounting is wrong
 
-Each class carries the HTTP status and the code that a server answers with, the exit code of the command line, and `hint`:
-what the caller can do about it.
+Each class has the HTTP status and the code of a server's answer, the exit code of the command line, and a hint: what the caller
+can do.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
-LEAST_LIKENESS, MOST_BEHIND = 0.72, 0.12  # how like what was written a suggested name is, and how far behind the best one
-MARKS = "-/"  # of flags and commands: nothing that names have in common
+MIN_SIMILARITY = 0.72  # of a suggested name to the given one, from 0 to 1
+MAX_SIMILARITY_GAP = 0.12  # between the best suggestion and another one
+PREFIX_CHARACTERS = "-/"  # of flags and chat commands; ignored in comparisons
 
 
 class ArcherfishError(Exception):
-    """Base of all errors that archerfish raises on purpose."""
+    """Base of all errors of archerfish."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
     exit_code: ClassVar[int] = 1
-    default_hint: ClassVar[str] = "This is a fault of archerfish: please report it."
+    default_hint: ClassVar[str] = "This is a bug in archerfish: please report it."
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -169,25 +170,25 @@ class InvariantError(ArcherfishError):
 
 
 def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
-    """The known names that a misspelt one may stand for, best first: spelt nearly so, else longer ones that begin with it."""
-    wanted = name.lstrip(MARKS).lower()
-    choices = {choice.lstrip(MARKS).lower(): choice for choice in known}
-    close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=LEAST_LIKENESS)
+    """The known names that are similar to a misspelt one, best first; else the longer names that begin with it."""
+    wanted = name.lstrip(PREFIX_CHARACTERS).lower()
+    choices = {choice.lstrip(PREFIX_CHARACTERS).lower(): choice for choice in known}
+    close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=MIN_SIMILARITY)
     if close:
-        least = likeness(wanted, close[0]) - MOST_BEHIND
-        close = [choice for choice in close if likeness(wanted, choice) >= least]
+        least = similarity(wanted, close[0]) - MAX_SIMILARITY_GAP
+        close = [choice for choice in close if similarity(wanted, choice) >= least]
     elif len(wanted) >= 3:
         close = sorted(choice for choice in choices if choice.startswith(wanted))[:most]
     return [choices[choice] for choice in close]
 
 
-def likeness(one: str, other: str) -> float:
-    """From 0, nothing in common, to 1, equal."""
+def similarity(one: str, other: str) -> float:
+    """The similarity of two names, from 0 to 1 for equal ones."""
     return difflib.SequenceMatcher(None, other, one).ratio()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown name: the nearest known ones, or all of them when there are few."""
+    """A hint for an unknown name: the nearest known names, or all names when there are few."""
     choices = sorted(set(known))
     close = nearest(name, choices)
     if close:

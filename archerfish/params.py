@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen."""
+"""SamplingParams: how the tokens of a request are chosen."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, MAX_CHOICES = 1 << 17, 2000, 1024  # compi
 PLAIN = (int, float, bool, str, type(None))  # types of values that cannot change
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "lark", "choice")
 MIN_SEED, MAX_SEED = -(2**63), 2**64  # as signed numbers of 64 bits, and as ones without a sign
-NO_SEED = -1  # as others write it
-# Names that others have and what to do instead; and what to say beside a bound.
+NO_SEED = -1  # other engines write it for None
+# Parameters of other engines, with the hint of their error; and hints of errors about bounds.
 NOT_SUPPORTED = {"best_of": "Use n, and choose among the outputs by their cumulative_logprob."}
 ADVICE = {"max_tokens": "None stands for as many as model and memory allow."}
 WHOLE = {"n": (1, MAX_N), "min_tokens": (0, None), "top_k": (0, None)}
@@ -34,7 +34,7 @@ FLOATS = {
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-100.0, 100.0), "frequency_penalty": (-100.0, 100.0),
 }  # fmt: skip
-# What the stages of an output say for themselves, or what would have to know which stage a token is of.
+# Parameters that stages have themselves, or that would depend on the stage of a token.
 NOT_WITH_STAGES = (
     "min_tokens", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature", "top_k", "top_p",
     "stop", "logprobs", "grammar",
@@ -43,15 +43,15 @@ NOT_WITH_STAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of an output whose tokens are drawn from a range of the vocabulary: no other token can come, nor has a share.
+    """A part of an output whose tokens are drawn from a range of the vocabulary; probabilities are those within the range.
 
-    A range of one token puts that token there. Only the last stage may end before it has all its tokens.
+    A range of one token forces that token. Only the last stage may end before it has all its tokens.
     """
 
-    first: int  # ids that are drawn from: first to end, without the latter
-    end: int
+    first: int  # the first id of the range
+    end: int  # the id after the last one
     num_tokens: int
-    offset: int = 0  # added to a drawn id: what comes out, and what the model reads next
+    offset: int = 0  # added to a drawn id; the sum is the output and the next input of the model
     stop_id: int | None = None  # a drawn id that ends the output
     temperature: float = 1.0  # 0: the most likely token
     top_k: int = 0  # 0 or -1: off
@@ -76,15 +76,15 @@ class Stage:
 class SamplingParams:
     """Sampling options of a request, checked when made. Penalties and filters apply in the order of the fields below."""
 
-    n: int = 1  # sequences per prompt, each with draws of its own
+    n: int = 1  # sequences for each prompt, drawn independently
     max_tokens: int | None = 16  # None: as many as the model's length and the memory allow
-    min_tokens: int = 0  # neither an end token nor a stop counts before this many
+    min_tokens: int = 0  # end tokens and stops have no effect before this many tokens
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
-    repetition_penalty: float = 1.0  # logits of tokens of prompt and output: divided if positive, else multiplied
+    repetition_penalty: float = 1.0  # divides positive logits of tokens of prompt and output, multiplies negative ones
     presence_penalty: float = 0.0  # subtracted once from tokens of the output
-    frequency_penalty: float = 0.0  # subtracted for every time that a token stands in the output
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
     temperature: float = 1.0  # 0: the most likely token
-    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
+    min_p: float = 0.0  # leaves out tokens less likely than this share of the likeliest
     top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0
     seed: int | None = None  # None or -1: drawn when the request arrives
@@ -93,9 +93,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # of each output token, with this many of the likeliest beside it
+    logprobs: int | None = None  # log-probabilities of each output token and of this many of the likeliest
     prompt_logprobs: int | None = None
-    grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}: what the output must be
+    grammar: Mapping[str, Any] | None = None  # {"kind": one of GRAMMAR_KINDS, "value": ...}, which the output follows
     stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
@@ -170,7 +170,7 @@ class SamplingParams:
                 raise InvalidInputError(f"logit_bias of token {token_id} must be a number from -100 to 100, not {bias!r}.")
 
     def _check_grammar_conflicts(self) -> None:
-        """A grammar says when a text may end and when it must, so nothing else may."""
+        """A grammar decides where a text ends, so parameters that also decide it are refused."""
         if self.ignore_eos:
             raise InvalidInputError(
                 "ignore_eos and grammar exclude each other: a grammar ends the text when it is complete.", hint="Leave out one."
@@ -182,7 +182,7 @@ class SamplingParams:
             )
 
     def _settle_stages(self) -> None:
-        """What the stages leave no choice about."""
+        """Set the parameters that follow from the stages."""
         if len(self.stages) > MAX_STAGES:
             raise InvalidInputError(f"There are {len(self.stages):,} stages; the limit is {MAX_STAGES}.")
         *early, last = self.stages
@@ -202,7 +202,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """The parameters that these values make; those of values that came lately are not checked once more."""
+        """SamplingParams of these values. Equal values of an earlier call are not checked again."""
         if any(type(value) not in PLAIN and value != [] for value in values.values()):
             return cls(**values)
         return _known_params(tuple((name, type(value), None if value == [] else value) for name, value in values.items()))
@@ -217,12 +217,12 @@ class SamplingParams:
 
 @lru_cache(maxsize=256)
 def _known_params(items: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
-    """By types too: 1, 1.0 and True are equal, but not all of them are right everywhere."""
+    """Types are part of the key: 1, 1.0 and True are equal but not all valid for every parameter."""
     return SamplingParams(**{name: [] if kind is list else value for name, kind, value in items})
 
 
 def plain_number(value: Any) -> Any:
-    """A number of an array as one of Python; anything else as it is."""
+    """A number of NumPy or torch as one of Python; anything else unchanged."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, numbers.Integral):
@@ -254,7 +254,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def read_stage(value: Any) -> Stage:
-    """A stage, or one that is written as a mapping, as it comes from other processes."""
+    """A Stage from a Stage or from a mapping of its fields."""
     if isinstance(value, Stage):
         return value
     if not isinstance(value, Mapping):
@@ -266,7 +266,7 @@ def read_stage(value: Any) -> Stage:
 
 
 def items_of(name: str, values: Any, what: str) -> tuple[Any, ...]:
-    """A list as a tuple; None, as JSON writes it, is an empty one."""
+    """The items of a list as a tuple. None, JSON's null, is an empty list."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
@@ -275,7 +275,7 @@ def items_of(name: str, values: Any, what: str) -> tuple[Any, ...]:
 
 
 def read_grammar(grammar: Any) -> dict[str, Any]:
-    """A grammar as a plain dict of its kind and value, if it has the shape of one; whether it can be compiled shows later."""
+    """A grammar as a dict of kind and value. Its shape is checked here; compiling it may still fail."""
     if not isinstance(grammar, Mapping):
         raise InvalidInputError(
             f"grammar must be a mapping, not {type(grammar).__name__}.", hint='Give {"kind": "json_schema", "value": {...}}.'
@@ -303,7 +303,7 @@ def read_grammar(grammar: Any) -> dict[str, Any]:
 
 
 def read_schema(value: Any) -> dict[str, Any]:
-    """A JSON schema, of which a caller keeps nothing in hand; one that is written as a string is read."""
+    """A copy of a JSON schema, which may also be given as a string."""
     try:
         read = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

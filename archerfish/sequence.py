@@ -1,4 +1,4 @@
-"""What passes between the scheduler and the runner: sequences, plans, results. Ids and counts, no tensors."""
+"""Requests, the sequences of tokens that they become, and what each step adds to them. Ids and counts, no tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
+from archerfish.step import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,15 @@ class TokenMatcher(Protocol):
         """
 
 
+class TokenMask(Protocol):
+    """The tokens that a grammar allows next; a thread computes them."""
+
+    bits: npt.NDArray[np.int64]  # a bit for every token of the vocabulary, 64 to a word, the lowest first
+    error: BaseException | None  # why the sequence cannot go on
+
+    def done(self) -> bool: ...
+
+
 class TokenGrammar(Protocol):
     """What the output of a request must be, compiled for a vocabulary."""
 
@@ -67,7 +77,9 @@ class Request:
     seed: int = 0
     needs_host_token: bool = False  # the next token must be known on the host before the following step (grammars)
     grammar: TokenGrammar | None = None  # of params.grammar; asks for needs_host_token
-    wants_logits: bool = False  # those of the token after the prompt, with the first delta of the first sequence
+    wants_logits: bool = False  # the first delta of the first sequence brings those of the token after the prompt
+    adapter: int = 0  # number of the LoRA adapter; 0: none
+    collector: Any = None  # the engine's OutputCollector of its text and tokens
 
 
 class Status(Enum):
@@ -80,9 +92,9 @@ class Sequence:
     """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
 
     __slots__ = (
-        "blocks", "cached_logits", "error", "finish_reason", "hit", "index", "mask", "matcher", "node", "num_cached",
-        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "request", "row",
-        "status", "times", "tokens",
+        "blocks", "error", "finish_reason", "hit", "index", "logits_handle", "mask", "matcher", "node", "num_cached",
+        "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "num_reported",
+        "num_sent", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -92,17 +104,22 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.num_computed = 0  # tokens whose KV is in the blocks, counting steps in flight
         self.num_pending = 0  # tokens sampled by steps in flight
+        # With so many tokens computed, no step is planned while its last token is pending: that may be the last of all, or a
+        # grammar must see it.
+        self.pending_limit = 0 if request.needs_host_token else self.num_prompt + request.max_tokens - 1
         self.num_in_flight = 0  # steps in flight that read or write its blocks
-        self.num_emitted = 0  # output tokens that deltas have told of
+        self.num_emitted = 0  # output tokens that were handed out in deltas
+        self.num_reported = 0  # prompt logprobs that were handed out
         self.num_cached = 0  # prompt tokens that the cache gave at first admission
         self.num_preemptions = 0
         self.blocks: list[int] = []  # physical block of each logical one
+        self.num_sent = 0  # how many of them the runner knows
         self.row = -1  # its place in the runner's buffers while running
         self.node: Any = None  # the cache node that it locks
         self.hit: Any = None  # the HitRecord of its first admission
-        self.cached_logits: Any = None  # logits of its last token, out of the LogitsCache
-        self.matcher: TokenMatcher | None = None  # of its request's grammar, from the first token on
-        self.mask: Any = None  # of its next token, which the runtime finds; `done()` says whether it is there
+        self.logits_handle = 0  # under which the runner keeps the logits of its last token; 0: they must be computed
+        self.matcher: TokenMatcher | None = None  # of its request's grammar
+        self.mask: TokenMask | None = None  # which tokens the grammar allows next
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -130,46 +147,6 @@ class SequenceTimes:
     admitted: float = 0.0  # first time
     first_token: float = 0.0
     finished: float = 0.0
-
-
-@dataclass(slots=True)
-class Plan:
-    """What one step computes: for sequence i the tokens starts[i] to starts[i] + counts[i].
-
-    Sequences with one new token stand first (num_decodes of them), then longer ones, then those with none, whose logits come
-    out of the LogitsCache. Where the last token is still in flight, the runner fills it in from the step before.
-    """
-
-    step: int
-    sequences: list[Sequence]
-    starts: list[int]
-    counts: list[int]
-    samples: list[bool]  # whether the step gives the sequence a token
-    keeps_logits: list[int]  # indices of sequences whose logits are to be handed back, for the LogitsCache or the caller
-    copies: list[tuple[int, int]]  # blocks to copy (from, to) before anything else
-    num_decodes: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log-probability of one token, its rank from 1, and the likeliest tokens, likeliest first."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What the runner hands back for a plan; entries of sequences that were not sampled mean nothing."""
-
-    tokens: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the plan
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompt tokens starts[i]+1 .. in order
-    logits: dict[int, Any] = field(default_factory=dict)  # for keeps_logits: opaque rows
-    errors: dict[int, BaseException] = field(default_factory=dict)  # sequences that failed alone
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which reads it once
@@ -20,6 +21,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from archerfish import ArrowEngine, HubConfig
 from archerfish.store.names import resolve_model
+
+# No test depends on the speed of the machine.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 MINILM = "all-minilm-l6-v2"
 VOCABULARY = [

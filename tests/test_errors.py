@@ -17,20 +17,20 @@ def test_codes_are_distinct() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_statuses_say_whose_fault_it_is() -> None:
+def test_statuses() -> None:
     for cls in CLASSES:
         is_callers = issubclass(cls, errors.CallerError | errors.OverloadedError)
         assert (400 <= cls.status < 500) == is_callers, cls
         assert cls.exit_code > 0
 
 
-def test_the_tree_in_the_docstring_is_complete() -> None:
+def test_docstring_lists_every_class() -> None:
     assert errors.__doc__ is not None
     for cls in CLASSES:
         assert cls.__name__ in errors.__doc__
 
 
-def test_message_and_hint_are_both_shown() -> None:
+def test_message_and_hint() -> None:
     error = errors.ModelNotFoundError("No model 'x'.")
     assert str(error).startswith("No model 'x'. Give a directory")
     assert str(errors.CallerError("Bad.", hint="Do this.")) == "Bad. Do this."
@@ -50,5 +50,5 @@ def test_nearest_names() -> None:
     ("--verbose", ["--block-size", "--seed", "--debug"]), ("--output", ["--stop", "--top-p", "--quiet"]),
     ("/exit", ["/reset", "/system"]), ("quantization", ["gpu_memory_utilization"]), ("tp", ["stop", "top_p"]),
 ], ids=str)  # fmt: skip
-def test_names_with_little_in_common_are_not_suggested(name: str, known: list[str]) -> None:
+def test_dissimilar_names_are_not_suggested(name: str, known: list[str]) -> None:
     assert nearest(name, known) == [] and "Did you mean" not in did_you_mean(name, known)

@@ -1,250 +1,155 @@
-"""`archerfish bench embed`: every engine in its own process, one at work at any time, rounds interleaved.
+"""`archerfish bench embed`: embeddings by us and by the peers that are installed, on the same texts.
 
-A noisy neighbour then hits all engines alike, and a ratio means something where a single figure does not.
+Every engine has a process of its own, and rounds are interleaved: a busy neighbour slows all engines alike.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from archerfish.bench.driver import PeerFailedError, WorkerProcess, worker_command
-from archerfish.bench.peers import ENGINES, REFERENCE, PeerOptions
-from archerfish.bench.stats import Summary, summarize
-from archerfish.bench.texts import PROBES, SHORT_TEXT, TextMaker, documents
-from archerfish.types import Progress, no_progress
+import numpy as np
 
-WORKLOADS = ("short", "fixed", "mixed")
-WORKLOAD_NAMES = {"short": "10 tokens", "fixed": "128 tokens", "mixed": "5-256 tokens"}
+from archerfish.bench.group import EngineGroup, chosen, versions
+from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.words import random_text
+from archerfish.observe.summary import percentile
+
+# Name of an engine: its class in `engines`, and the packages that it needs.
+ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
+    OURS: ("ArcherfishEmbeddings", ()),
+    "st-float32": ("SentenceTransformers", ("sentence_transformers",)),
+    "st-bfloat16": ("SentenceTransformersBfloat16", ("sentence_transformers",)),
+    "onnx": ("OnnxRuntime", ("onnxruntime", "optimum", "sentence_transformers")),
+    "openvino": ("OpenVino", ("openvino", "optimum", "sentence_transformers")),
+}
+REFERENCE = "st-float32"
+WORKLOADS = {"10 tokens, texts/s": (1024, 10, 10), "128 tokens, texts/s": (256, 128, 128),
+             "5-256 tokens, texts/s": (256, 5, 256)}  # texts, and their shortest and longest in tokens # fmt: skip
 GPU_FACTOR = 16  # a GPU needs this many times the texts to be busy for as long
-DOCUMENT_SAMPLE = 2_000  # of the documents, for the peers of a quick run
+SHORT_TEXT = "The quick brown fox jumps over the lazy dog."
+PROBES = [
+    "", "a", "Hello, world!", SHORT_TEXT, "今天天气很好，我们去公园散步吧。", "日本語の文章も混ざっています。",
+    "🙂 🚀 emoji 👩‍👩‍👧‍👦 all the way 🎉", "Ünïcödé naïve café Straße", "x = [i ** 2 for i in range(10)]  # code",
+    "UPPER lower MiXeD 1234567890 3.14159 -1e-9",
+    "A man is eating food. " * 12, " ".join(f"word{i}" for i in range(600)), "the answer to every question " * 120,
+]  # fmt: skip
+SETTLE_S = 0.2  # until the threads of the engine before have gone to sleep
+MIN_SECONDS, NUM_CALLS = 1.0, 200  # of one measurement
+NUM_SPECIAL = 2  # tokens that the tokenizer adds to a text
+Launch = Callable[[str], Any]
+SENTENCE_TRANSFORMERS = ("st-float32", "st-bfloat16")
+GOALS = (
+    Goal("load after imports, ms", 10, at_least=True, peers=SENTENCE_TRANSFORMERS),
+    Goal("imports, s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
+    Goal("10 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
+    Goal("128 tokens, texts/s", 2, at_least=True, peers=SENTENCE_TRANSFORMERS),
+    Goal("5-256 tokens, texts/s", 3, at_least=True, peers=SENTENCE_TRANSFORMERS),
+    Goal("load after imports, ms", 100),
+    Goal("one text p50, ms", 5),
+    Goal("peak growth in that call, MB", 200),
+    Goal("smallest cosine with st-float32", 0.9999, at_least=True),
+)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How much is measured."""
+def measure(options: Namespace) -> Found:
+    from archerfish.store.names import resolve_model
 
-    rounds: int = 5
-    num_texts: tuple[int, int, int] = (1024, 256, 256)  # short, fixed, mixed
-    min_seconds: float = 1.0
-    calls: int = 200
-    num_documents: int = 10_000
-    sample_documents: bool = False
-    document_rounds: int = 3
-    settle_s: float = 0.2  # until the threads of the engine before have gone to sleep
+    names = chosen("--engines", options.engines, ENGINES)
+    source = resolve_model(options.embed.model, options.hub)
+    texts = make_texts(options.embed.device)
+    arguments = {
+        "source": str(source), "device": options.embed.device, "num_threads": options.embed.num_threads,
+        "cache_dir": str(options.hub.cache_path()), "options": dataclasses.asdict(options.embed),
+    }  # fmt: skip
+    with EngineGroup() as group:
 
+        def launch(name: str) -> Any:
+            path = versions(options.against).get(name, "")
+            return group.open(name, ENGINES.get(name, ENGINES[OURS])[0], arguments, path=path)
 
-QUICK = Effort(rounds=2, num_texts=(256, 64, 64), min_seconds=0.3, calls=50, sample_documents=True, document_rounds=1)
-
-
-REPORTED = ("label", "state", "reason", "version", "memory", "late_imports", "min_cosine")
-
-
-@dataclass
-class EngineResult:
-    """All samples of one engine. `state` is ok, skipped or failed."""
-
-    key: str
-    label: str
-    state: str = "ok"
-    reason: str = ""
-    version: str = ""
-    batch_sizes: list[int] = field(default_factory=list)
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-    late_imports: list[str] = field(default_factory=list)
-    min_cosine: float | None = None
-
-    def add(self, metric: str, value: float) -> None:
-        self.samples.setdefault(metric, []).append(value)
-
-    def summary(self, metric: str) -> Summary | None:
-        found = self.samples.get(metric)
-        return summarize(found) if found else None
-
-    def best(self, workload: str) -> tuple[int, Summary] | None:
-        """The batch size with the highest median of a workload, and that median."""
-        found = [
-            (int(metric.rpartition("@")[2]), summarize(values))
-            for metric, values in self.samples.items()
-            if metric.startswith(f"{workload}@")
-        ]
-        return max(found, key=lambda item: item[1].median, default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in REPORTED},
-            "metrics": {metric: summarize(values).as_dict() for metric, values in self.samples.items()},
-        }
+        for name in [*names, *(name for name in versions(options.against) if name != OURS)]:
+            absent = [module for module in ENGINES.get(name, ENGINES[OURS])[1] if importlib.util.find_spec(module) is None]
+            if absent:
+                yield f"{name} was not measured: not installed: {', '.join(absent)}"
+            else:
+                launch(name)  # converts or exports, and warms the page cache; not measured
+        yield from measure_starts(group, launch, options.rounds)
+        yield from agreement(group)
+        yield from measure_work(group, texts, options)
+        yield from measure_documents(group, launch, options)
+        yield from group.notes
 
 
-Launch = Callable[[str], WorkerProcess]
+def measure_starts(group: EngineGroup, launch: Launch, rounds: int) -> Iterator[Measurement]:
+    """Fresh processes in every round; those of the last round stay."""
+    for number in range(rounds):
+        for name in group.names(number):
+            started = launch(name)
+            if started:
+                yield Measurement("imports, s", started["import_s"], name)
+                yield Measurement("load after imports, ms", started["load_s"] * 1000, name)
+                yield Measurement("load and first text, ms", (started["load_s"] + started["first_s"]) * 1000, name)
+                yield Measurement("resident after load, MB", started["rss_bytes"] / 1e6, name)
 
 
-class EmbedBench:
-    """One run over some engines; `launch` starts the worker of an engine."""
-
-    def __init__(
-        self,
-        keys: Sequence[str],
-        options: PeerOptions,
-        effort: Effort,
-        *,
-        launch: Launch | None = None,
-        progress: Progress = no_progress,
-    ) -> None:
-        self.options = options
-        self.effort = effort
-        self.results = {key: EngineResult(key, ENGINES[key].label if key in ENGINES else key) for key in keys}
-        self._launch = launch or (lambda key: WorkerProcess(worker_command(key, options)))
-        self._workers: dict[str, WorkerProcess] = {}
-        self._progress = progress
-        self._num_done = 0
-        self._best_batch: dict[tuple[str, str], int] = {}
-
-    def run(self, texts: dict[str, list[str]]) -> dict[str, EngineResult]:
-        """Measure everything; an engine that fails is reported and left out from there on."""
-        for key, result in self.results.items():
-            reason = ENGINES[key].missing(self.options.device) if key in ENGINES else ""
-            if reason:
-                result.state, result.reason = "skipped", reason
-        try:
-            self._starts()
-            self._send(texts)
-            self._agreement()
-            self._each("choosing batch sizes", self._choose_batches)
-            for number in range(self.effort.rounds):
-                for workload in WORKLOADS:
-                    self._each(f"round {number + 1}: {WORKLOAD_NAMES[workload]}", self._throughput(workload), number)
-                self._each(f"round {number + 1}: one text", self._latency, number)
-            for number in range(self.effort.document_rounds):
-                self._each("documents in one call", self._documents, number)
-            self._each("memory", self._memory)
-        finally:
-            for worker in self._workers.values():
-                worker.close()
-        return self.results
-
-    def _alive(self, rotation: int = 0) -> list[str]:
-        keys = [key for key, result in self.results.items() if result.state == "ok"]
-        return keys[rotation % len(keys) :] + keys[: rotation % len(keys)] if keys else []
-
-    def _num_steps(self) -> int:
-        each = 4 + self.effort.rounds * (len(WORKLOADS) + 2) + self.effort.document_rounds + 1
-        return each * sum(result.state != "skipped" for result in self.results.values())
-
-    def _each(self, what: str, work: Callable[[str], None], rotation: int = 0) -> None:
-        """Do something with every engine that still lives, starting with another one every round."""
-        for key in self._alive(rotation):
-            self._progress(self._num_done, self._num_steps(), f"{key}: {what}")
-            try:
-                work(key)
-            except PeerFailedError as error:
-                self.results[key].state, self.results[key].reason = "failed", str(error)
-                self._close(key)
-            self._num_done += 1
-
-    def _close(self, key: str) -> None:
-        worker = self._workers.pop(key, None)
-        if worker is not None:
-            worker.close()
-
-    def _starts(self) -> None:
-        """Fresh processes: the first converts or exports and warms the page cache, the last stays."""
-        self._each("first start", self._start)
-        for key in self._alive():
-            self.results[key].samples.clear()
-        for number in range(self.effort.rounds):
-            self._each(f"start {number + 1}", self._start, number)
-
-    def _start(self, key: str) -> None:
-        self._close(key)
-        worker = self._workers[key] = self._launch(key)
-        answer, result = worker.ask("start"), self.results[key]
-        result.version, result.batch_sizes = answer["version"], answer["batch_sizes"]
-        result.late_imports = answer["late_imports"]
-        result.memory["rss_loaded"] = answer["rss_loaded"]
-        for metric in ("import_s", "load_s"):
-            result.add(metric, answer[metric])
-        result.add("first_vector_s", answer["load_s"] + answer["first_s"])
-
-    def _send(self, texts: dict[str, list[str]]) -> None:
-        def send(key: str) -> None:
-            for name, items in texts.items():
-                self._workers[key].ask("texts", key=name, texts=items)
-            self._workers[key].ask("texts", key="probes", texts=list(PROBES))
-
-        self._each("texts", send)
-
-    def _num_documents(self, key: str) -> int:
-        is_ours = key in ENGINES and ENGINES[key].is_ours
-        count = self.effort.num_documents
-        return min(count, DOCUMENT_SAMPLE) if self.effort.sample_documents and not is_ours else count
-
-    def _agreement(self) -> None:
-        import numpy as np
-
-        found: dict[str, Any] = {}
-
-        def ask(key: str) -> None:
-            found[key] = np.asarray(self._workers[key].ask("vectors", key="probes")["vectors"])
-
-        self._each("agreement", ask)
-        reference = found.get(REFERENCE)
-        if reference is None:
-            return
-        for key, vectors in found.items():
+def agreement(group: EngineGroup) -> Iterator[Measurement]:
+    """The smallest cosine of any text's vector with that of the reference."""
+    found = {name: np.asarray(group.call(name, "vectors", texts=PROBES)) for name in group.names()}
+    reference = found.get(REFERENCE)
+    if reference is not None:
+        for name, vectors in found.items():
             lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(reference, axis=1)
-            self.results[key].min_cosine = float(((vectors * reference).sum(axis=1) / lengths).min())
-
-    def _choose_batches(self, key: str) -> None:
-        """One pass with every batch size that the engine offers; the best one is measured beside its default."""
-        sizes = self.results[key].batch_sizes
-        for workload in WORKLOADS:
-            rates = {
-                size: self._workers[key].ask("throughput", key=workload, batch_size=size, min_seconds=0)["texts_per_s"]
-                for size in sizes
-            }
-            self._best_batch[key, workload] = max(rates, key=lambda size: rates[size])
-
-    def _throughput(self, workload: str) -> Callable[[str], None]:
-        def measure(key: str) -> None:
-            for size in sorted({self.results[key].batch_sizes[0], self._best_batch[key, workload]}):
-                time.sleep(self.effort.settle_s)
-                request = {"key": workload, "batch_size": size, "min_seconds": self.effort.min_seconds}
-                self.results[key].add(f"{workload}@{size}", self._workers[key].ask("throughput", **request)["texts_per_s"])
-
-        return measure
-
-    def _latency(self, key: str) -> None:
-        time.sleep(self.effort.settle_s)
-        answer = self._workers[key].ask("latency", text=SHORT_TEXT, calls=self.effort.calls)
-        for metric in ("latency_p50_ms", "latency_p99_ms"):
-            self.results[key].add(metric, answer[metric])
-
-    def _documents(self, key: str) -> None:
-        """In a fresh process, because one that has worked before keeps memory that then does not show as growth."""
-        with self._launch(key) as fresh:
-            fresh.ask("start")
-            fresh.ask("texts", key="documents", texts=documents(self._num_documents(key)))
-            time.sleep(self.effort.settle_s)
-            answer = fresh.ask("documents", key="documents", batch_size=self._best_batch[key, "short"])
-        scale = self.effort.num_documents / self._num_documents(key)
-        self.results[key].add("documents_s", answer["seconds"] * scale)
-        self.results[key].add("documents_growth_bytes", answer["peak_growth_bytes"])
-
-    def _memory(self, key: str) -> None:
-        answer = self._workers[key].ask("memory")
-        memory = self.results[key].memory
-        memory["rss_after_work"] = answer["rss"]
-        if answer["weights"]:
-            memory["weights"] = sum(answer["weights"].values())
-            memory.update({f"weights_{kind}": size for kind, size in answer["weights"].items()})
+            cosines = (vectors * reference).sum(axis=1) / lengths
+            yield Measurement("smallest cosine with st-float32", float(cosines.min()), name)
 
 
-def make_texts(maker: TextMaker, effort: Effort, device: str = "cpu") -> dict[str, list[str]]:
-    """The texts of the three workloads, distinct and of exactly known lengths."""
-    short, fixed, mixed = (count * (GPU_FACTOR if device == "cuda" else 1) for count in effort.num_texts)
-    return {"short": maker.fixed(short, 10), "fixed": maker.fixed(fixed, 128), "mixed": maker.mixed(mixed, 5, 256)}
+def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Namespace) -> Iterator[Measurement]:
+    """Throughput with the best of an engine's batch sizes, and the latency of one text."""
+    sizes = {(name, metric): best_batch_size(group, name, texts[metric]) for metric in texts for name in group.names()}
+    for number in range(options.rounds):
+        for metric, own in texts.items():
+            for name in group.names(number):
+                time.sleep(SETTLE_S)
+                arguments = {"texts": own, "batch_size": sizes[name, metric], "min_seconds": MIN_SECONDS}
+                if (rate := group.call(name, "throughput", **arguments)) is not None:
+                    yield Measurement(metric, rate, name)
+        for name in group.names(number):
+            time.sleep(SETTLE_S)
+            if seconds := group.call(name, "latencies", text=SHORT_TEXT, calls=NUM_CALLS):
+                for share in (50, 99):
+                    yield Measurement(f"one text p{share}, ms", percentile(seconds, share / 100) * 1000, name)
+    for name in group.names():
+        if num_bytes := group.call(name, "rss_bytes"):
+            yield Measurement("resident after work, MB", num_bytes / 1e6, name)
+
+
+def best_batch_size(group: EngineGroup, name: str, texts: list[str]) -> int:
+    from archerfish.bench import engines
+
+    sizes: tuple[int, ...] = getattr(engines, ENGINES.get(name, ENGINES[OURS])[0]).batch_sizes
+    rates = {size: group.call(name, "throughput", texts=texts, batch_size=size, min_seconds=0) for size in sizes[1:] and sizes}
+    return max(rates, key=lambda size: rates[size] or 0.0, default=sizes[0])
+
+
+def measure_documents(group: EngineGroup, launch: Launch, options: Namespace) -> Iterator[Measurement]:
+    """Many short documents in one call of a fresh process: one that has worked before keeps memory, which hides growth."""
+    for number in range(min(options.rounds, 3)):
+        for name in group.names(number):
+            if launch(name) and (found := group.call(name, "documents", count=options.documents, batch_size=32)):
+                yield Measurement(f"{options.documents:,} documents in one call, s", found[0], name)
+                yield Measurement("peak growth in that call, MB", found[1] / 1e6, name)
+
+
+def make_texts(device: str) -> dict[str, list[str]]:
+    """The texts of every workload, the same in every run."""
+    draw, scale = random.Random(20), GPU_FACTOR if device == "cuda" else 1
+    return {
+        metric: [random_text(draw, draw.randint(shortest, longest) - NUM_SPECIAL) for _ in range(count * scale)]
+        for metric, (count, shortest, longest) in WORKLOADS.items()
+    }

@@ -1,29 +1,26 @@
-"""`archerfish bench gpu`: our engine on the GPU workloads, and vLLM beside it, each in a process of its own.
+"""`archerfish bench gpu | startup`: our engine on the GPU workloads, and vLLM beside it, each in a process of its own.
 
-Weights are random, in the shapes of published models: speed does not depend on their values. See `gpu_worker` for the work.
+Weights are random, in the shapes of published models: speed does not depend on their values. The work is that of the peers'
+own script, token for token.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import sys
+import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import archerfish
-from archerfish.bench.driver import PeerFailedError, WorkerProcess
-from archerfish.bench.gpu_worker import Work
-from archerfish.bench.report import Metric, cell, times
-from archerfish.bench.stats import Summary, gain, summarize
-from archerfish.bench.targets import Bar, Judged
+from archerfish.bench.group import EngineGroup, chosen, versions
+from archerfish.bench.report import Found, Goal, Measurement
 from archerfish.errors import InvalidOptionError
-from archerfish.types import Progress, no_progress
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
     "qwen3-0.6b": {
@@ -46,182 +43,154 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         "bos_token_id": 128000, "eos_token_id": 128009, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
     },
 }  # fmt: skip
-OURS, THEIRS = "archerfish", "vllm"
+VLLM = "vllm"
 COMMON = {
     "dtype": "bfloat16", "load_format": "dummy", "max_model_len": 4096, "max_num_seqs": 512, "gpu_memory_utilization": 0.85,
     "enable_prefix_caching": True,
 }  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {
-    OURS: {"device": "cuda", **COMMON},
-    THEIRS: {**COMMON, "skip_tokenizer_init": True, "disable_log_stats": True},
-}
-ENVIRONMENT = {
-    OURS: {},
-    THEIRS: {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"},
-}
-PARTS = ("offline", "bs1", "prefill", "shared")
-METRICS = (
-    Metric("offline256_tok_s", "256 requests, 100-1024 in and out", higher_is_better=True),
-    Metric("bs1_decode_tok_s", "one request, tokens after the first", higher_is_better=True),
-    Metric("bs1_ttft_ms", "one request, first token", digits=2),
-    Metric("prefill_tok_s", "64 prompts of 2048", higher_is_better=True),
-    Metric("shared_prefix_req_s", "256 requests, shared prefix of 3072, 64 out", higher_is_better=True, digits=1),
-    Metric("import_s", "imports", digits=2),
-    Metric("start_s", "start after imports", digits=2),
-)
-TARGETS: dict[str, dict[str, float]] = {  # how many times vLLM's figure ours is to be, by shape and metric
-    "qwen3-0.6b": {"offline256_tok_s": 1.15, "bs1_decode_tok_s": 2.5, "prefill_tok_s": 1.0, "shared_prefix_req_s": 3.0},
-    "llama-3.1-8b": {"offline256_tok_s": 1.05, "bs1_decode_tok_s": 1.25, "prefill_tok_s": 1.0, "shared_prefix_req_s": 1.6},
-}
-WORK = Work()
-Tell = Callable[[str, float], None]  # hears of every sample at once: a run takes long
+OUR_OPTIONS = {"device": "cuda", **COMMON}
+VLLM_OPTIONS = {**COMMON, "skip_tokenizer_init": True, "disable_log_stats": True}
+VLLM_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# Where torch, Triton, the driver and vLLM keep compiled code; `bench startup` begins with empty directories.
+CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+PARTS = {
+    "offline": "256 requests of 100-1024 tokens in and out, tokens/s", "bs1": "one request, tokens/s",
+    "prefill": "64 prompts of 2048 tokens, tokens/s", "shared": "256 requests on a shared prefix of 3072 tokens, requests/s",
+}  # fmt: skip
+FIRST_TOKEN = "one request, first token, ms"
+VLLM_RATIOS = {  # how many times vLLM's rate ours must be, in the order of PARTS
+    "qwen3-0.6b": (1.15, 2.5, 1.0, 3.0), "llama-3.1-8b": (1.05, 1.25, 1.0, 1.6),
+}  # fmt: skip
+GOALS = tuple(
+    Goal(f"{shape}: {metric}", wanted, at_least=True, peers=(VLLM,))
+    for shape, ratios in VLLM_RATIOS.items() for metric, wanted in zip(PARTS.values(), ratios, strict=True)
+)  # fmt: skip
+STARTUP_GOALS = (Goal("qwen3-0.6b: second start, s", 8.0), Goal("llama-3.1-8b: second start, s", 15.0))
+MAX_TOKEN = 10000
+SAMPLED, GREEDY = 0.6, 0.0  # temperatures
+Generate = Callable[..., float | None]  # prompts, outputs and temperature to seconds
 
 
-def tell_nothing(name: str, value: float) -> None:
-    """The Tell of callers that show nothing."""
+def measure(options: Namespace) -> Found:
+    """All parts on all shapes; the engines of a shape follow one another, because each takes most of the card's memory."""
+    parts = chosen("--only", options.only, PARTS)
+    shapes, peers = prepare(options)
+    for shape in shapes:
+        for name in [*versions(options.against), *peers]:
+            with EngineGroup() as group, model_directory(shape) as directory:
+                started = open_engine(group, name, directory, options)
+                if started:
+                    yield Measurement(f"{shape}: imports, s", started["import_s"], name)
+                    yield Measurement(f"{shape}: start after imports, s", started["load_s"], name)
+                    generate = partial(group.call, name, "generate")
+                    generate(prompts=[[1, 2, 3, 4]], outputs=[8], temperature=SAMPLED)
+                    for number in range(options.repeats):
+                        for metric, value in run_parts(generate, parts, number):
+                            yield Measurement(f"{shape}: {metric}", value, name)
+                yield from group.notes
 
 
-@dataclass
-class EngineRun:
-    """What one engine did on one shape; where it failed, the samples until then."""
-
-    engine: str
-    shape: str
-    samples: dict[str, list[float]] = field(default_factory=dict)
-    version: str = ""
-    error: str = ""
-
-    def summary(self, key: str) -> Summary | None:
-        return summarize(self.samples[key]) if self.samples.get(key) else None
-
-    def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"engine": self.engine, "model": self.shape, "version": self.version, "error": self.error}
-        for key, values in self.samples.items():
-            found |= {key: round(summarize(values).median, 4), f"{key}_all": [round(value, 4) for value in values]}
-        return found
+def open_engine(
+    group: EngineGroup, name: str, directory: Path, options: Namespace, *, load_format: str = "dummy",
+    environment: Mapping[str, str] | None = None,
+) -> Any:  # fmt: skip
+    given = {"model": str(directory), "load_format": load_format}
+    if name == VLLM:
+        path = options.vllm_path and str(Path(options.vllm_path).absolute())
+        return group.open(name, "Vllm", {"options": {**VLLM_OPTIONS, **given}}, path=path, environment=VLLM_ENVIRONMENT)
+    path = versions(options.against)[name]
+    return group.open(name, "Archerfish", {"options": {**OUR_OPTIONS, **given}}, path=path, environment=environment)
 
 
-@dataclass(frozen=True)
-class GpuBench:
-    """Which shapes, how often, which parts, and where vLLM is: "" for none, "installed", or a directory."""
+def run_parts(generate: Generate, parts: Iterable[str], number: int) -> Iterator[tuple[str, float]]:
+    """One repeat. All prompts are drawn in the same order, so that leaving a part out does not change the others."""
+    draw = random.Random(number)
+    prompts = [[draw.randint(0, MAX_TOKEN) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
+    outputs = [draw.randint(100, 1024) for _ in range(256)]
+    draw = random.Random(100 + number)
 
-    shapes: Sequence[str]
-    repeats: int = 3
-    parts: Sequence[str] = PARTS
-    vllm: str = ""
-    tell: Tell = tell_nothing
-    progress: Progress = no_progress
+    def tokens(count: int) -> list[int]:
+        return [draw.randint(0, MAX_TOKEN) for _ in range(count)]
 
-    def run(self) -> dict[str, dict[str, EngineRun]]:
-        """Runs by shape and engine. Engines take turns; an engine's failure does not end the others."""
-        engines = [OURS, *([THEIRS] if self.vllm else [])]
-        found: dict[str, dict[str, EngineRun]] = {}
-        steps = 1 + self.repeats * len(self.parts)
-        total = len(self.shapes) * len(engines) * steps
-        for index, (shape, engine) in enumerate((shape, engine) for shape in self.shapes for engine in engines):
-            with model_directory(shape) as directory:
-                run = self._run_engine(engine, shape, directory, index * steps, total)
-            found.setdefault(shape, {})[engine] = run
-        return found
+    first, single, long = tokens(128), tokens(128), [tokens(2048) for _ in range(64)]
+    prefix = tokens(3072)
+    shared = [prefix + tokens(128) for _ in range(256)]
+    if "offline" in parts and (seconds := generate(prompts=prompts, outputs=outputs, temperature=SAMPLED)):
+        yield PARTS["offline"], sum(outputs) / seconds
+    if "bs1" in parts and (first_s := generate(prompts=[first], outputs=[1], temperature=GREEDY)):
+        yield FIRST_TOKEN, first_s * 1000
+        if seconds := generate(prompts=[single], outputs=[513], temperature=GREEDY):
+            yield PARTS["bs1"], 512 / (seconds - first_s)
+    if "prefill" in parts and (seconds := generate(prompts=long, outputs=[1] * 64, temperature=GREEDY)):
+        yield PARTS["prefill"], 64 * 2048 / seconds
+    if "shared" in parts:
+        generate(prompts=[[*prefix, 5]], outputs=[1], temperature=GREEDY)  # computes the prefix
+        if seconds := generate(prompts=shared, outputs=[64] * 256, temperature=SAMPLED):
+            yield PARTS["shared"], 256 / seconds
 
-    def _run_engine(self, engine: str, shape: str, directory: Path, done: int, total: int) -> EngineRun:
-        run = EngineRun(engine, shape)
-        where = f"{shape}, {engine}"
 
-        def take(samples: dict[str, float], what: str) -> None:
-            nonlocal done
-            for key, value in samples.items():
-                run.samples.setdefault(key, []).append(value)
-                self.tell(f"{where}: {key}", value)
-            done += 1
-            self.progress(done, total, f"{where}: {what}")
+def startup(options: Namespace) -> Found:
+    """From starting a process to its first token, twice: with empty caches of compiled code, and with filled ones."""
+    folder = Path(options.scratch) if options.scratch else options.hub.cache_path() / "bench"
+    for shape in prepare(options)[0]:
+        store = random_store(shape, folder)
+        for name in versions(options.against):
+            with tempfile.TemporaryDirectory(prefix="archerfish-caches-") as caches:
+                environment = {variable: str(Path(caches) / variable) for variable in CACHES}
+                for start in ("first", "second"):
+                    with EngineGroup() as group:
+                        began = time.perf_counter()
+                        started = open_engine(group, name, store, options, load_format="auto", environment=environment)
+                        first_s = group.call(name, "generate", prompts=[[1, 2, 3, 4]], outputs=[1])
+                        if first_s:
+                            parts = {"": time.perf_counter() - began, ", imports": started["import_s"],
+                                     ", load": started["load_s"], ", first token": first_s}  # fmt: skip
+                            for part, seconds in parts.items():
+                                yield Measurement(f"{shape}: {start} start{part}, s", seconds, name)
+                        yield from group.notes
 
-        self.progress(done, total, f"{where}: start")
-        try:
-            with WorkerProcess(worker_command(engine, directory, OPTIONS[engine], self.vllm)) as worker:
-                started = worker.ask("start")
-                run.version = started.pop("version")
-                take(started, "start")
-                worker.ask("warm_up")
-                for repeat in range(self.repeats):
-                    for part in self.parts:
-                        take(worker.ask(part, repeat=repeat), part)
-        except PeerFailedError as error:
-            run.error = str(error)
-        return run
+
+def random_store(shape: str, folder: Path) -> Path:
+    """A converted directory with random weights of a shape, written once."""
+    import torch
+    from safetensors.torch import save_file
+
+    from archerfish import ConversionConfig, ModelConverter
+    from archerfish.models.adapter import model_class
+    from archerfish.models.config import Config
+
+    target = folder / f"{shape}-bfloat16-random"
+    if not (target / "weights.arrow").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = Config(SHAPES[shape])
+        with tempfile.TemporaryDirectory(prefix="archerfish-", dir=folder) as source:
+            tensors = {
+                name: torch.randn(size, dtype=torch.bfloat16) * 0.02
+                for name, size in model_class(config).dummy_shapes(config).items()
+            }
+            save_file(tensors, Path(source) / "model.safetensors")
+            (Path(source) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+            wanted = ConversionConfig(dtype="bfloat16", write_parquet=False, validate_output=False, overwrite=True)
+            ModelConverter(wanted).convert(source, target)
+    return target
+
+
+def prepare(options: Namespace) -> tuple[list[str], list[str]]:
+    """The shapes and the peers to measure. A machine without a GPU is refused, and a directory without vLLM."""
+    from archerfish.kernels.select import choose_device
+
+    shapes = chosen("--shapes", options.shapes, SHAPES)
+    if options.vllm_path and not (Path(options.vllm_path) / "vllm" / "__init__.py").is_file():
+        hint = "Give the directory that would be on PYTHONPATH."
+        raise InvalidOptionError(f"{options.vllm_path} has no vllm package.", hint=hint)
+    choose_device("cuda")
+    has_vllm = options.vllm_path or importlib.util.find_spec("vllm") is not None
+    return shapes, [VLLM] if has_vllm and not options.no_peers else []
 
 
 @contextmanager
 def model_directory(shape: str) -> Iterator[Path]:
     """A directory with the configuration of a shape and nothing else."""
     with tempfile.TemporaryDirectory(prefix="archerfish-bench-") as folder:
-        directory = Path(folder) / shape
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-        yield directory
-
-
-def worker_command(
-    engine: str, directory: Path, options: dict[str, Any], vllm: str = "", environment: dict[str, str] | None = None
-) -> list[str]:
-    """How to start the process of an engine: `env` because the processes that vLLM starts need its paths too."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(Path(archerfish.__file__).parents[1])]
-    if engine == THEIRS and vllm != "installed":
-        paths.insert(0, vllm)
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **ENVIRONMENT[engine], **(environment or {})}
-    given = {"engine": engine, "directory": str(directory), "options": options, "work": asdict(WORK)}
-    assignments = [f"{name}={value}" for name, value in variables.items()]
-    return ["env", *assignments, sys.executable, "-m", "archerfish.bench.gpu_worker", json.dumps(given)]
-
-
-def find_vllm(path: str) -> str:
-    """Where vLLM is, as GpuBench takes it; a directory without it is refused."""
-    if not path:
-        return "installed" if importlib.util.find_spec("vllm") is not None else ""
-    directory = Path(path).absolute()
-    if not (directory / "vllm" / "__init__.py").is_file():
-        raise InvalidOptionError(f"{path} holds no vllm package.", hint="Give the directory that would be on PYTHONPATH.")
-    return str(directory)
-
-
-def ratio(runs: dict[str, EngineRun], metric: Metric) -> float | None:
-    """How many times better our median is than vLLM's."""
-    both = [runs[engine].summary(metric.key) if engine in runs else None for engine in (OURS, THEIRS)]
-    ours, theirs = both
-    if ours is None or theirs is None or min(ours.median, theirs.median) <= 0:
-        return None
-    return gain(ours.median, theirs.median, higher_is_better=metric.higher_is_better)
-
-
-def judge(shape: str, runs: dict[str, EngineRun]) -> list[Judged]:
-    """The ratios that a shape is held to; none without vLLM beside us, or of parts that were not run."""
-    targets = TARGETS.get(shape, {})
-    pairs = [(metric, ratio(runs, metric)) for metric in METRICS if metric.key in targets]
-    return [
-        Bar(f"{shape}: {metric.key}", targets[metric.key], at_least=True).judged(value)
-        for metric, value in pairs
-        if value is not None
-    ]
-
-
-def table(runs: dict[str, EngineRun]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of one shape: medians with their range, and how many times better ours is."""
-    columns = ["", "", *runs, *(["ratio"] if THEIRS in runs else [])]
-    rows = []
-    for metric in METRICS:
-        summaries = [run.summary(metric.key) for run in runs.values()]
-        if any(summaries):
-            cells = [cell(summary, metric) for summary in summaries]
-            rows.append([metric.key, metric.title, *cells, *([times(ratio(runs, metric))] if THEIRS in runs else [])])
-    return columns, rows
-
-
-def as_dict(runs: dict[str, dict[str, EngineRun]]) -> dict[str, Any]:
-    """Runs and ratios by shape, for machines."""
-    return {
-        shape: {
-            **{engine: run.as_dict() for engine, run in of_shape.items()},
-            "ratios": {metric.key: ratio(of_shape, metric) for metric in METRICS if THEIRS in of_shape},
-        }
-        for shape, of_shape in runs.items()
-    }
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+        yield Path(folder)

@@ -1,30 +1,47 @@
-"""Work and measurements of `archerfish bench rwkv`: many streams against one, kept states against none, and how far apart."""
+"""`archerfish bench rwkv | tts`: RWKV-7 models. Many streams against one, kept states against none, speech in real time."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import time
-from collections.abc import Sequence
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from archerfish.bench.generate import Report, engines, params_for
-from archerfish.bench.targets import Bar, Judged
+from archerfish.bench.generate import open_ours
+from archerfish.bench.group import EngineGroup
+from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.config import EngineConfig
-from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import UnsupportedModelError
-from archerfish.types import Progress, no_progress
 
-SHAPES = {"tiny": (2, 128), "0.1b": (12, 768), "0.4b": (24, 1024)}  # layers, width; the last two as they are published
+SHAPES = {"tiny": (2, 128), "0.1b": (12, 768), "0.4b": (24, 1024)}  # layers, width; the last two are published models
 VOCAB_SIZE = 65536
 NUM_STREAMS, PROMPT_TOKENS, STREAM_OUTPUT = 32, 16, 32
 SHARED_TOKENS, OWN_TOKENS, PREFIX_OUTPUT = 1024, 16, 16
-UNEVEN_TOKENS = 1000  # shared, where a state lies only every so many tokens
-SPACINGS = (32, 64, 128, 256, 512, 1024)
-STREAMS_TARGET, PREFIX_TARGET = 8.0, 5.0
-WITH, WITHOUT = "with kept states", "without"
-ONE, MANY = "tokens/s, one stream", f"tokens/s, {NUM_STREAMS} streams"
+DECODE_OUTPUT = 128
+AUDIO_SECONDS = 4
+TEXT = "The archerfish spits a jet of water at an insect above the surface, and waits."
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+STRATEGIES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+PACKAGE, PLAIN = "package rwkv", f"{OURS} without states"
+RWKV_GOALS = (
+    Goal(f"{NUM_STREAMS} streams, tokens/s", 8.0, at_least=True, over="one stream, tokens/s"),
+    Goal("states kept, requests/s", 5.0, at_least=True, over="no states kept, requests/s"),
+    Goal("requests with the same tokens, share", 1.0, at_least=True),
+)
+TTS_GOALS = (  # of the shape 0.4b on a GPU
+    Goal("one stream, real-time factor", 0.05),
+    Goal("1000 at once, streams in real time", 1000.0, at_least=True),
+    Goal("one stream, tokens/s", 3.0, at_least=True, peers=(PACKAGE,)),
+    Goal("one stream, share of the limit", 0.4, at_least=True),
+    Goal("64 streams, share of the limit", 0.42, at_least=True),
+)
 
 
 def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:
@@ -42,92 +59,109 @@ def write_shape(name: str, directory: Path, vocab_size: int = VOCAB_SIZE) -> Pat
     return directory
 
 
-def measure(
-    config: EngineConfig, report: Report, rounds: int, spacings: Sequence[int], progress: Progress = no_progress
-) -> None:
-    """With and without kept states in every round; then distances between them one after the other, for want of memory."""
-    total = rounds * (2 + len(spacings))
-    done = 0
-
-    def advance(what: str) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total, what)
-
-    with engines(config, {}, {"enable_prefix_caching": False}) as (kept, plain):
-        if not kept.facts.has_states:
-            raise UnsupportedModelError(f"{config.model} is no recurrent model.", hint="Give an RWKV-7 model.")
-        state_bytes = kept.facts.memory.block_bytes
-        report.figures["MB of a state"] = state_bytes / 1e6
-        for engine in (kept, plain):
-            run_streams(engine, NUM_STREAMS, 0)  # compiles products, faults memory in
-        for round_index in range(rounds):
-            report.add(ONE, run_streams(plain, 1, round_index))
-            report.add(MANY, run_streams(plain, NUM_STREAMS, round_index))
-            advance("streams")
-            compare_prefixes(report, kept, plain, round_index)
-            advance("prefixes")
-    for size in spacings:
-        with engines(config, {"block_size": size}) as (engine,):
-            run_streams(engine, NUM_STREAMS, 0)
-            for round_index in range(rounds):
-                measure_spacing(report, engine, size, round_index)
-                advance(f"a state every {size} tokens")
-        report.figures[f"MB kept of 1,024 tokens, every {size}"] = -(-1024 // size) * state_bytes / 1e6
+@contextmanager
+def random_model(options: Namespace, vocab_size: int) -> Iterator[Path]:
+    """A scratch directory. Unless the options name a model, they get one with random weights in the wanted shape."""
+    with tempfile.TemporaryDirectory(prefix="archerfish-") as scratch:
+        if options.engine.model == EngineConfig().model:
+            shape = write_shape(options.shape, Path(scratch) / f"rwkv7-{options.shape}", vocab_size)
+            options.engine = options.engine.replace(model=str(shape), load_format="dummy")
+        yield Path(scratch)
 
 
-def run_streams(engine: LLMEngine, num: int, seed: int) -> float:
+def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    found: list[list[int]] = np.random.default_rng((seed, num, length)).integers(1, vocab_size, (num, length)).tolist()
+    return found
+
+
+def stream_rate(group: EngineGroup, name: str, num: int, vocab_size: int, seed: int) -> float:
     """Tokens a second of so many streams at once, their short prompts included."""
-    random = np.random.default_rng(seed)
-    prompts = random.integers(1, engine.facts.vocab_size, (num, PROMPT_TOKENS)).tolist()
-    started = time.perf_counter()
-    engine.generate(prompts, params_for(STREAM_OUTPUT))
-    return num * STREAM_OUTPUT / (time.perf_counter() - started)
+    prompts = random_prompts(num, PROMPT_TOKENS, vocab_size, seed)
+    return float(num * STREAM_OUTPUT / group.call(name, "generate", prompts=prompts, outputs=[STREAM_OUTPUT] * num))
 
 
-def shared_prompts(vocab_size: int, num_shared: int, seed: int) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    shared = random.integers(1, vocab_size, num_shared).tolist()
-    return [shared + random.integers(1, vocab_size, OWN_TOKENS).tolist() for _ in range(NUM_STREAMS)]
+def request_rate(group: EngineGroup, name: str, prompts: list[list[int]]) -> float:
+    """Requests a second, from an empty cache."""
+    group.call(name, "clear_cache")
+    return float(len(prompts) / group.call(name, "generate", prompts=prompts, outputs=[PREFIX_OUTPUT] * len(prompts)))
 
 
-def run_prompts(engine: LLMEngine, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
-    """Seconds for all, from an empty cache, and the tokens of each."""
-    engine.clear_cache()
-    started = time.perf_counter()
-    outputs = engine.generate(prompts, params_for(PREFIX_OUTPUT))
-    return time.perf_counter() - started, [output.token_ids for output in outputs]
+def rwkv(options: Namespace) -> Found:
+    """Streams, and requests with and without kept states. --block-size is the distance between two kept states."""
+    with random_model(options, VOCAB_SIZE), EngineGroup() as group:
+        facts = open_ours(group, options)[OURS]
+        if not facts["has_states"]:
+            raise UnsupportedModelError(f"{options.engine.model} is not a recurrent model.", hint="Give an RWKV-7 model.")
+        group.open(PLAIN, "Archerfish", {"options": {**asdict(options.engine), "enable_prefix_caching": False}})
+        yield Measurement("a state, MB", facts["block_bytes"] / 1e6)
+        for name in group.names():
+            stream_rate(group, name, NUM_STREAMS, facts["vocab_size"], 0)  # warms up
+        for number in range(options.rounds):
+            yield from rwkv_round(group, facts["vocab_size"], number)
+        yield from group.notes
 
 
-def compare_prefixes(report: Report, kept: LLMEngine, plain: LLMEngine, seed: int) -> None:
-    """32 requests of 1,024 shared and 16 own tokens, 16 out."""
-    prompts = shared_prompts(kept.facts.vocab_size, SHARED_TOKENS, seed)
-    seconds, tokens = run_prompts(kept, prompts)
-    report.add(f"requests/s, {WITH}", len(prompts) / seconds)
-    seconds, others = run_prompts(plain, prompts)
-    report.add(f"requests/s, {WITHOUT}", len(prompts) / seconds)
-    same = sum(own == other for own, other in zip(tokens, others, strict=True))
-    report.add("requests with the same tokens, share", same / len(prompts))
+def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Measurement]:
+    shared = random_prompts(1, SHARED_TOKENS, vocab_size, number)[0]
+    prompts = [shared + own for own in random_prompts(NUM_STREAMS, OWN_TOKENS, vocab_size, number)]
+    tokens = {}
+    for name in group.names(number):
+        if name == PLAIN:
+            yield Measurement("no states kept, requests/s", request_rate(group, name, prompts))
+        else:
+            yield Measurement("one stream, tokens/s", stream_rate(group, name, 1, vocab_size, number), name)
+            many = stream_rate(group, name, NUM_STREAMS, vocab_size, number)
+            yield Measurement(f"{NUM_STREAMS} streams, tokens/s", many, name)
+            yield Measurement("states kept, requests/s", request_rate(group, name, prompts), name)
+        tokens[name] = group.call(name, "last_outputs")["token_ids"]
+    same = sum(own == other for own, other in zip(tokens[OURS], tokens[PLAIN], strict=True))
+    yield Measurement("requests with the same tokens, share", same / len(prompts))
 
 
-def measure_spacing(report: Report, engine: LLMEngine, size: int, seed: int) -> None:
-    """Memory against recomputation: what lies between the last kept state and the end of what is shared is computed again."""
-    random = np.random.default_rng(seed)
-    seconds, _ = run_prompts(engine, random.integers(1, engine.facts.vocab_size, (1, SHARED_TOKENS)).tolist())
-    report.add(f"prompt tokens/s, every {size}", SHARED_TOKENS / seconds)
-    prompts = shared_prompts(engine.facts.vocab_size, UNEVEN_TOKENS, seed)
-    report.add(f"requests/s, every {size}", len(prompts) / run_prompts(engine, prompts)[0])
+def tts(options: Namespace) -> Found:
+    """Decodes and speech of several numbers of streams, and one stream of the package rwkv."""
+    from archerfish.engine.tts import TOKENS_PER_SECOND
+    from archerfish.engine.tts import VOCAB_SIZE as SPEECH_VOCAB_SIZE
+
+    with random_model(options, SPEECH_VOCAB_SIZE) as scratch, EngineGroup() as group:
+        facts = open_ours(group, options, enable_prefix_caching=False, max_num_seqs=max(options.streams))[OURS]
+        rate = group.call(OURS, "copy_rate", num_bytes=COPY_BYTES[facts["device"]])
+        yield Measurement("copy rate, GB/s", rate / 1e9)
+        for num in options.streams:
+            decode_rate(group, OURS, num, 4, facts["vocab_size"], 0)  # compiles and records
+        ours = group.names()
+        if not options.no_peers and options.engine.load_format == "dummy" and importlib.util.find_spec("rwkv") is not None:
+            strategy = f"{facts['device']} {STRATEGIES[facts['dtype']]}"
+            group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)})
+        for number in range(options.rounds):
+            for num in options.streams:
+                title = f"{num} streams" if num > 1 else "one stream"
+                for name in ours:
+                    tokens_s = decode_rate(group, name, num, DECODE_OUTPUT, facts["vocab_size"], number)
+                    yield Measurement(f"{title}, tokens/s", tokens_s, name)
+                    yield Measurement(f"{title}, share of the limit", step_bytes(facts, num) * tokens_s / num / rate, name)
+                    limit = AUDIO_SECONDS * TOKENS_PER_SECOND
+                    speech = {"text": TEXT, "num_streams": num, "num_tokens": limit, "seed": number}
+                    seconds, audio_s = group.call(name, "speech", **speech)
+                    if num == 1:
+                        yield Measurement("one stream, real-time factor", seconds / audio_s, name)
+                    yield Measurement(f"{num} at once, streams in real time", audio_s / seconds, name)
+            if seconds := group.call(PACKAGE, "decode", num_tokens=DECODE_OUTPUT):
+                yield Measurement("one stream, tokens/s", DECODE_OUTPUT / seconds, PACKAGE)
+        yield from group.notes
 
 
-def bars(report: Report) -> list[Judged]:
-    """What a CPU is held to."""
-    same = report.summary("requests with the same tokens, share")
-    return [
-        Bar(f"{NUM_STREAMS} streams over one", STREAMS_TARGET, at_least=True).judged(
-            report.ratio(MANY, ONE)
-        ),
-        Bar("requests with kept states over without", PREFIX_TARGET, at_least=True).judged(
-            report.ratio(f"requests/s, {WITH}", f"requests/s, {WITHOUT}")
-        ),
-        Bar("share with the same tokens (in float32)", 1.0, at_least=True).judged(same.low if same else None),
+def decode_rate(group: EngineGroup, name: str, num: int, num_output: int, vocab_size: int, seed: int) -> float:
+    """Tokens a second after the first of each stream."""
+    seconds = [
+        group.call(name, "generate", prompts=random_prompts(num, PROMPT_TOKENS, vocab_size, seed), outputs=[count] * num)
+        for count in (1, num_output + 1)
     ]
+    return float(num * num_output / max(seconds[1] - seconds[0], 1e-9))
+
+
+def step_bytes(facts: dict[str, Any], num: int) -> int:
+    """The bytes that a step of so many decodes must move: all weights but the embeddings once, every state twice."""
+    item_bytes = 4 if facts["dtype"] == "float32" else 2
+    embeddings = facts["vocab_size"] * facts["config"]["hidden_size"] * item_bytes
+    return int(facts["weight_bytes"] - embeddings + 2 * num * facts["block_bytes"])

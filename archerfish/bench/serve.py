@@ -1,210 +1,405 @@
-"""`archerfish bench serve`: loads servers over HTTP, in turns, and says what they gave and which targets they met."""
+"""`archerfish bench serve`: scenarios of load on servers, ours and others side by side."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
+import http.client
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
 
-from archerfish.bench.serve_bench import BenchOptions, Found, Scenario, ServeBench, Tell, tell_nothing
-from archerfish.bench.serve_http import Address
-from archerfish.bench.serve_load import Load
-from archerfish.bench.serve_processes import ServerProcess, check_free, tree_use
-from archerfish.bench.serve_report import Limits, Point
-from archerfish.bench.serve_requests import Shape
-from archerfish.bench.serve_server import BLOCKS_IN_USE, POLL_S, REQUESTS_IN_USE, Server, ServerOptions, in_use
-from archerfish.types import Progress, no_progress
+import aiohttp
 
-CHAT = Shape("chat", (64, 64), (16, 16))
-EMBEDDING = Shape("embeddings", (32, 32))
-TABLE_SIZES = (1, 4, 8, 16)
-CAPACITY_SIZES = (16, 32)
-CAPACITY_S = 10.0
-OVER_CAPACITY, LEAST_OVER = 3.0, 2.7
-# In which an overloaded server must have answered for a request to count as goodput, unless the user names another time
-# (--e2e-target): what people wait for a chat, and programs for a vector. Sent as deadline_s to servers that take it.
-DEADLINES_S = {"chat": 10.0, "embeddings": 1.0}
+from archerfish.bench.generate import open_ours
+from archerfish.bench.group import EngineGroup
+from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
+from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.config import EngineConfig
+from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
+
+DEFAULT_WORKLOAD = "chat:64/16"
+CHAT, EMBEDDING = Shape("chat", (64, 64), (16, 16)), Shape("embeddings", (32, 32))
+TABLE_SIZES, CAPACITY_SIZES, CAPACITY_S = (1, 4, 8, 16), (16, 32), 10.0
+OVERLOAD = 3.0  # times the capacity
+DEADLINES_S = {"chat": 10.0, "embeddings": 1.0}  # in which an overloaded server must have answered
 NUM_LEAVERS, LEAVERS_AT_ONCE = 500, 50
-SETTLE_S = 15.0  # what a server gets to free what leavers held
-MOST_GROWTH = 0.05  # of memory, from the first quarter of an overload to the last
+START_S, STOP_S, SETTLE_S, POLL_S, SAMPLE_S = 600.0, 15.0, 15.0, 0.2, 1.0
+EXTRAS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+NOT_FOR_CHAT = ("embedding", "cross-encoder", "reranker")
+SMALL_MODEL = "story-rwkv7"  # of the scenarios that measure the service and not the model
+OVERHEAD_ANSWERS = 20
+STREAMS, STREAM_TOKENS, FRONT_ENDS = 256, 32, (1, 2)
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+GOALS = (
+    Goal("chat8: end to end p50, ms", 500), Goal("chat8: end to end p99, ms", 2000), Goal("chat8: not answered", 0),
+    Goal("embed, 8 at once: requests/s", 100, at_least=True), Goal("embed, 8 at once: end to end p99, ms", 200),
+    Goal("embed, 100 arrivals/s: end to end p99, ms", 200),
+    Goal("overload*: unanswered", 0), Goal("overload*: goodput / capacity", 0.8, at_least=True),
+    Goal("overload*: growth of memory, share", 0.05), Goal("overload*: capacity after / before", 0.9, at_least=True),
+    Goal("disconnect: * afterwards", 0), Goal("overhead: added to the first token, ms", 3.0),
+    Goal("frontends: * front end*: tokens/s", 0.9, at_least=True, over="frontends: in process: tokens/s"),
+)  # fmt: skip
 
 
-async def chat8(bench: ServeBench) -> None:
-    points = await bench.in_turns("chat8", [bench.load(CHAT, concurrency=8, count=200)])
-    for server, (point,) in points.items():
-        bench.judge("chat8", server, "end to end p50, ms", point.median("e2e_p50_ms"), 500)
-        bench.judge("chat8", server, "end to end p99, ms", point.median("e2e_p99_ms"), 2000)
-        bench.judge("chat8", server, "not answered well", num_not_well(point), 0)
+class ServerProcess:
+    """A command that serves, in a process group of its own, and what it writes."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: IO[str]) -> None:
+        self.name, self.process, self._log = name, process, log
+
+    def written(self) -> str:
+        """What the process has written; an error if it has ended."""
+        self._log.seek(0)
+        text = self._log.read()
+        if self.process.poll() is not None:
+            raise ServiceError(f"{self.name} ended with {self.process.returncode}: {text[-500:]}", hint="")
+        return text
+
+    def use(self) -> tuple[float, int, int]:
+        """Resident bytes, open files and threads of the process and all its descendants."""
+        num_bytes, num_files, num_threads, to_visit = 0.0, 0, 0, [self.process.pid]
+        while to_visit:
+            folder = Path("/proc") / str(to_visit.pop())
+            with suppress(OSError, ValueError, IndexError):
+                num_bytes += int((folder / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+                num_files += len(list((folder / "fd").iterdir()))
+                for task in (folder / "task").iterdir():
+                    num_threads += 1
+                    to_visit += map(int, (task / "children").read_text(encoding="ascii").split())
+        return num_bytes, num_files, num_threads
 
 
-async def embed(bench: ServeBench) -> None:
-    loads = [bench.load(EMBEDDING, concurrency=8, duration_s=10.0), bench.load(EMBEDDING, rate=100.0, duration_s=10.0)]
-    points = await bench.in_turns("embed", loads)
-    for server, (closed, opened) in points.items():
-        bench.judge("embed", server, "requests/s, 8 at once", closed.median("requests_s"), 100, at_least=True)
-        bench.judge("embed", server, "end to end p99, 8 at once, ms", closed.median("e2e_p99_ms"), 200)
-        bench.judge("embed", server, "end to end p99, 100 arrivals/s, ms", opened.median("e2e_p99_ms"), 200)
-        bench.judge("embed", server, "not answered well", num_not_well(closed) + num_not_well(opened), 0)
+@contextmanager
+def running(name: str, command: list[str]) -> Iterator[ServerProcess]:
+    """Start a server, and end its process group afterwards."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        try:
+            process = subprocess.Popen(command, start_new_session=True, **streams)
+        except (OSError, IndexError) as error:
+            raise InvalidOptionError(f"The command {command!r} of {name} cannot be run: {error}.") from None
+        try:
+            yield ServerProcess(name, process, log)
+        finally:
+            for wanted in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, wanted)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
 
 
-async def table(bench: ServeBench) -> None:
-    shapes = (EMBEDDING, CHAT)
-    loads = [bench.load(shape, concurrency=size, duration_s=10.0) for shape in shapes for size in TABLE_SIZES]
-    await bench.in_turns("table", loads)
+@contextmanager
+def own_server(*arguments: str) -> Iterator[tuple[ServerProcess, str]]:
+    """`archerfish serve` on a free port, and its address."""
+    with running(OURS, [sys.executable, "-m", "archerfish", "serve", "--port", "0", *arguments]) as process:
+        ends_s = time.monotonic() + START_S
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", process.written())):
+            if time.monotonic() > ends_s:
+                raise ServiceError(f"`archerfish serve` did not start in {START_S:g} s.", hint="")
+            time.sleep(POLL_S)
+        yield process, found[0]
 
 
-async def overload(bench: ServeBench) -> None:
-    await overloaded(bench, "overload", CHAT)
+class Server:
+    """One server under load. process: None where it was not started here."""
+
+    def __init__(self, name: str, url: str, options: Namespace, process: ServerProcess | None = None) -> None:
+        self.name, self.url, self.options, self.process = name, url.rstrip("/").removesuffix("/v1"), options, process
+        self.dialect = Dialect()
+
+    def session(self) -> aiohttp.ClientSession:
+        key = os.environ.get(self.options.api_key_env, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=0), headers=headers)
+
+    async def get(self, path: str) -> Any:
+        """A JSON answer; None where there is none."""
+        try:
+            async with self.session() as session, session.get(path) as response:
+                return await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def prepare(self, shapes: tuple[Shape, ...]) -> list[str]:
+        """Wait for the server, choose its models, and find out whether it takes the extra members of a request."""
+        ends_s = time.monotonic() + (START_S if self.process else STOP_S)
+        while not (listed := await self.get("/v1/models")):
+            if self.process:
+                self.process.written()
+            if time.monotonic() > ends_s:
+                raise ServiceError(f"{self.name} does not answer.", hint="Start it, or give --start NAME=COMMAND.")
+            await asyncio.sleep(POLL_S)
+        models = listed["data"]
+        chat = next((one for one in models if one.get("kind") not in NOT_FOR_CHAT), models[0])["id"]
+        embedding = next((one for one in models if one.get("kind") == "embedding"), models[0])["id"]
+        self.dialect = Dialect(self.options.model or chat, self.options.embedding_model or embedding, EXTRAS)
+        probe = await self.drive(Load(shapes, concurrency=1, count=2 * len(shapes)))
+        if all(record.status not in (400, 422) for record in probe.records):
+            return []
+        self.dialect = replace(self.dialect, extras={})
+        return [f"{self.name} does not take ignore_eos: its answers may be short, and a chunk counts as a token"]
+
+    async def drive(self, load: Load, memory: list[float] | None = None) -> LoadDriver:
+        """Put a load on the server. memory: takes the bytes of the server's processes, less its KV, every second."""
+        async with self.session() as session:
+            driver = LoadDriver(session, self.dialect, replace(load, timeout_s=self.options.timeout))
+            sampling = asyncio.create_task(self._sample(memory))
+            await driver.run()
+            sampling.cancel()
+        return driver
+
+    async def _sample(self, memory: list[float] | None) -> None:
+        while self.process and memory is not None:
+            memory.append(self.process.use()[0] - (sum_of(await self.get("/stats"), ("kv_bytes_held",)) or 0.0))
+            await asyncio.sleep(SAMPLE_S)
 
 
-async def overload_embed(bench: ServeBench) -> None:
-    await overloaded(bench, "overload-embed", EMBEDDING)
+def sum_of(values: Any, keys: tuple[str, ...]) -> float | None:
+    """The sum of all numbers under some names, however deep; None if there is none."""
+    if not isinstance(values, dict | list):
+        return None
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    found = [float(v) if k in keys and isinstance(v, int | float) else sum_of(v, keys) for k, v in pairs]
+    numbers = [number for number in found if number is not None]
+    return sum(numbers) if numbers else None
 
 
-async def overloaded(bench: ServeBench, scenario: str, shape: Shape) -> None:
-    """Capacity before and after, and between them three times as much for two minutes; all within the same deadline."""
-    limits = bench.options.limits
-    if not limits.latency_s:
-        limits = replace(limits, latency_s=DEADLINES_S[shape.kind])
-    for server in bench.servers:
-        deadline_s = limits.latency_s if await takes_deadline(bench, server, shape, limits.latency_s) else 0.0
-        before = await capacity(bench, scenario, "before", server, shape, limits)
-        if not before:
-            bench.judge(scenario, server.name, "capacity, requests/s", before, 0.001, at_least=True)
-            continue
-        load = replace(bench.load(shape, rate=OVER_CAPACITY * before, duration_s=120.0), deadline_s=deadline_s)
-        point = await bench.alone(scenario, f"{OVER_CAPACITY:g} x capacity", server, load, limits)
-        after = await capacity(bench, scenario, "after", server, shape, limits)
-        judge_overload(bench, scenario, server, point, before, after)
+class ServeBench:
+    """Scenarios on servers that are ready; each is a generator of measurements."""
+
+    def __init__(self, servers: list[Server], options: Namespace, runner: asyncio.Runner) -> None:
+        self.servers, self.options, self.runner = servers, options, runner
+
+    def load(self, *shapes: Shape, **size: Any) -> Load:
+        """A load of a scenario; its size is the user's where one is given."""
+        if self.options.requests or self.options.duration:
+            size |= {"count": self.options.requests, "duration_s": self.options.duration}
+        return Load(shapes, **size)
+
+    def drive(
+        self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None
+    ) -> dict[str, float]:
+        return self.runner.run(server.drive(load, memory)).figures(good_s or self.options.e2e_target / 1000)
+
+    def rounds(self, title: str, load: Load) -> Found:
+        """Rounds of one load on all servers, each round beginning with another server."""
+        for server in self.servers:
+            self.drive(server, Load(load.shapes, concurrency=load.concurrency or 8, count=16, seed="warmup"))
+        for number in range(self.options.rounds):
+            for place in range(len(self.servers)):
+                server = self.servers[(place + number) % len(self.servers)]
+                found = self.drive(server, replace(load, seed=f"{title}:{number}"))
+                yield from measurements(title, server, found)
+
+    def chat8(self) -> Found:
+        yield from self.rounds("chat8", self.load(CHAT, concurrency=8, count=200))
+
+    def embed(self) -> Found:
+        yield from self.rounds("embed, 8 at once", self.load(EMBEDDING, concurrency=8, duration_s=10.0))
+        yield from self.rounds("embed, 100 arrivals/s", self.load(EMBEDDING, rate=100.0, duration_s=10.0))
+
+    def table(self) -> Found:
+        for shape in (EMBEDDING, CHAT):
+            for size in TABLE_SIZES:
+                load = self.load(shape, concurrency=size, duration_s=10.0)
+                yield from self.rounds(f"table, {shape.kind}, {size} at once", load)
+
+    def user_load(self) -> Found:
+        shapes, names = user_shapes(self.options), " + ".join(self.options.workload or [DEFAULT_WORKLOAD])
+        for size in self.options.concurrency or (() if self.options.rate else (8,)):
+            yield from self.rounds(f"{names}, {size} at once", self.load(*shapes, concurrency=int(size), count=200))
+        for rate in self.options.rate:
+            yield from self.rounds(f"{names}, {rate} arrivals/s", self.load(*shapes, rate=rate, count=200))
+
+    def overload(self, title: str, shape: Shape) -> Found:
+        """The capacity before and after, and between them three times as much for two minutes, within the same deadline."""
+        good_s = self.options.e2e_target / 1000 or DEADLINES_S[shape.kind]
+        for server in self.servers:
+            before = self.capacity(server, shape, good_s)
+            probe = self.runner.run(server.drive(Load((shape,), concurrency=1, count=1, deadline_s=good_s)))
+            deadline_s = good_s if probe.records[0].status not in (400, 422) else 0.0  # other servers may not take one
+            load = self.load(shape, rate=max(1.0, OVERLOAD * before), duration_s=120.0, deadline_s=deadline_s, seed=title)
+            memory: list[float] = []
+            found = self.drive(server, load, good_s, memory)
+            after = self.capacity(server, shape, good_s)
+            found["capacity before, requests/s"] = before
+            found["goodput / capacity"] = found["goodput, requests/s"] / max((before + after) / 2, 1e-9)
+            found["capacity after / before"] = after / max(before, 1e-9)
+            if quarter := len(memory) // 4:
+                early, late = statistics.median(memory[:quarter]), statistics.median(memory[-quarter:])
+                found["growth of memory, share"] = (late - early) / early
+            yield from measurements(title, server, found)
+
+    def capacity(self, server: Server, shape: Shape, good_s: float) -> float:
+        """The most good answers a second of some numbers at once."""
+        duration_s = min(CAPACITY_S, self.options.duration or CAPACITY_S)
+        loads = [Load((shape,), concurrency=size, duration_s=duration_s, seed=f"capacity:{size}") for size in CAPACITY_SIZES]
+        return max(self.drive(server, load, good_s)["goodput, requests/s"] for load in loads)
+
+    def disconnect(self) -> Found:
+        """Clients that hang up at random moments, about half of them before the end. Then nothing may be held for them."""
+        for server in self.servers:
+            staying = Load((CHAT,), concurrency=LEAVERS_AT_ONCE, count=100, seed="staying")
+            usual_s = self.drive(server, staying)["end to end p50, ms"] / 1000
+            before = server.process.use() if server.process else (0.0, 0, 0)
+            count = self.options.requests or NUM_LEAVERS
+            left = self.drive(server, replace(staying, count=count, hang_up_within_s=2 * usual_s, seed="leaving"))
+            held = self.settled(server, before)
+            again = self.drive(server, replace(staying, seed="again"))
+            found = {"left, requests": left.get("left, requests", 0.0), "not answered afterwards": again["not answered"]}
+            yield from measurements("disconnect", server, found | held)
+
+    def settled(self, server: Server, before: tuple[float, int, int]) -> dict[str, float]:
+        """What the server holds once it holds nothing more than before, or after the time that it gets to free it."""
+        ends_s = time.monotonic() + SETTLE_S
+        while True:
+            stats = self.runner.run(server.get("/stats"))
+            held = {
+                "blocks in use afterwards": sum_of(stats, ("num_blocks_in_use",)) or 0.0,
+                "requests in use afterwards": sum_of(stats, ("num_running", "num_waiting")) or 0.0,
+            }
+            if server.process:
+                _, files, threads = server.process.use()
+                held |= {"more files afterwards": files - before[1], "more threads afterwards": threads - before[2]}
+            if time.monotonic() > ends_s or max(held.values()) <= 0:
+                return {name: max(0.0, number) for name, number in held.items()}
+            time.sleep(POLL_S)
 
 
-async def takes_deadline(bench: ServeBench, server: Server, shape: Shape, deadline_s: float) -> bool:
-    """Whether a server takes deadline_s; where it does not, a note says so."""
-    run = await server.drive(Load((shape,), concurrency=1, count=1, deadline_s=deadline_s, seed=f"deadline:{server.name}"))
-    if run.records[0].status not in (400, 422):
-        return True
-    bench.found.notes.append(f"{server.name} does not take deadline_s: it cannot refuse what would come too late")
-    return False
+def measurements(title: str, server: Server, found: dict[str, float]) -> Found:
+    return (Measurement(f"{title}: {metric}", value, server.name) for metric, value in found.items())
 
 
-def judge_overload(bench: ServeBench, scenario: str, server: Server, point: Point, before: float, after: float) -> None:
-    figures, name = point.rounds[0], server.name
-    answered = figures["num_ok"] + figures["num_refused_with_retry_after"]
-    bench.judge(scenario, name, "not answered, nor refused with Retry-After", figures["num_requests"] - answered, 0)
-    mean = (before + after) / 2  # the machine may have changed meanwhile, and if much, this was no such overload
-    bench.judge(scenario, name, "load / capacity", point.rate / mean, LEAST_OVER, at_least=True)
-    bench.judge(scenario, name, "goodput / capacity", figures["goodput_s"] / mean, 0.9, at_least=True)
-    bench.judge(scenario, name, "growth of memory beside KV", figures.get("memory_growth"), MOST_GROWTH)
-    bench.judge(scenario, name, "capacity afterwards / before", after / before, 0.9, at_least=True)
+def service_engine(options: Namespace) -> EngineConfig:
+    """The user's model, or a small one on a single thread, because these scenarios measure the service."""
+    return EngineConfig(model=options.model) if options.model else EngineConfig(model=SMALL_MODEL, num_threads=1)
 
 
-async def capacity(bench: ServeBench, scenario: str, when: str, server: Server, shape: Shape, limits: Limits) -> float:
-    """Most requests a second, and within the limits, of some numbers at once."""
-    best = 0.0
-    for size in CAPACITY_SIZES:
-        duration_s = min(CAPACITY_S, bench.options.duration_s or CAPACITY_S)
-        load = replace(bench.load(shape, concurrency=size, duration_s=duration_s), count=0, duration_s=duration_s)
-        point = await bench.alone(scenario, f"capacity {when}", server, load, limits)
-        best = max(best, point.rounds[0]["goodput_s"])
-    return best
+def serve_arguments(engine: EngineConfig) -> tuple[str, ...]:
+    return "--kinds", "generation", "--model", engine.model, "--num-threads", str(engine.num_threads)
 
 
-async def disconnect(bench: ServeBench) -> None:
-    """Clients that hang up at random moments, about half of them before the end; then nothing may be held for them."""
-    for server in bench.servers:
-        staying = replace(bench.load(CHAT, concurrency=LEAVERS_AT_ONCE, count=100), count=100, duration_s=0.0)
-        usual = await bench.alone("disconnect", "before", server, staying)
-        latency_ms = usual.median("e2e_p50_ms")
-        if latency_ms is None:
-            bench.judge("disconnect", server.name, "blocks in use afterwards", None, 0)
-            continue
-        before = await use_of(server)
-        leaving = replace(
-            staying, count=bench.options.count or NUM_LEAVERS, num_warmup=0, hang_up_within_s=2 * latency_ms / 1000
-        )
-        await bench.alone("disconnect", "leaving", server, leaving)
-        blocks, requests = await settle(server)
-        bench.judge("disconnect", server.name, "blocks in use afterwards", blocks, 0)
-        bench.judge("disconnect", server.name, "requests running or waiting afterwards", requests, 0)
-        again = await bench.alone("disconnect", "after", server, replace(staying, num_warmup=0))
-        bench.judge("disconnect", server.name, "not answered well afterwards", num_not_well(again), 0)
-        after = await use_of(server, before)
-        for what, was, now in zip(("files and sockets", "threads"), before, after, strict=True):
-            bench.judge("disconnect", server.name, f"more {what} than before", now - was if was else None, 0)
+def overhead(options: Namespace) -> Found:
+    """What HTTP and ZMQ add to a streamed chat, against the same model in a process without a server, in turns."""
+    engine = service_engine(options)
+    with EngineGroup() as group, own_server(*serve_arguments(engine)) as (_, url):
+        open_ours(group, Namespace(engine=engine, against=""))
+        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        for number in range(-1, options.rounds):
+            inside, served = [], []
+            for place in range(options.requests or OVERHEAD_ANSWERS):
+                content = f"{number} {place}: a fish"  # short, so that the step takes little time
+                inside.append(group.call(OURS, "first_text_s", content=content))
+                served.append(first_text_s(connection, engine.model, content))
+            if number >= 0:  # the first round warms up
+                inside_ms, served_ms = (1000 * statistics.median(times) for times in (inside, served))
+                yield Measurement("overhead: first token in process, ms", inside_ms)
+                yield Measurement("overhead: first token over HTTP, ms", served_ms)
+                yield Measurement("overhead: added to the first token, ms", served_ms - inside_ms)
+        connection.close()
 
 
-async def use_of(server: Server, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Open files and threads of a server's processes without our connections, once they are as few as wanted or time is up."""
-    found = 0, 0
-    for _ in range(int(SETTLE_S / POLL_S) if wanted else 1):
-        await server.pool.close()
-        await asyncio.sleep(POLL_S)
-        uses = tree_use(server.pid).values() if server.pid else ()
-        found = sum(use.num_files for use in uses), sum(use.num_threads for use in uses)
-        if wanted and found[0] <= wanted[0] and found[1] <= wanted[1]:
-            break
-    return found
+def first_text_s(connection: http.client.HTTPConnection, model: str, content: str) -> float:
+    """Seconds from a chat request to its first chunk with text, over a kept connection."""
+    messages = [{"role": "user", "content": content}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True})
+    began = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    times = [time.perf_counter() - began for line in response if b'"content":' in line and b'"content":""' not in line]
+    if not times:
+        raise ServiceError(f"The server answered {response.status} without text.", hint="")
+    return times[0]
 
 
-async def settle(server: Server) -> tuple[float | None, float | None]:
-    """Blocks and requests in use by the server's own /stats, once they are zero or time is up."""
-    blocks, requests = None, None
-    for _ in range(int(SETTLE_S / POLL_S)):
-        stats = await server.get("/stats")
-        blocks, requests = in_use(stats, BLOCKS_IN_USE), in_use(stats, REQUESTS_IN_USE)
-        if not blocks and not requests:
-            break
-        await asyncio.sleep(POLL_S)
-    return blocks, requests
+def frontends(options: Namespace) -> Found:
+    """256 streams at once of a small model: what 1 and 2 front ends deliver, and the engine by itself."""
+    engine = service_engine(options)
+    shape = Shape("completions", (16, 16), (STREAM_TOKENS, STREAM_TOKENS))
+    for _ in range(options.rounds):
+        with EngineGroup() as group:
+            open_ours(group, Namespace(engine=engine, against=""))
+            work = {"prompts": [[10 + n, *range(20, 50)] for n in range(STREAMS)], "outputs": [STREAM_TOKENS] * STREAMS}
+            group.call(OURS, "generate", **work)  # warms up
+            rate = STREAMS * STREAM_TOKENS / group.call(OURS, "generate", **work)
+            yield Measurement("frontends: in process: tokens/s", rate)
+        for number in FRONT_ENDS:
+            arguments = (*serve_arguments(engine), "--num-front-ends", str(number))
+            with own_server(*arguments) as (process, url), asyncio.Runner() as runner:
+                server = Server(OURS, url, options, process)
+                runner.run(server.prepare((shape,)))
+                bench = ServeBench([server], options, runner)
+                for seed in ("warmup", "measured"):
+                    found = bench.drive(server, Load((shape,), concurrency=STREAMS, count=STREAMS, seed=seed))
+                figures = {metric: found.get(metric, 0.0) for metric in ("tokens/s", "first token p99, ms", "not answered")}
+                yield from measurements(f"frontends: {number} front end{'s' * (number > 1)}", server, figures)
 
 
-async def overhead(bench: ServeBench) -> None:
-    """Imported when it runs, as the next one: they need engine and service, which loading other servers does not."""
-    from archerfish.bench.serve_overhead import overhead as run
-
-    await run(bench)
-
-
-async def frontends(bench: ServeBench) -> None:
-    from archerfish.bench.serve_frontends import frontends as run
-
-    await run(bench)
+SCENARIOS: dict[str, Callable[[ServeBench], Found]] = {
+    "chat8": ServeBench.chat8, "embed": ServeBench.embed, "table": ServeBench.table, "disconnect": ServeBench.disconnect,
+    "overload": lambda bench: bench.overload("overload", CHAT),
+    "overload-embed": lambda bench: bench.overload("overload-embed", EMBEDDING),
+}  # fmt: skip
+OWN_SCENARIOS = {"overhead": overhead, "frontends": frontends}  # these start what they measure themselves
 
 
-def num_not_well(point: Point) -> float:
-    return sum(figures["num_requests"] - figures["num_ok"] for figures in point.rounds)
+def measure(options: Namespace) -> Found:
+    known = [*SCENARIOS, *OWN_SCENARIOS]
+    for name in options.scenarios:
+        if name not in known:
+            raise InvalidOptionError(f"There is no scenario {name!r}.", hint=did_you_mean(name, known))
+    if options.scenarios and (options.concurrency or options.rate):
+        raise InvalidOptionError(f"--concurrency and --rate are for a load of your own; {options.scenarios[0]} has its own.")
+    wanted = [SCENARIOS[name] for name in options.scenarios if name in SCENARIOS]
+    if wanted or not options.scenarios:
+        yield from run_scenarios(wanted or [ServeBench.user_load], options)
+    for name in options.scenarios:
+        if name in OWN_SCENARIOS:
+            yield from OWN_SCENARIOS[name](options)
 
 
-SCENARIOS = {
-    "chat8": Scenario(chat8, (CHAT,), "8 chats at once, 64 tokens in and 16 out: p50 < 500 ms, p99 < 2 s"),
-    "embed": Scenario(embed, (EMBEDDING,), "embeddings, 8 at once and 100 arrivals/s: >= 100 requests/s, p99 < 200 ms"),
-    "table": Scenario(table, (EMBEDDING, CHAT), "embeddings and chats, 1, 4, 8 and 16 at once"),
-    "overload": Scenario(overload, (CHAT,), "chats, three times the capacity for two minutes: answers, goodput, memory"),
-    "overload-embed": Scenario(overload_embed, (EMBEDDING,), "the same with embeddings"),
-    "disconnect": Scenario(disconnect, (CHAT,), "500 clients that hang up at random moments: nothing stays in use"),
-    "overhead": Scenario(overhead, (), "what HTTP and ZMQ add to an engine: < 2 ms to a first token, < 0.2 ms a token", True),
-    "frontends": Scenario(frontends, (), "256 streams at 20,000 tokens/s: front ends keep up, the loop loses < 5 %", True),
-}
-
-
-def measure_servers(
-    servers: Sequence[ServerOptions], options: BenchOptions, scenarios: Sequence[str], loads: Sequence[Load],
-    tell: Tell = tell_nothing, progress: Progress = no_progress,
-) -> Found:  # fmt: skip
-    """Start the servers that are to be started, run the bench, stop them."""
-    from archerfish.serve.client import new_event_loop
-
-    async def main(processes: dict[str, ServerProcess]) -> Found:
-        made = [Server(one, process=processes.get(one.name)) for one in servers]
-        return await ServeBench(made, options, tell, progress).run({name: SCENARIOS[name] for name in scenarios}, loads)
-
-    if scenarios and not loads and all(SCENARIOS[name].is_own for name in scenarios):
-        servers = ()
-    for one in servers:
-        if one.start:
-            check_free(one.name, Address.parse(one.url))
+def run_scenarios(wanted: list[Callable[[ServeBench], Found]], options: Namespace) -> Found:
+    addresses, commands = (named(flag, getattr(options, flag)) for flag in ("server", "start"))
+    if commands.keys() - addresses.keys():
+        raise InvalidOptionError("--start names a server that no --server names.", hint="Give --server NAME=URL for each.")
     with ExitStack() as stack:
-        processes = {one.name: stack.enter_context(ServerProcess(one.name, one.start)) for one in servers if one.start}
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(main(processes))
+        runner = stack.enter_context(asyncio.Runner())
+        servers = []
+        for name, url in addresses.items():
+            process = stack.enter_context(running(name, shlex.split(commands[name]))) if name in commands else None
+            servers.append(Server(name, url, options, process))
+        if not servers:
+            process, url = stack.enter_context(own_server())
+            servers.append(Server(OURS, url, options, process))
+        for server in list(servers):
+            try:
+                yield from runner.run(server.prepare((CHAT, EMBEDDING) if options.scenarios else user_shapes(options)))
+            except ServiceError as error:
+                servers.remove(server)
+                yield f"{server.name} was not measured: {error}"
+        for scenario in wanted if servers else ():
+            yield from scenario(ServeBench(servers, options, runner))
+
+
+def user_shapes(options: Namespace) -> tuple[Shape, ...]:
+    return tuple(Shape.parse(text) for text in options.workload or [DEFAULT_WORKLOAD])
+
+
+def named(flag: str, given: list[str]) -> dict[str, str]:
+    found = {name: value for name, _, value in (text.partition("=") for text in given)}
+    if not all(found) or not all(found.values()):
+        raise InvalidOptionError(f"--{flag} is NAME=VALUE.", hint=f"For example --server {OURS}=http://127.0.0.1:8000.")
+    return found

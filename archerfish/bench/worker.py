@@ -1,123 +1,117 @@
-"""A process with one engine in it, driven by JSON lines on its standard input; it answers each with one line.
+"""One engine in a process of its own: ours, another version of ours, or a peer.
 
-Fresh processes make imports and loading measurable, and keep the thread pools of the engines apart. Only what this file
-needs itself is imported before the clock starts.
+The process reads a line of JSON for every call of a method and answers with one line. A fresh process makes imports and
+loading measurable and keeps the thread pools of engines apart. It loads this file and `engines.py` by their paths, so that
+the `archerfish` it imports may be that of another checkout.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import select
+import subprocess
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, TextIO
+import tempfile
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from archerfish.bench.memory import reset_peak, status_bytes
-from archerfish.bench.peers import Peer, PeerOptions, make_peer
+ENGINES_FILE = Path(__file__).with_name("engines.py")
+PACKAGE_PATH = str(Path(__file__).parents[2])
+TIMEOUT_S = 1800.0
+STOP_S = 5.0
 
-MIN_LATENCY_WARMUP = 10
+
+class WorkerError(Exception):
+    """An engine raised an error, crashed or did not answer; the other engines go on without it."""
 
 
 class Worker:
-    """Answers requests with one engine."""
+    """The process of one engine, seen from the bench."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.texts: dict[str, list[str]] = {}
-        self.operations: dict[str, Callable[..., dict[str, Any]]] = {
-            "start": self.start, "texts": self.keep_texts, "throughput": self.throughput, "latency": self.latency,
-            "vectors": self.vectors, "documents": self.documents, "memory": self.memory,
-        }  # fmt: skip
+    def __init__(
+        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None,
+        file: Path = ENGINES_FILE, timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        """engine: the name of a class in `file`; path: what the process imports first, in place of this checkout."""
+        self.engine, self._timeout_s = engine, timeout_s
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (close() closes it)
+        paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
+        variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-P", __file__, str(file), engine, json.dumps(dict(arguments))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8", env=variables
+        )
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What to answer to one request; an error of the engine becomes {"error": ...}."""
-        operation = self.operations[request.pop("op")]
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the engine and wait for its result."""
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
         try:
-            return operation(**request)
-        except Exception as error:  # whatever a peer raises belongs into the report
-            return {"error": f"{type(error).__name__}: {error}".strip()[:500]}
+            requests.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
+            requests.flush()
+        except OSError:
+            raise WorkerError(self._reason_of_end()) from None
+        # An answer is one line and comes only after a request, so Python's own buffer is empty here.
+        if not select.select([answers], [], [], self._timeout_s)[0]:
+            raise WorkerError(f"no answer to {method!r} in {self._timeout_s:.0f} s")
+        line = answers.readline()
+        if not line:
+            raise WorkerError(self._reason_of_end())
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["result"]
 
-    def start(self) -> dict[str, Any]:
-        """Import, load and encode one text, each timed."""
-        clock = time.perf_counter
-        began = clock()
-        version = self.peer.imports()
-        imported, modules = clock(), top_level_modules()
-        self.peer.load()
-        loaded, rss_loaded = clock(), status_bytes("VmRSS")
-        self.peer.encode(["Hello."], self.peer.batch_sizes[0])
-        encoded = clock()
-        return {
-            "version": version,
-            "batch_sizes": list(self.peer.batch_sizes),
-            "import_s": imported - began,
-            "load_s": loaded - imported,
-            "first_s": encoded - loaded,
-            "late_imports": sorted(top_level_modules() - modules),
-            "rss_loaded": rss_loaded,
-        }
+    def close(self) -> None:
+        """End the process: close its input, and kill it if that does not help."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
 
-    def keep_texts(self, key: str, texts: list[str]) -> dict[str, Any]:
-        self.texts[key] = texts
-        return {}
-
-    def throughput(self, key: str, batch_size: int, min_seconds: float) -> dict[str, Any]:
-        """Encode the same list again and again until enough time has passed."""
-        texts = self.texts[key]
-        began, num_done = time.perf_counter(), 0
-        while True:
-            self.peer.encode(texts, batch_size)
-            num_done += len(texts)
-            elapsed = time.perf_counter() - began
-            if elapsed >= min_seconds:
-                return {"texts_per_s": num_done / elapsed}
-
-    def latency(self, text: str, calls: int) -> dict[str, Any]:
-        from archerfish.bench.stats import percentile
-
-        batch_size = self.peer.batch_sizes[0]
-        for _ in range(MIN_LATENCY_WARMUP):
-            self.peer.encode([text], batch_size)
-        times = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            self.peer.encode([text], batch_size)
-            times.append((time.perf_counter() - began) * 1000)
-        return {"latency_p50_ms": percentile(times, 0.5), "latency_p99_ms": percentile(times, 0.99)}
-
-    def vectors(self, key: str) -> dict[str, Any]:
-        return {"vectors": self.peer.encode(self.texts[key], self.peer.batch_sizes[0]).tolist()}
-
-    def documents(self, key: str, batch_size: int) -> dict[str, Any]:
-        """One call with many short texts: time, and by how much the resident memory grew at most."""
-        texts = self.texts[key]
-        reset_peak()
-        before = status_bytes("VmRSS")
-        began = time.perf_counter()
-        self.peer.encode(texts, batch_size)
-        elapsed = time.perf_counter() - began
-        return {"seconds": elapsed, "peak_growth_bytes": max(0, status_bytes("VmHWM") - before)}
-
-    def memory(self) -> dict[str, Any]:
-        return {"rss": status_bytes("VmRSS"), "weights": self.peer.weight_bytes()}
+    def _reason_of_end(self) -> str:
+        """The exit code and the last line that the process wrote."""
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
+        return f"the process ended with {code}" + (f": {lines[-1][:300]}" if lines else "")
 
 
-def top_level_modules() -> set[str]:
-    return {name for name in sys.modules if "." not in name and not name.startswith("_")}
-
-
-def serve_requests(worker: Worker, requests: TextIO, answers: TextIO) -> None:
-    for line in requests:
-        answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
-        answers.flush()
+def answer(engine: Any, line: str) -> dict[str, Any]:
+    """The answer to one request. An error of the engine becomes {"error": ...} with the place that raised it."""
+    request = json.loads(line)
+    try:
+        return {"result": getattr(engine, request["method"])(**request["arguments"])}
+    except Exception as error:  # a peer may raise anything
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"}
 
 
 def main() -> None:
-    key, options = sys.argv[1], PeerOptions(**json.loads(sys.argv[2]))
+    file, name, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries that print must not disturb the answers
-    serve_requests(Worker(make_peer(key, options)), sys.stdin, answers)
+    os.dup2(2, 1)  # a library that prints must not disturb the answers
+    spec = importlib.util.spec_from_file_location("archerfish_bench_engines", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    engine = getattr(module, name)(**arguments)
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(engine, line)) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""AdaptiveCache: what is kept, and what goes first, follows how often the cache was of use of late."""
+"""AdaptiveCache: a cache that keeps less of what does not repeat, by its recent hit rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def everything(key: Any) -> bool:
 
 
 def nothing(key: Any, value: Any) -> None:
-    """For caches of which nobody wants to know what they drop."""
+    """The default of on_drop."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +34,7 @@ class AdaptiveCacheStats:
     bytes: int
     evictions: int  # gone for room
     expirations: int
-    refusals: int  # not kept, for want of use or of room
+    refusals: int  # not kept: too large, or not worth it
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class AdaptiveCache(Generic[K, V]):
         is_cacheable: Callable[[K], bool] = everything, clock: Callable[[], float] = time.monotonic,
         on_drop: Callable[[K, V], None] = nothing,
     ) -> None:
-        """on_drop: told of every entry that goes, for whatever reason."""
+        """on_drop: called with every entry that goes, for whatever reason."""
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
             raise InvalidOptionError(
                 f"window_size must be at least 1 and min_hit_rate from 0 to 1: {window_size}, {min_hit_rate}."

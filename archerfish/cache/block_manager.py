@@ -1,8 +1,8 @@
-"""Who owns which block: a free list and a count of owners for each block. The memory itself is KVCachePool's."""
+"""The owners of blocks: a free list, and a count of owners for each block. The memory itself is KVCachePool's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, OutOfBlocksError
 
@@ -52,7 +52,7 @@ class BlockManager:
         refs = self._refs
         for block in blocks:
             if not 0 <= block < self.num_total or not refs[block]:
-                raise InvariantError(f"Block {block} is shared but nobody owns it.")
+                raise InvariantError(f"Block {block} is shared but has no owner.")
             refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> int:
@@ -67,7 +67,7 @@ class BlockManager:
             elif count:
                 refs[block] = count - 1
             else:
-                raise InvariantError(f"Block {block} is freed but nobody owns it.")
+                raise InvariantError(f"Block {block} is freed but has no owner.")
         return len(free) - before
 
     def ref_count(self, block: int) -> int:
@@ -76,12 +76,10 @@ class BlockManager:
             raise InvalidInputError(f"There is no block {block}: blocks are 0 to {self.num_total - 1}.")
         return self._refs[block]
 
-    def get_physical_blocks(self, logical: Iterable[int], table: Sequence[int]) -> list[int]:
-        """The physical blocks of logical ones: `table` is a sequence's, in the order of its tokens."""
-        length = len(table)
-        physical = []
-        for index in logical:
-            if not 0 <= index < length:
-                raise InvalidInputError(f"There is no logical block {index}: the sequence has {length}.")
-            physical.append(table[index])
+    def get_physical_blocks(self, logical: Iterable[int]) -> list[int]:
+        """The places in the pool of blocks that `allocate` gave: these are numbered by their place, so they are the same."""
+        physical = list(logical)
+        for block in physical:
+            if not self.ref_count(block):
+                raise InvalidInputError(f"Block {block} is free.", hint="Give blocks that `allocate` gave.")
         return physical

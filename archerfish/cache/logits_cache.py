@@ -22,8 +22,8 @@ from archerfish.sequence import pack_tokens
 class CacheKey:
     """What logits depend on: the context, the position that they predict, and the state of the model.
 
-    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, whose entries nobody
-    else may see. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed already.
+    `model_state_hash` is the caller's string for everything else: model, adapter, and the namespace, since namespaces share no
+    entries. `state_hash_of(model, namespace)` makes one. `context_tokens` may be a RadixKey, which is packed already.
     """
 
     __slots__ = ("_hash", "context_tokens", "model_state_hash", "position")
@@ -62,7 +62,7 @@ class LogitsCacheStats:
     bytes: int
     evictions: int  # gone for room, or with their node
     expirations: int
-    refusals: int  # not kept, for want of use or of room
+    refusals: int  # not kept: too large, or not worth it
 
 
 @dataclass(slots=True)
@@ -79,10 +79,11 @@ class LogitsCache:
 
     def __init__(self, max_bytes: int, ttl_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: AdaptiveCache[CacheKey, _Kept] = AdaptiveCache(
-            max_bytes, ttl_seconds, clock=clock, on_drop=lambda key, kept: self._leave(key, kept.node)
+            max_bytes, ttl_seconds, clock=clock, on_drop=self._leave
         )
         self._of_node: dict[Node, set[CacheKey]] = {}
         self._num_dropped = 0  # with their node
+        self.on_drop: Callable[[Any], None] | None = None  # called with every value that goes, for whatever reason
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -116,7 +117,7 @@ class LogitsCache:
         if num_bytes is None:
             num_bytes = getattr(value, "nbytes", None)
             if num_bytes is None:
-                raise InvalidInputError(f"A {type(value).__name__} does not say its size.", hint="Give num_bytes beside it.")
+                raise InvalidInputError(f"A {type(value).__name__} does not say its size.", hint="Give num_bytes too.")
         if node is not None and (node.is_stale or node.parent is None):
             self._kept.discard(key)
             return False
@@ -146,10 +147,12 @@ class LogitsCache:
             found.refusals,
         )  # fmt: skip
 
-    def _leave(self, key: CacheKey, node: Node | None) -> None:
-        if node is None:
+    def _leave(self, key: CacheKey, kept: _Kept) -> None:
+        if self.on_drop is not None:
+            self.on_drop(kept.value)
+        if kept.node is None:
             return
-        keys = self._of_node[node]
+        keys = self._of_node[kept.node]
         keys.discard(key)
         if not keys:
-            del self._of_node[node]
+            del self._of_node[kept.node]

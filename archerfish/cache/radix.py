@@ -28,7 +28,7 @@ from archerfish.sequence import Namespace
 
 __all__ = ["CacheStats", "HitRecord", "Match", "Node", "RadixCache", "RadixKey"]
 
-# Other adapters of a tenant that are looked at to tell "adapter_differs" from "never_seen".
+# Other adapters of a tenant that are searched to distinguish "adapter_differs" from "never_seen".
 MAX_ADAPTERS_COMPARED = 16
 
 
@@ -46,9 +46,9 @@ class RadixCache:
         on_drop: Callable[[Node], None] | None = None,
         num_ghosts: int = 8192,
     ) -> None:
-        """`on_drop` is told of every node that goes; `num_ghosts` evictions are remembered for each namespace.
+        """`on_drop` is called with every node that goes; `num_ghosts` evictions are remembered for each namespace.
 
-        `whole_blocks`: a block is of use as a whole or not at all (it holds a state), so that a match ends where a block does.
+        `whole_blocks`: a block holds a state, which cannot be used in part, so that a match ends where a block does.
         """
         self.blocks = blocks
         self.block_size = blocks.block_size
@@ -252,7 +252,7 @@ class RadixCache:
         return node
 
     def _find(self, tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int, HitRecord]:
-        """What `_descend` gives, cut to whole blocks where only those are of use, and why it is no more."""
+        """What `_descend` gives, cut to whole blocks if only those can be used, and why it is no more."""
         node, matched = self._descend(tree, key, limit)
         num_cut = matched % self.block_size if self.whole_blocks else 0
         is_last = self.whole_blocks and self.is_enabled and 0 < limit - matched < self.block_size  # no state can lie behind it

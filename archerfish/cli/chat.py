@@ -1,4 +1,7 @@
-"""`archerfish chat`: a conversation in the terminal. Ctrl-c stops the answer; at the prompt, or a second time, it leaves."""
+"""`archerfish chat`: a conversation in the terminal.
+
+Ctrl-c stops the answer. At the prompt, or when it is pressed twice, ctrl-c ends the program.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from archerfish.cli.interrupts import leave
-from archerfish.cli.llm import add_sampling, open_engine, sampling
+from archerfish.cli.interrupts import exit_now
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
+from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, did_you_mean
 
@@ -29,11 +32,11 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7, "top_p": 0.9
 MAX_HISTORY_LINES = 1000
 COMMANDS = {
     "/help": "this list",
-    "/reset": "forget the conversation, but not the system message",
-    "/system TEXT": "set the system message; without TEXT show it",
-    "/stats": "figures of the last answer: tokens/s, cached tokens and why",
+    "/reset": "start a new conversation with the same system message",
+    "/system TEXT": "set the system message; without TEXT, show it",
+    "/stats": "show speed and cached tokens of the last answer",
     "/save FILE": "write the conversation as JSON",
-    "/quit": "leave; so do ctrl-d, and ctrl-c at the prompt",
+    "/quit": "end the program, like ctrl-d",
 }
 ReadLine = Callable[[str], str]
 
@@ -41,15 +44,15 @@ ReadLine = Callable[[str], str]
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="MESSAGE", help="a first message")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
-    add_sampling(parser, **DEFAULTS)
+    add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
-    params = sampling(arguments, **DEFAULTS)
+    params = read_sampling_flags(arguments, **DEFAULTS)
     if params.n != 1:
-        raise InvalidOptionError("A chat has one answer at a time.", hint="Leave --n at 1.")
+        raise InvalidOptionError("A chat has one answer to each message.", hint="Leave --n at 1.")
     with open_engine(config, hub, out) as engine, line_reader(hub) as read_line:
         Chat(engine, params, out, read_line, system=arguments.system).run(arguments.message)
     return 0
@@ -63,17 +66,17 @@ class Chat:
     ) -> None:
         self.engine, self.params, self.out = engine, params, out
         self.system = system
-        self.turns: list[dict[str, str]] = []
-        self.last: Turn | None = None
+        self.history: list[dict[str, str]] = []
+        self.last: Answer | None = None
         self._read_line = read_line
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
 
     def run(self, first: str = "") -> None:
-        """Answer until the user leaves."""
-        self.out.note(f"{self.engine.model_name}. /help shows the commands; ctrl-c stops an answer, ctrl-d leaves.")
+        """Answer messages until the user ends the chat."""
+        self.out.note(f"{self.engine.model_name}. /help lists the commands; ctrl-c stops an answer, ctrl-d ends the chat.")
         line = first
         while True:
             try:
@@ -85,13 +88,13 @@ class Chat:
             if line.strip() in ("/quit", "/exit"):
                 return
             try:
-                self.obey(line) if line.startswith("/") else self.answer(line)
+                self.run_command(line) if line.startswith("/") else self.answer(line)
             except ArcherfishError as error:
                 print_error(error, as_json=self.out.as_json)
             line = ""
 
     def _read_message(self) -> str:
-        """A line; one that ends with a backslash goes on in the next."""
+        """Read a message: one line, and the next line too after a backslash at the end."""
         lines: list[str] = []
         while True:
             line = self._read_line("... " if lines else "> ")
@@ -100,73 +103,73 @@ class Chat:
                 return "\n".join(lines).strip()
 
     def answer(self, text: str) -> None:
-        """Send a message and show the answer as it comes. One that is stopped stays in the conversation as far as it came."""
+        """Send a message and show the answer while it is generated. The text of a stopped answer stays in the conversation."""
         if not text.strip():
             return
-        turn = Turn()
-        self.turns.append({"role": "user", "content": text})
+        answer = Answer()
+        self.history.append({"role": "user", "content": text})
         try:
             with Interrupt() as interrupt:
-                self._stream(turn, interrupt)
-        except KeyboardInterrupt:  # from where no signal handler can be set
-            turn.is_stopped = True
+                self._stream(answer, interrupt)
+        except KeyboardInterrupt:  # outside of the main thread there is no signal handler
+            answer.is_stopped = True
         except ArcherfishError:
-            self.turns.pop()
+            self.history.pop()
             raise
-        turn.finished = time.perf_counter()
-        self.last = turn
-        if turn.text or not turn.is_stopped:
-            self.turns.append({"role": "assistant", "content": turn.text})
+        answer.finished = time.perf_counter()
+        self.last = answer
+        if answer.text or not answer.is_stopped:
+            self.history.append({"role": "assistant", "content": answer.text})
         else:
-            self.turns.pop()
-        self._end(turn)
+            self.history.pop()
+        self._show_end(answer)
 
-    def _stream(self, turn: Turn, interrupt: Interrupt) -> None:
+    def _stream(self, answer: Answer, interrupt: Interrupt) -> None:
         stream: Any = self.engine.stream_chat(self.messages, self.params)
         try:
             for delta in stream:
-                turn.add(delta)
+                answer.add(delta)
                 if not self.out.as_json:
                     self._write(printable(delta.text))
                 if interrupt.is_set and delta.finish_reason is None:
-                    turn.is_stopped = True
+                    answer.is_stopped = True
                     break
         finally:
-            stream.close()  # aborts the request, if it still runs
+            stream.close()  # aborts a request that still runs
 
-    def _end(self, turn: Turn) -> None:
+    def _show_end(self, answer: Answer) -> None:
         if self.out.as_json:
-            output = turn.output
-            reason = "abort" if turn.is_stopped else output.finish_reason if output else None
+            output = answer.output
+            reason = "abort" if answer.is_stopped else output.finish_reason if output else None
             num_cached = output.num_cached_tokens if output else None
             self.out.result({
-                "role": "assistant", "content": turn.text, "finish_reason": reason, "num_tokens": turn.num_tokens,
-                "num_cached_tokens": num_cached, "seconds": turn.seconds,
+                "role": "assistant", "content": answer.text, "finish_reason": reason, "num_tokens": answer.num_tokens,
+                "num_cached_tokens": num_cached, "seconds": answer.seconds,
             })
             return
         self._write("\n")
-        if turn.is_stopped:
+        if answer.is_stopped:
             self.out.note("(stopped)")
-        elif turn.output is not None and turn.output.finish_reason == "length":
-            self.out.note("(cut at its length; --max-tokens sets it)")
+        elif answer.output is not None and answer.output.finish_reason == "length":
+            self.out.note("(stopped at --max-tokens)")
         if self.out.is_rich:
             self._write("\n")
 
-    def obey(self, line: str) -> None:
-        """A line that begins with a slash."""
+    def run_command(self, line: str) -> None:
+        """Run a line that begins with a slash."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         match name:
             case "/help":
                 self.out.table("", ("command", "what it does"), list(COMMANDS.items()))
             case "/reset":
-                self.turns.clear()
+                self.history.clear()
                 self.last = None
-                self.out.note("The conversation begins anew.")
+                self.out.note("A new conversation begins.")
             case "/system":
                 if rest:
                     self.system = rest
-                self.out.note(f"System message: {self.system or 'none; the model may have one of its own'}")
+                self.out.note(f"System message: {self.system or 'none; the chat template may have its own'}")
             case "/stats":
                 self.show_stats()
             case "/save":
@@ -176,14 +179,14 @@ class Chat:
                 raise InvalidInputError(f"There is no command {name}.", hint=did_you_mean(name, known))
 
     def show_stats(self) -> None:
-        turn = self.last
-        if turn is None:
+        answer = self.last
+        if answer is None:
             self.out.note("There is no answer yet.")
             return
-        rate = turn.num_tokens / max(turn.seconds, 1e-9)
-        rows: list[tuple[str, object]] = [("tokens", turn.num_tokens), ("time", seconds(turn.seconds))]
+        rate = answer.num_tokens / max(answer.seconds, 1e-9)
+        rows: list[tuple[str, object]] = [("tokens", answer.num_tokens), ("time", seconds(answer.seconds))]
         rows.append(("tokens/s", f"{rate:.1f}"))
-        output = turn.output
+        output = answer.output
         if output is not None:
             rows += [
                 ("time to first token", seconds(output.metrics.ttft_ms / 1000)),
@@ -192,7 +195,7 @@ class Chat:
             ]
             if output.hit is not None:
                 rows.append(("why", output.hit.explain()))
-        elif turn.is_stopped:
+        elif answer.is_stopped:
             rows.append(("ended", "stopped by ctrl-c"))
         self.out.table("", ("last answer", ""), rows)
 
@@ -216,8 +219,8 @@ class Chat:
             sys.stdout.flush()
 
 
-class Turn:
-    """One answer while it comes, and its figures."""
+class Answer:
+    """An answer of the model, with its text so far and its timing."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -242,7 +245,7 @@ class Turn:
 
 
 class Interrupt:
-    """Ctrl-c as something to look at, so that it does not fall into the middle of a step; a second one ends the process."""
+    """Turns ctrl-c into a flag, so that it does not interrupt a step. A second ctrl-c ends the process."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -250,22 +253,22 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
-    def _note(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         if self.is_set:
-            leave()
+            exit_now()
         self.is_set = True
 
 
 @contextmanager
 def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
-    """Reads lines: with editing and a history that is kept, on a terminal; else from standard input."""
+    """A function that reads a line. On a terminal, lines can be edited and are kept in a history file."""
     if not sys.stdin.isatty():
         yield read_piped
         return
@@ -281,7 +284,7 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
     readline.set_auto_history(True)
 
     def read_line(prompt: str) -> str:
-        # \001 and \002 tell readline which characters take no room.
+        # \001 and \002 mark characters that have no width for readline.
         return input(styled(prompt, "bold").replace("\x1b[1m", "\001\x1b[1m\002").replace("\x1b[0m", "\001\x1b[0m\002"))
 
     try:

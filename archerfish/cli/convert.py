@@ -1,4 +1,4 @@
-"""`archerfish convert`."""
+"""`archerfish convert`: convert a model into a directory of the Arrow store."""
 
 from __future__ import annotations
 

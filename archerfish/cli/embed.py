@@ -1,23 +1,32 @@
-"""`archerfish embed`: texts to vectors, to a table, to JSON or into a file."""
+"""`archerfish embed`: vectors of texts, as a table, as JSON or in a file."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import time
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
+from archerfish.cli.texts import gather_texts, write_atomically
 from archerfish.config import EmbedConfig, HubConfig
+from archerfish.errors import InvalidOptionError, did_you_mean
 
 if TYPE_CHECKING:
-    from archerfish.cli.texts import Vectors
+    import numpy as np
+    import numpy.typing as npt
+
     from archerfish.engine.arrow_engine import ArrowEngine
 
+    Vectors = npt.NDArray[np.float32]
+
 MAX_ROWS = 20
-MANY_TEXTS = 64  # from here on a bar is worth its place
+MANY_TEXTS = 64  # with this many texts or more, a progress bar is shown
 TEXT_WIDTH = 48
 
 
@@ -25,11 +34,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
-    parser.add_argument("--similarity", action="store_true", help="show the cosine of every text with every other")
+    parser.add_argument("--similarity", action="store_true", help="show the cosine similarity of all pairs of texts")
     parser.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (else as the model says)"
+        "--normalize", action=argparse.BooleanOptionalAction, default=None, help="vectors of length 1 (default: as the model)"
     )
-    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="one of the model's prompts, put before every text")
+    parser.add_argument("--prompt-name", default=None, metavar="NAME", help="prompt of the model to put before every text")
     add_options(parser, EmbedConfig, HubConfig)
 
 
@@ -42,8 +51,6 @@ def open_engine(config: EmbedConfig, hub: HubConfig, out: Output) -> ArrowEngine
 
 def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
-    from archerfish.cli.texts import check_output, gather_texts, write_vectors
-
     texts = gather_texts(arguments.texts, arguments.input)
     if arguments.output:
         check_output(Path(arguments.output))
@@ -125,3 +132,45 @@ def cosine_matrix(vectors: Vectors) -> Vectors:
 def shorten(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= TEXT_WIDTH else line[: TEXT_WIDTH - 1] + "…"
+
+
+def check_output(path: Path) -> None:
+    """Raise an error when the output cannot be written, before anything is computed."""
+    if path.suffix not in WRITERS:
+        hint = did_you_mean(path.suffix, WRITERS)
+        raise InvalidOptionError(f"The output {path} must end with one of: {', '.join(WRITERS)}.", hint=hint)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "is a directory" if path.is_dir() else "lies in a directory that does not exist"
+        raise InvalidOptionError(f"The output {path} {what}.")
+
+
+def write_vectors(path: Path, texts: Sequence[str], vectors: Vectors) -> None:
+    """Write the vectors in the format of the file name's suffix."""
+    write_atomically(path, lambda file: WRITERS[path.suffix](file, texts, vectors))
+
+
+def write_npy(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+    import numpy as np
+
+    np.save(file, vectors)
+
+
+def write_jsonl(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+    with io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", write_through=True) as lines:
+        for text, vector in zip(texts, vectors, strict=True):
+            lines.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
+
+
+def write_parquet(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
+    embeddings = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
+    pq.write_table(pa.table({"text": pa.array(list(texts), pa.string()), "embedding": embeddings}), file)
+
+
+WRITERS: dict[str, Callable[[BinaryIO, Sequence[str], Any], None]] = {
+    ".npy": write_npy, ".jsonl": write_jsonl, ".parquet": write_parquet,
+}  # fmt: skip

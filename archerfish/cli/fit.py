@@ -1,4 +1,4 @@
-"""Whether a model will fit, judged from headers alone, before anything is loaded."""
+"""Whether a model fits into memory, from the headers of its files alone."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, DeviceError, UnreachableError, UnsupportedModelError
-from archerfish.types import DTYPE_BYTES, INT8
+from archerfish.types import DTYPE_BYTES
 
-# Beside the weights: Python, torch and batches on a CPU (MiniLM: 340-430 MB measured); a CUDA context and workspaces on a GPU.
+# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
 CPU_OVERHEAD_BYTES = 500_000_000
 GPU_OVERHEAD_BYTES = 1_000_000_000
-SPARE = 0.95  # share of what is available that may be planned for
-# So that the built-in models can be judged before they are pulled.
+SPARE = 0.95  # usable share of the available memory
+# Built-in models are judged before they are downloaded.
 KNOWN_PARAMETERS = {"all-minilm-l6-v2": 22_713_216, "smollm2-135m-instruct": 134_515_008}
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model, and the bytes of its weights as its files have them (0: not known)."""
+    """Parameters of a model, and the bytes of its weight files; 0 when unknown."""
 
     name: str
     num_parameters: int
@@ -30,42 +30,42 @@ class ModelSize:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def weight_bytes(self, dtype: str) -> int:
-        """In memory in a type, or with matrices in int8 and the rest in two bytes, which only some models have (else 0)."""
-        return self._int8_bytes() if dtype == INT8 else self.num_parameters * DTYPE_BYTES[dtype]
+        """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
+        return self.num_parameters * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else self._format_bytes(dtype)
 
-    def _int8_bytes(self) -> int:
+    def _format_bytes(self, weight_format: str) -> int:
+        from archerfish.kernels.formats import choose_format
         from archerfish.models.adapter import model_class
         from archerfish.models.config import Config
 
         config = Config(self.config)
         try:
-            adapter = model_class(config)
-            return sum(adapter.tensor_bytes(config, "bfloat16", INT8).values()) if INT8 in adapter.weight_formats else 0
+            return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(weight_format)).values())
         except UnsupportedModelError:
             return 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether something fits, and in one phrase why."""
+    """Whether a model fits, and a phrase for the report."""
 
     fits: bool
     text: str
 
 
 def judge(weight_bytes: int, available_bytes: int, total_bytes: int, overhead_bytes: int) -> Verdict:
-    """Compare what a model needs with what is there."""
+    """Compare the memory that a model needs with the memory of the machine."""
     needed = weight_bytes + overhead_bytes
     if needed <= available_bytes * SPARE:
         return Verdict(True, "fits")
-    short_of = f"needs {needed / 1e9:.1f} GB"
+    needs = f"needs {needed / 1e9:.1f} GB"
     if needed <= total_bytes * SPARE:
-        return Verdict(False, f"does not fit now: {short_of}, {available_bytes / 1e9:.1f} GB free")
-    return Verdict(False, f"does not fit: {short_of}, there are {total_bytes / 1e9:.1f} GB")
+        return Verdict(False, f"does not fit now: {needs}, {available_bytes / 1e9:.1f} GB free")
+    return Verdict(False, f"does not fit: {needs}, there are {total_bytes / 1e9:.1f} GB")
 
 
 def measure(name: str, hub: HubConfig) -> ModelSize:
-    """The size of a model from its headers; one that is not on this machine is described by what is known about it."""
+    """The size of a model from its headers, or for a built-in model that is not on this machine from a table."""
     from archerfish.store.names import BUILTIN_MODELS, resolve_model
 
     try:
@@ -92,7 +92,7 @@ def measure_path(name: str, path: Path) -> ModelSize:
 
 
 def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
-    """Tokens of KV that an LLMEngine with default options would have room for; None for models that keep none."""
+    """Tokens whose KV an LLMEngine with default options has memory for; None for models without KV."""
     from archerfish.models.adapter import KVShape, model_class
     from archerfish.models.config import Config
     from archerfish.runtime.kv_pool import plan_memory
@@ -111,7 +111,7 @@ def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
 
 
 def measure_all(names: Sequence[str], hub: HubConfig) -> list[ModelSize]:
-    """Sizes of several models; one whose files are damaged is reported in its remark."""
+    """Sizes of several models. The remark of a model with damaged files says what is wrong."""
     found = []
     for name in names:
         try:

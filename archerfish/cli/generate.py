@@ -1,4 +1,7 @@
-"""`archerfish generate`: prompts to texts or JSON lines. One answer is shown as it comes, several as they are finished."""
+"""`archerfish generate`: texts or JSON lines for prompts.
+
+A single answer is shown while it is generated, several answers when each is finished.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.llm import add_sampling, open_engine, sampling
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, printable, seconds, styled
+from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError
 
@@ -25,20 +28,20 @@ TITLE_WIDTH = 72
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, all of standard input is one")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
     parser.add_argument(
-        "--input", default="", metavar="FILE", help='a prompt per line, or .jsonl with "prompt"; - is standard input, by lines'
+        "--input", default="", metavar="FILE", help='file with a prompt per line, or .jsonl with "prompt"; - is standard input'
     )
-    add_sampling(parser, **DEFAULTS)
+    add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
 
 def run(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
-    params = sampling(arguments, **DEFAULTS)
+    params = read_sampling_flags(arguments, **DEFAULTS)
     prompts = gather_prompts(arguments.prompts, arguments.input)
     if (params.logprobs is not None or params.prompt_logprobs is not None) and not out.as_json:
-        out.note("Log-probabilities are part of the JSON: add --json.")
+        out.note("Log-probabilities are only in the JSON output: add --json.")
     with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
         if len(prompts) == 1 and params.n == 1 and not out.as_json:
@@ -46,7 +49,7 @@ def run(arguments: Namespace, out: Output) -> int:
         else:
             outputs = generate_all(engine, prompts, params, out)
         elapsed_s = time.perf_counter() - started
-        note(out, engine.model_name, outputs, elapsed_s)
+        show_speed(out, engine.model_name, outputs, elapsed_s)
     failed = [output for request in outputs for output in request.outputs if output.finish_reason == "error"]
     for output in failed:
         out.note(f"Failed: {output.error}")
@@ -54,7 +57,7 @@ def run(arguments: Namespace, out: Output) -> int:
 
 
 def gather_prompts(given: list[str], input_file: str) -> list[str]:
-    """Prompts of the command line, then of a file; without either, standard input as one prompt."""
+    """Prompts of the command line, then of the file. Without both, standard input is one prompt."""
     from archerfish.cli.texts import gather_texts
 
     if not given and not input_file and not sys.stdin.isatty():
@@ -70,7 +73,7 @@ def gather_prompts(given: list[str], input_file: str) -> list[str]:
 
 
 def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Output) -> list[RequestOutput]:
-    """One answer as it comes; what has come stays when ctrl-c ends it."""
+    """Show one answer while it is generated. After ctrl-c its text so far is complete on the screen."""
     result: list[RequestOutput] = []
     is_begun = False
     try:
@@ -86,7 +89,7 @@ def stream_one(engine: LLMEngine, prompt: str, params: SamplingParams, out: Outp
 
 
 def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, out: Output) -> list[RequestOutput]:
-    """Several answers; those that are finished are written when ctrl-c or an error ends the rest."""
+    """Write several answers. After ctrl-c or an error, those that are finished are still written."""
     writer = Writer(out, len(prompts))
     try:
         return engine.generate(prompts, params, show_progress=out.shows_progress, on_result=writer.add)
@@ -97,7 +100,7 @@ def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, 
 
 
 class Writer:
-    """Writes results in the order of their prompts: as they come, but to a terminal, where a bar moves, at the end."""
+    """Writes results in the order of their prompts: to a terminal with a progress bar at the end, else as soon as possible."""
 
     def __init__(self, out: Output, num_prompts: int) -> None:
         self.out, self.num_prompts = out, num_prompts
@@ -110,7 +113,7 @@ class Writer:
             self._write(self.num_written)
 
     def finish(self) -> None:
-        """Write what is left, also where a prompt before it has no result."""
+        """Write the remaining results, also when an earlier prompt has none."""
         for place in sorted(self._waiting):
             self._write(place)
 
@@ -119,7 +122,7 @@ class Writer:
         if self.out.as_json:
             self.out.result(as_json(request))
         else:
-            sys.stdout.write("".join(self._lines(place, request)))  # at once, so that ctrl-c leaves no half of it
+            sys.stdout.write("".join(self._lines(place, request)))  # in one write, so that ctrl-c does not cut a result in half
         del self._waiting[place]
         self.num_written += 1
         sys.stdout.flush()
@@ -163,7 +166,7 @@ def output_as_json(output: CompletionOutput) -> dict[str, Any]:
     return found
 
 
-def note(out: Output, model_name: str, outputs: list[RequestOutput], elapsed_s: float) -> None:
+def show_speed(out: Output, model_name: str, outputs: list[RequestOutput], elapsed_s: float) -> None:
     num_tokens = sum(len(output.token_ids) for request in outputs for output in request.outputs)
     num_prompt = sum(len(request.prompt_token_ids) for request in outputs)
     num_cached = sum(request.num_cached_tokens for request in outputs)

@@ -1,4 +1,4 @@
-"""Ctrl-c on the command line: the first raises as usual, the second ends the process at once and without a word."""
+"""Ctrl-c on the command line: the first raises KeyboardInterrupt, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def ending_at_second() -> Iterator[None]:
-    """Also after it, once there was a first: what is tidied up then may take longer than somebody wants to wait."""
+def exit_at_second_interrupt() -> Iterator[None]:
+    """Let a second ctrl-c end the process, also after the block, because cleaning up may take long."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        end_at_next()
+        exit_at_next_interrupt()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -33,13 +33,13 @@ def ending_at_second() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def end_at_next() -> None:
-    """From now on ctrl-c ends the process at once."""
+def exit_at_next_interrupt() -> None:
+    """From now on, ctrl-c ends the process at once."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_now)
 
 
-def leave(*_: object) -> NoReturn:
-    with suppress(Exception):  # it may be interrupted in the middle of a write
+def exit_now(*_: object) -> NoReturn:
+    with suppress(Exception):  # the signal may have interrupted a write
         sys.stdout.flush()
     os._exit(EXIT_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""`archerfish keys`: a new API key for a tenant."""
+"""`archerfish keys`: make an API key for a tenant."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from archerfish.cli.options import Parser
 from archerfish.cli.output import Output
 
 LIMITS = {
-    "requests_per_minute": (float, "requests that it may send in a minute (default: no limit)"),
-    "tokens_per_minute": (float, "tokens, of prompts and answers, that it may use in a minute (default: no limit)"),
-    "weight": (float, "its share of the batch, against the weights of others (default: 1)"),
-    "max_priority": (int, "the highest priority that its requests may have (default: 0)"),
+    "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
+    "tokens_per_minute": (float, "most tokens, of prompts and answers, in a minute (default: no limit)"),
+    "weight": (float, "share of the batch, relative to other tenants (default: 1)"),
+    "max_priority": (int, "highest priority of its requests (default: 0)"),
 }
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("file", metavar="FILE", help="where the hashes of keys are kept: [serve] api_keys_file")
-    parser.add_argument("name", metavar="TENANT", help="whose key it is; one tenant may have several")
+    parser.add_argument("file", metavar="FILE", help="file with the hashes of keys, for [serve] api_keys_file")
+    parser.add_argument("name", metavar="TENANT", help="name of the tenant, who may have several keys")
     for name, (kind, description) in LIMITS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=description)
-    parser.add_argument("--operator", action="store_true", help="may read figures of all and change options")
+    parser.add_argument("--operator", action="store_true", help="may read the statistics of all tenants and change options")
 
 
 def run(arguments: Namespace, out: Output) -> int:
@@ -34,5 +34,5 @@ def run(arguments: Namespace, out: Output) -> int:
         out.result({"tenant": arguments.name, "key": key, "file": arguments.file})
     else:
         out.line(key)
-        out.note("This is the only time that the key is shown: the file has its hash.")
+        out.note("The key is shown only this once: the file keeps its hash.")
     return 0

@@ -1,7 +1,7 @@
 """The command line: finds the command, parses its flags, and turns every error into a message and an exit code.
 
-A command is a module with `add_arguments(parser)` and `run(arguments, out) -> exit code`; only the one that is called is
-imported.
+A command is a module with `add_arguments(parser)` and `run(arguments, out) -> exit code`. Only the module of the given command
+is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archerfish import __version__
-from archerfish.cli.interrupts import EXIT_INTERRUPTED, ending_at_second
+from archerfish.bench.table import BENCHES
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, exit_at_second_interrupt
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
@@ -45,30 +46,20 @@ COMMANDS = (
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
     Command("tts", "tts", "turn texts into tokens of speech", "[TEXT ...] "),
-    Command("pull", "pull", "download models, or list those that are here", "[MODEL ...] "),
+    Command("pull", "pull", "download models, or list those on this machine", "[MODEL ...] "),
     Command("convert", "convert", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
-    Command("doctor", "doctor", "say what this machine has, which fast paths are on, and what will fit", "[MODEL] "),
-    Command("bench embed", "bench_embed", "measure embeddings against the peers that are installed"),
-    Command("bench throughput", "bench_throughput", "measure continuous against static batching, and against peers"),
-    Command("bench latency", "bench_latency", "measure first tokens and gaps between tokens, one request at a time"),
-    Command("bench prefix", "bench_prefix", "measure what the prefix cache gives on prompts that begin alike"),
-    Command("bench tts", "bench_tts", "measure an RWKV-7 TTS model: streams in real time, with the package rwkv beside it"),
-    Command("bench rwkv", "bench_rwkv", "measure an RWKV model: many streams, states kept of prompts that begin alike"),
-    Command("bench scheduler", "bench_scheduler", "measure what planning a step and keeping the cache cost, without a model"),
-    Command("bench gpu", "bench_gpu", "measure generation on a GPU, against vLLM where it is there"),
-    Command("bench startup", "bench_startup", "measure the time from starting a process to its first token on a GPU"),
-    Command("bench serve", "bench_serve", "load servers over HTTP, ours and others side by side", "[SCENARIO ...] "),
-    Command("bench store", "bench_store", "measure opening and converting weights"),
+    Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
+    *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
 DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --help` shows the options of a command."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Nothing that a user does leads to a traceback."""
+    """Run one command and return its exit code. An error becomes a message; --debug shows its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:
-        with ending_at_second():
+        with exit_at_second_interrupt():
             code = dispatch(arguments)
         sys.stdout.flush()
         return code
@@ -83,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence_stdout()
         return EXIT_BROKEN_PIPE
-    except Exception as error:  # the last line of defence: a short message instead of a traceback
+    except Exception as error:  # a short message instead of a traceback
         if debug:
             traceback.print_exc()
-        hint = "This is a fault of archerfish, please report it; --debug shows the traceback."
+        hint = "This is a bug in archerfish: please report it. --debug shows the traceback."
         unexpected = ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
         print_error(unexpected, as_json=as_json)
         return unexpected.exit_code
@@ -110,7 +101,7 @@ def dispatch(arguments: list[str]) -> int:
     module.add_arguments(parser)
     try:
         parsed = parser.parse([*leading, *rest])
-    except SystemExit as stop:  # argparse ends --help and --version so
+    except SystemExit as stop:  # argparse raises it after --help and --version
         return int(stop.code or 0)
     parsed.words = rest
     code: int = module.run(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
@@ -127,7 +118,7 @@ def make_parser(command: Command) -> Parser:
 
 
 def split_leading(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Common flags that stand before the command, and everything from the command on."""
+    """The common flags in front of the command, and the rest from the command on."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-"):
         flag = arguments[at].split("=", 1)[0]
@@ -177,7 +168,7 @@ def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str
 
 
 def silence_stdout() -> None:
-    """Point stdout nowhere, so that flushing it at exit does not fail a second time."""
+    """Redirect stdout to the null device, so that flushing it at exit does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

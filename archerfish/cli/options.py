@@ -1,4 +1,4 @@
-"""Flags made from the option dataclasses of `config`, and a parser that names the nearest flag to a misspelt one."""
+"""Flags for the options of `config`, and a parser that suggests the nearest flag for a misspelt one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ COMMON_FLAGS = ("--config", "--json", "--quiet", "--debug", "--help", "--version
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises our errors instead of leaving the process."""
+    """An ArgumentParser that raises errors of archerfish instead of ending the process."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        raise InvalidOptionError(f"{message[:1].upper()}{message[1:]}.", hint=f"`{self.prog} --help` shows what there is.")
+        raise InvalidOptionError(f"{message[:1].upper()}{message[1:]}.", hint=f"`{self.prog} --help` lists the options.")
 
     def flags(self) -> list[str]:
-        """Every long flag that this parser takes."""
+        """All long flags of this parser."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse flags and texts in any order; an unknown flag is refused before anything else is said."""
+        """Parse flags and texts in any order. An unknown flag is the first error to be reported."""
         given = list(arguments)
         end = given.index("--") if "--" in given else len(given)
         known = self.flags()
@@ -36,22 +36,22 @@ class Parser(argparse.ArgumentParser):
             flag = argument.split("=", 1)[0]
             if flag.startswith("--") and len(flag) > 2 and flag not in known:
                 raise UnknownOptionError(f"`{self.prog}` has no option {flag}.", hint=suggest_flag(flag, known))
-        # argparse forgets what "--" means when it lets flags and positionals mix.
+        # parse_known_intermixed_args ignores "--".
         found, extra = self.parse_known_args(given) if "--" in given else self.parse_known_intermixed_args(given)
         if extra:
-            hint = f"`{self.prog} --help` shows what it takes."
+            hint = f"`{self.prog} --help` shows its arguments."
             raise InvalidOptionError(f"`{self.prog}` does not take {extra[0]!r}.", hint=hint)
         return found
 
 
 def suggest_flag(flag: str, known: Sequence[str]) -> str:
-    """The nearest flags: those that begin like the given one, else those that look like it."""
+    """The nearest flags: those that begin with the given one, else similar ones."""
     longer = [name for name in known if len(flag) > 4 and name.startswith(flag)]
     return f"Did you mean {' or '.join(longer)}?" if longer else did_you_mean(flag, known)
 
 
 def add_common(parser: Parser) -> None:
-    """The flags that every command has."""
+    """Add the flags of every command."""
     group = parser.add_argument_group("common options")
     group.add_argument("--config", metavar="FILE", default="", help="TOML file with options (also ARCHERFISH_CONFIG)")
     group.add_argument("--json", action="store_true", help="print JSON for machines")
@@ -66,9 +66,9 @@ def flag_name(parser: Parser, cls: type[Options], name: str) -> str:
 
 
 def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[str] = ()) -> None:
-    """A flag for every option of some sections. Flags that are not given leave no trace in the namespace.
+    """Add a flag for every option of some sections. A flag that is not given is not in the namespace.
 
-    repeatable: names as `dest` gives them of options whose flags may be given several times; their values are lists.
+    repeatable: options, by their `dest`, whose flags may be repeated; their values are lists.
     """
     for cls in sections:
         group = parser.add_argument_group(f"options of [{cls.section}]")

@@ -1,4 +1,4 @@
-"""What commands print: rich tables and bars on a terminal, plain columns elsewhere, JSON on request."""
+"""Output of commands: rich tables and progress bars on a terminal, plain columns elsewhere, JSON with --json."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from archerfish.errors import ArcherfishError
 from archerfish.types import Progress, no_progress
 
-BYTES_FROM = 1_000_000  # progress totals from here on are bytes: nothing else that we count gets so long
+BYTES_FROM = 1_000_000  # a progress total of this much or more is shown as bytes: no other total is so large
 UNITS = ("B", "kB", "MB", "GB", "TB")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
 STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
 
 
 class Output:
-    """Where a command writes its result (stdout) and its remarks (stderr)."""
+    """Writes the result of a command to stdout and its remarks to stderr."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json = as_json
@@ -34,23 +34,23 @@ class Output:
         return sys.stderr.isatty() and not self.quiet
 
     def result(self, data: Any) -> None:
-        """One JSON object on stdout."""
+        """Write one JSON object to stdout."""
         sys.stdout.write(json.dumps(data, ensure_ascii=False, default=str) + "\n")
 
     def line(self, text: str = "", style: str = "") -> None:
-        """A line of the result; nothing with --json."""
+        """Write a line of the result; with --json, nothing."""
         if not self.as_json:
             sys.stdout.write((styled(text, style) if style and self.is_rich else text) + "\n")
 
     def note(self, text: str) -> None:
-        """A remark on stderr that --quiet suppresses."""
+        """Write a remark to stderr; with --quiet or --json, nothing."""
         if not self.quiet and not self.as_json:
             sys.stderr.write((styled(text, "dim") if sys.stderr.isatty() else text) + "\n")
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, numbers: Sequence[str] = ()
     ) -> None:
-        """A table; the columns named in `numbers` are aligned right. Nothing with --json."""
+        """Write a table whose columns in `numbers` are aligned right; with --json, nothing."""
         if self.as_json:
             return
         texts = [[str(cell) for cell in row] for row in rows]
@@ -61,7 +61,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress]:
-        """A progress bar on stderr if that is a terminal, else nothing."""
+        """Show a progress bar on stderr if that is a terminal."""
         if not self.shows_progress:
             yield no_progress
             return
@@ -70,7 +70,7 @@ class Output:
 
 
 def printable(text: str) -> str:
-    """A model's text for a terminal: control characters, which could move the cursor or worse, are left out."""
+    """Text without control characters, which could move the cursor of a terminal or change its settings."""
     return text if text.isprintable() else CONTROL.sub("", text)
 
 
@@ -106,7 +106,7 @@ def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], number
 
 
 def cell_style(cell: str) -> str:
-    """Verdicts have colours; everything else is plain."""
+    """The colour of a cell: green or red for a verdict, none for other cells."""
     if cell in ("yes", "on", "met") or cell.startswith("fits"):
         return "green"
     return "red" if cell in ("no", "off", "not met", "missing") or cell.startswith("does not fit") else ""
@@ -136,7 +136,7 @@ def count(done: int, total: int) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in decimal units: 45.4 MB."""
+    """A number of bytes in decimal units, such as 45.4 MB."""
     value, unit = float(num_bytes), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -144,14 +144,14 @@ def size(num_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration for people: 4.2 ms, 1.35 s."""
+    """A duration with its unit, such as 4.2 ms or 1.35 s."""
     if value < 1:
         return f"{value * 1000:.1f} ms" if value < 0.0995 else f"{value * 1000:.0f} ms"
     return f"{value:.2f} s" if value < 60 else f"{value / 60:.1f} min"
 
 
 def print_error(error: ArcherfishError, *, as_json: bool) -> None:
-    """The message in red, then what to do about it; with --json also an object on stdout."""
+    """Write the message and the hint to stderr; with --json also an object to stdout."""
     bold = sys.stderr.isatty()
     sys.stderr.write((styled(error.message, "error") if bold else f"Error: {error.message}") + "\n")
     if error.hint:

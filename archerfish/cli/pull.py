@@ -1,4 +1,4 @@
-"""`archerfish pull`: download models, list those that are here."""
+"""`archerfish pull`: download models, or list those on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: Namespace, out: Output) -> int:
     hub = section(HubConfig, arguments)
     if not arguments.models and not arguments.list:
-        raise InvalidInputError("No model is named.", hint="Name one, or see what there is: `archerfish pull --list`.")
+        raise InvalidInputError("No model is named.", hint="Name a model; `archerfish pull --list` lists them.")
     pulled = [pull_one(name, hub, out) for name in arguments.models]
     if arguments.list:
         list_all(hub, out)
@@ -52,13 +52,13 @@ def list_all(hub: HubConfig, out: Output) -> None:
         ]
         out.result({"cache_dir": str(hub.cache_path()), "models": rows})
         return
-    cells = [(m.name, m.source, size(m.num_bytes), m.license or "-", where(m.path, hub)) for m in models]
+    cells = [(m.name, m.source, size(m.num_bytes), m.license or "-", place(m.path, hub)) for m in models]
     out.table(f"Models (cache: {hub.cache_path()})", ("name", "source", "size", "license", "where"), cells, numbers=("size",))
 
 
-def where(path: Path | None, hub: HubConfig) -> str:
-    """Where a model is, below the cache if it is there."""
+def place(path: Path | None, hub: HubConfig) -> str:
+    """The place of a model, relative to the cache if it is there."""
     if path is None:
-        return "not here yet"
+        return "not downloaded"
     cache = hub.cache_path()
     return f"{path.relative_to(cache).parent}/" if path.is_relative_to(cache) else str(path)

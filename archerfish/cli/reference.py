@@ -1,4 +1,4 @@
-"""`python -m archerfish.cli.reference`: writes docs/options.md; with --check it only says whether the file is up to date."""
+"""`python -m archerfish.cli.reference` writes docs/options.md; with --check it tells whether the file is up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`archerfish serve`."""
+"""`archerfish serve`: run the HTTP service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from contextlib import ExitStack
 
-from archerfish.cli.interrupts import end_at_next
+from archerfish.cli.interrupts import exit_at_next_interrupt
 from archerfish.cli.options import Parser, add_options, dest, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
@@ -45,7 +45,7 @@ def run(arguments: Namespace, out: Output) -> int:
         progress = stack.enter_context(out.progress("Loading"))
 
         def announce(line: str) -> None:
-            stack.close()  # the bar makes place for what the service says
+            stack.close()  # removes the progress bar
             if not out.quiet:
                 out.line(line)
                 sys.stdout.flush()
@@ -53,12 +53,12 @@ def run(arguments: Namespace, out: Output) -> int:
         try:
             serve(service, engine, embed, hub, progress, models=models, announce=announce)
         finally:
-            end_at_next()  # only the interpreter is left to end
+            exit_at_next_interrupt()  # only the interpreter still has to end
     return 0
 
 
 def check_used(service: ServeConfig, arguments: Namespace) -> None:
-    """A model that a flag names is not left out without a word."""
+    """Raise an error for a flag that names a model of a kind that is not served."""
     flags = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
     for kind, (flag, owner) in flags.items():
         if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:

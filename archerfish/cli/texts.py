@@ -1,8 +1,7 @@
-"""Texts in, vectors out: the files that `archerfish embed` reads and writes."""
+"""Texts of the command line, of files and of standard input; files that appear whole or not at all."""
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
 import sys
@@ -10,16 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
-from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError, did_you_mean
-
-Vectors = npt.NDArray[np.float32]
+from archerfish.errors import InvalidInputError, NotFoundError
 
 
 def gather_texts(given: Sequence[str], input_file: str, fields: Sequence[str] = ("text",)) -> list[str]:
-    """Texts of the command line, then of a file, or of stdin if neither is given and stdin is not a terminal."""
+    """Texts of the command line, then of the file. Without both, the lines of standard input if it is not a terminal."""
     texts = list(given)
     if input_file == "-" or (not texts and not input_file and not sys.stdin.isatty()):
         texts += lines_of(sys.stdin)
@@ -31,7 +25,7 @@ def gather_texts(given: Sequence[str], input_file: str, fields: Sequence[str] = 
 
 
 def read_texts(path: Path, fields: Sequence[str] = ("text",)) -> list[str]:
-    """The lines of a file; of a .jsonl file the first of the fields that a line has."""
+    """The lines of a file. Of each line of a .jsonl file, the first of `fields` that it has."""
     return [text_of(entry, number, path, fields) for number, entry in read_json(path)] if is_json(path) else read_lines(path)
 
 
@@ -40,7 +34,7 @@ def is_json(path: Path) -> bool:
 
 
 def read_json(path: Path) -> list[tuple[int, Any]]:
-    """What stands in the lines of a .jsonl file that are not empty, with their numbers."""
+    """Line number and value of each line of a .jsonl file that is not empty."""
     found = []
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
@@ -74,22 +68,8 @@ def lines_of(file: Iterable[str]) -> list[str]:
     return [line.rstrip("\r\n") for line in file]
 
 
-def check_output(path: Path) -> None:
-    """Refuse an output that cannot be written before anything is computed."""
-    if path.suffix not in WRITERS:
-        hint = did_you_mean(path.suffix, WRITERS)
-        raise InvalidOptionError(f"The output {path} must end with one of: {', '.join(WRITERS)}.", hint=hint)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a directory" if path.is_dir() else "lies in a directory that does not exist"
-        raise InvalidOptionError(f"The output {path} {what}.")
-
-
-def write_vectors(path: Path, texts: Sequence[str], vectors: Vectors) -> None:
-    """Write the vectors in the form that the name asks for; the file appears whole or not at all."""
-    write_atomically(path, lambda file: WRITERS[path.suffix](file, texts, vectors))
-
-
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Create or replace a file with what `write` writes. After an error the old file is still there."""
     from archerfish.store.files import write_errors
 
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
@@ -100,27 +80,3 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def write_npy(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
-    np.save(file, vectors)
-
-
-def write_jsonl(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
-    with io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", write_through=True) as lines:
-        for text, vector in zip(texts, vectors, strict=True):
-            lines.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
-
-
-def write_parquet(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
-    embeddings = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
-    pq.write_table(pa.table({"text": pa.array(list(texts), pa.string()), "embedding": embeddings}), file)
-
-
-WRITERS: dict[str, Callable[[BinaryIO, Sequence[str], Any], None]] = {
-    ".npy": write_npy, ".jsonl": write_jsonl, ".parquet": write_parquet,
-}  # fmt: skip

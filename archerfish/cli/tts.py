@@ -1,4 +1,4 @@
-"""`archerfish tts`: texts to TTS tokens, a JSON object a line."""
+"""`archerfish tts`: TTS tokens for texts, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from archerfish.cli.llm import open_engine
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, seconds
+from archerfish.cli.sampling_flags import open_engine
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError, NotFoundError
 
@@ -29,10 +29,10 @@ def add_arguments(parser: Parser) -> None:
 
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to speak; without any, the lines of standard input")
     parser.add_argument(
-        "--input", default="", metavar="FILE", help=(
-            'a text per line, or .jsonl with "text" and what else a line has of its own; - is standard input')
-    )
-    parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice in a line of this command")
+        "--input", default="", metavar="FILE",
+        help='file with a text per line, or .jsonl with "text" and other fields of a request; - is standard input',
+    )  # fmt: skip
+    parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice of a line of this command")
     group = parser.add_argument_group("voice and sampling")
     for spec in dataclasses.fields(TTSRequest):
         keywords: dict[str, Any] = {"dest": PREFIX + spec.name, "default": argparse.SUPPRESS}
@@ -54,7 +54,7 @@ def run(arguments: Namespace, out: Output) -> int:
     voice = {key.removeprefix(PREFIX): value for key, value in vars(arguments).items() if key.startswith(PREFIX)}
     if arguments.reference:
         voice |= read_voice(Path(arguments.reference))
-    _ = TTSRequest(text="any", **voice)  # what is wrong with all of them is said now; with one, beside its tokens
+    TTSRequest(text="any", **voice)  # raises the errors that all requests would have, before the model is loaded
     requests = [{**voice, **entry} for entry in gather_entries(arguments)]
     with open_engine(config, hub, out) as engine:
         started = time.perf_counter()
@@ -72,7 +72,7 @@ def run(arguments: Namespace, out: Output) -> int:
 
 
 def gather_entries(arguments: Namespace) -> list[dict[str, Any]]:
-    """What each request has of its own: the text, and in a .jsonl file whatever else stands in its line."""
+    """The fields of each request: the text, and the other fields of its line in a .jsonl file."""
     from archerfish.cli.texts import gather_texts, is_json, read_json
 
     path = Path(arguments.input)
@@ -81,13 +81,13 @@ def gather_entries(arguments: Namespace) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = [{"text": text} for text in arguments.texts]
     for number, entry in read_json(path):
         if not isinstance(entry, dict):
-            raise InvalidInputError(f"Line {number} of {path} is no JSON object.")
+            raise InvalidInputError(f"Line {number} of {path} is not a JSON object.")
         entries.append(entry)
     return entries
 
 
 def read_voice(path: Path) -> dict[str, Any]:
-    """The reference lists of the first line of a file."""
+    """The voice in the first line of a file."""
     try:
         with path.open(encoding="utf-8") as file:
             entry = json.loads(file.readline())

@@ -13,7 +13,7 @@ from archerfish.errors import InvalidInputError, InvalidOptionError, ModelError
 
 
 class BatchEncoder(Protocol):
-    """What a BatchProcessor needs of an engine."""
+    """An engine with the method that a BatchProcessor calls."""
 
     def encode_batch(self, texts: Sequence[str], /) -> npt.NDArray[Any]: ...
 
@@ -21,9 +21,9 @@ class BatchEncoder(Protocol):
 class BatchProcessor:
     """Collects texts and encodes `max_batch_size` of them at a time.
 
-    Results come in the order in which texts were added. A text that the engine would refuse is refused by `add` and not kept.
-    If the engine fails, all texts stay in the buffer: `flush` tries again, `clear` gives them back. Safe to use from several
-    threads, which then get each other's results.
+    Results are in the order of the texts. `add` refuses a text that the engine would refuse. If the engine fails, all texts
+    stay in the buffer: `flush` tries again, `clear` returns them. Several threads may use it; the call that fills the buffer
+    gets all its results.
     """
 
     def __init__(self, engine: BatchEncoder, max_batch_size: int = 32) -> None:
@@ -36,11 +36,11 @@ class BatchProcessor:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many texts wait."""
+        """The number of waiting texts."""
         return len(self._buffer)
 
     def add(self, text: str) -> list[npt.NDArray[Any]] | None:
-        """Add a text. When the buffer is full: the vectors of all its texts, else None."""
+        """Add a text. Gives the vectors of all waiting texts if the buffer is now full, else None."""
         if not isinstance(text, str):
             raise InvalidInputError(f"A text must be a string, not {type(text).__name__}.")
         if self._check_texts is not None:
@@ -50,12 +50,12 @@ class BatchProcessor:
             return self._encode() if len(self._buffer) >= self.max_batch_size else None
 
     def flush(self) -> list[npt.NDArray[Any]]:
-        """The vectors of all texts that wait; an empty list if there are none."""
+        """The vectors of all waiting texts; an empty list if there are none."""
         with self._lock:
             return self._encode()
 
     def clear(self) -> list[str]:
-        """Forget the texts that wait, and return them."""
+        """Empty the buffer and return its texts."""
         with self._lock:
             texts, self._buffer = self._buffer, []
             return texts

@@ -1,6 +1,6 @@
 """PerformanceMonitor: percentiles of latency, throughput and hit rates of engines in this process, without a server.
 
-Its histograms are those of a server, under the same names; what engines count themselves it reads and does not count again.
+The histograms have the names of a server's. What engines count themselves is read from them and not counted again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from archerfish.compat.real_time import NO_THRESHOLDS, RealTimeMonitor
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.counts import engine_counts
@@ -23,7 +24,6 @@ from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
 from archerfish.observe import collector as names
 from archerfish.observe.collector import MetricsCollector
-from archerfish.observe.events import NO_THRESHOLDS, Listener, MetricEvent, Publisher, RealTimeMonitor
 from archerfish.observe.metrics import Metric
 from archerfish.observe.sampling import SamplingMetrics
 from archerfish.sequence import Delta
@@ -33,9 +33,12 @@ LATENCIES = {
     "ttft": names.TTFT, "inter_token": names.GAPS, "e2e": names.WHOLE, "queue": names.QUEUE, "prefill": names.PREFILL,
     "decode": names.DECODE, "encode": names.ENCODE,
 }  # fmt: skip
-RATES = {  # what grows, and what its growth a second is called
+RATES = {  # a count, and the name of its growth per second
     "total_tokens_generated": "generated_tok_s", "num_prompt_tokens": "prompt_tok_s", "completed_requests": "completed_req_s",
     "num_texts": "encoded_texts/s",
+}  # fmt: skip
+RATIOS = {  # hits as a share of hits and misses
+    "prefix_hit_ratio": ("cache_hits", "cache_misses"), "logits_hit_ratio": ("logits_cache_hits", "logits_cache_misses"),
 }  # fmt: skip
 WINDOW = 4096  # values that percentiles are taken of
 Counts = Mapping[str, Any]
@@ -43,21 +46,18 @@ Watchable = LLMEngine | AsyncLLMEngine | ArrowEngine | RwkvSampler
 
 
 class PerformanceMonitor:
-    """Watches engines from when it is made, or `watch` is called, until it is closed. An engine has one monitor at a time.
+    """Watches engines from the call of `watch` until `close`. An engine has one monitor at a time.
 
     Figures of a model are named as those of benches, so that a RegressionDetector knows them: ttft_p50_ms, inter_token_p99_ms,
     e2e_p95_ms, generated_tok_s, completed_req_s, prefix_hit_ratio and so on. Percentiles are of the last `window` values.
     """
 
-    def __init__(
-        self, *engines: Watchable, window: int = WINDOW, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *engines: Watchable, window: int = WINDOW, clock: Callable[[], float] = time.monotonic) -> None:
         if window < 1:
             raise InvalidInputError(f"window must be at least 1, not {window}.")
         self.collector = MetricsCollector(window=window, clock=clock)
         self._clock = clock
-        self._publisher = Publisher()
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, WatchedLLM | WatchedEncoder] = {}
         for engine in engines:
             self.watch(engine)
 
@@ -69,177 +69,143 @@ class PerformanceMonitor:
             raise InvalidInputError(f"A monitor watches {known}, not {type(inner).__name__}.")
         if inner.watcher is not None or inner.model_name in self._watched:
             raise InvalidInputError(f"{inner.model_name} is watched already.", hint="Close the monitor that watches it.")
-        told = self.collector, self._publisher, self._clock
-        watched = WatchedLLM(inner, *told) if isinstance(inner, LLMEngine) else WatchedEncoder(inner, *told)
-        self._watched[inner.model_name] = watched
+        self._watched[inner.model_name] = (
+            WatchedLLM(inner, self.collector, self._clock())
+            if isinstance(inner, LLMEngine)
+            else WatchedEncoder(inner, self.collector, self._clock())
+        )
 
     def close(self) -> None:
-        """Watch no more; what was counted stays."""
+        """Stop watching; the counts stay."""
         for watched in self._watched.values():
             watched.engine.watcher = None
 
-    def __enter__(self) -> PerformanceMonitor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Hear of every request that ends (`MODEL/e2e_ms`, `MODEL/ttft_ms`; of texts `MODEL/encode_ms`) and of all that
-        `real_time` reads, in the thread where it happens. Calling the result ends it.
-        """
-        return self._publisher.subscribe(listener)
-
     def figures(self) -> dict[str, dict[str, float]]:
-        """By model: percentiles, rates since it is watched, and hit ratios. What has not happened yet is left out."""
+        """By model: percentiles, and rates and hit ratios since it is watched. What has not happened yet is left out."""
         histograms, now = self.collector.histograms, self._clock()
         found: dict[str, dict[str, float]] = {}
         for model, watched in self._watched.items():
             figures = found[model] = {}
             for short, name in LATENCIES.items():
                 if histograms[name].count(model_name=model):
-                    found_s = histograms[name].percentiles(PERCENTS, model_name=model)
-                    figures |= {f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, found_s, strict=True)}
+                    seconds = histograms[name].percentiles(PERCENTS, model_name=model)
+                    figures |= {f"{short}_p{percent}_ms": s * 1000 for percent, s in zip(PERCENTS, seconds, strict=True)}
             counts = watched.counts()
-            figures |= rates(watched.first, counts, now - watched.since) | watched.ratios(counts)
+            figures |= rates(watched.first, counts, now - watched.since) | ratios(watched.first, counts)
         return found
 
     def sampling(self, model: str = "") -> SamplingMetrics:
-        """What the sampler of a generation model has done; without a name, of the only one."""
+        """What the sampler of a generation model has done; without a name, that of the only one."""
         known = {name: one for name, one in self._watched.items() if isinstance(one, WatchedLLM)}
         found = known.get(model) if model else next(iter(known.values())) if len(known) == 1 else None
         if found is None:
             what = f"No generation model {model!r} is watched." if model else f"{len(known)} generation models are watched."
             raise NotFoundError(what, hint=did_you_mean(model, known))
-        return found.sampling()
+        metrics = found.engine.runner.sampler.metrics
+        return dataclasses.replace(metrics, cache_hits=metrics.cache_hits + found.counts()["cached_logits_used"])
 
     def metrics(self) -> list[Metric]:
-        """All for Prometheus, as a server has it: `archerfish.serve.metrics.exposition(monitor.metrics())` is the page."""
+        """All metrics of a server: `archerfish.serve.metrics.exposition(monitor.metrics())` is the page for Prometheus."""
         return self.collector.metrics({model: watched.counts() for model, watched in self._watched.items()})
 
     def real_time(
         self, monitoring_interval_s: float = 1.0, alert_thresholds: Mapping[str, float] = NO_THRESHOLDS
     ) -> RealTimeMonitor:
-        """A monitor that tells the subscribers in equal steps of time: figures by `MODEL/NAME`, rates since the step before."""
+        """A monitor of memory_bytes and of the figures by `MODEL/NAME`, its rates since the reading before."""
         last = {model: (self._clock(), watched.counts()) for model, watched in self._watched.items()}
 
         def read() -> dict[str, float]:
             found = {} if (resident := resident_bytes()) is None else {"memory_bytes": float(resident)}
             now = self._clock()
             for model, figures in self.figures().items():
-                counts = self._watched[model].counts()
-                before, earlier = last.get(model, (self._watched[model].since, self._watched[model].first))
-                figures |= rates(earlier, counts, now - before)
-                last[model] = now, counts
+                watched = self._watched[model]
+                before, earlier = last.get(model, (watched.since, watched.first))
+                last[model] = now, watched.counts()
+                figures |= rates(earlier, last[model][1], now - before)
                 found |= {f"{model}/{name}": value for name, value in figures.items()}
             return found
 
         return RealTimeMonitor(
-            read, monitoring_interval_s=monitoring_interval_s, alert_thresholds=alert_thresholds, publisher=self._publisher,
-            clock=self._clock,
+            read, monitoring_interval_s=monitoring_interval_s, alert_thresholds=alert_thresholds, clock=self._clock
         )
 
 
 class WatchedLLM:
-    """An LLMEngine and the requests that it is answering."""
+    """An LLMEngine whose deltas go to a collector."""
 
-    def __init__(
-        self, engine: LLMEngine, collector: MetricsCollector, publisher: Publisher, clock: Callable[[], float]
-    ) -> None:
-        self.engine, self._collector, self._publisher, self._clock = engine, collector, publisher, clock
-        self._last_tokens: dict[str, dict[int, float]] = {}  # of requests that run: when each of their sequences got its last
-        self.since, self.first = clock(), self.counts()
-        engine.watcher = self.hear
+    def __init__(self, engine: LLMEngine, collector: MetricsCollector, now: float) -> None:
+        self.engine, self._collector = engine, collector
+        self._last_tokens: dict[str, dict[int, float]] = {}  # by request and sequence: the time of its last token
+        self.since, self.first = now, self.counts()
+        engine.watcher = self.on_delta
 
-    def hear(self, delta: Delta, result: RequestOutput | None) -> None:
-        """In the thread that steps, or where text is made."""
+    def on_delta(self, delta: Delta, result: RequestOutput | None) -> None:
+        """Called in the thread that steps the engine, or in the one that makes text."""
         model, sequence = self.engine.model_name, delta.sequence
         request_id = sequence.request.request_id
         if delta.token_ids:
             now = self.engine.scheduler.clock()
-            moments = self._last_tokens.get(request_id)
-            if moments is None:
-                moments = self._last_tokens[request_id] = {}
+            times = self._last_tokens.get(request_id)
+            if times is None:
+                times = self._last_tokens[request_id] = {}
                 self._collector.token(model, sequence.times.first_token - sequence.times.arrived, is_first=True)
-            elif sequence.index in moments:
-                self._collector.gaps(model, (now - moments[sequence.index],))
-            moments[sequence.index] = now
+            elif sequence.index in times:
+                self._collector.gaps(model, (now - times[sequence.index],))
+            times[sequence.index] = now
         if result is not None:
-            has_token = self._last_tokens.pop(request_id, None) is not None
-            self._end(model, result, has_token=has_token)
+            self._last_tokens.pop(request_id, None)
+            self._collector.settle()
+            self._collector.ended(model, result)
 
-    def _end(self, model: str, result: RequestOutput, *, has_token: bool) -> None:
-        metrics = result.metrics
-        self._collector.settle()
-        self._collector.ended(model, result)
-        if self._publisher.has_listeners:
-            now, whole_ms = self._clock(), metrics.queue_ms + metrics.prefill_ms + metrics.decode_ms
-            self._publisher.publish(MetricEvent(f"{model}/e2e_ms", whole_ms, now))
-            if has_token:
-                self._publisher.publish(MetricEvent(f"{model}/ttft_ms", metrics.ttft_ms, now))
-
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         return engine_counts(self.engine)
-
-    def ratios(self, counts: Counts) -> dict[str, float]:
-        """Of what was looked up since it is watched."""
-        pairs = {
-            "prefix_hit_ratio": ("cache_hits", "cache_misses"),
-            "logits_hit_ratio": ("logits_cache_hits", "logits_cache_misses"),
-        }
-        found = {}
-        for name, keys in pairs.items():
-            hits, misses = (counts[key] - self.first[key] for key in keys)
-            if hits + misses:
-                found[name] = hits / (hits + misses)
-        return found
-
-    def sampling(self) -> SamplingMetrics:
-        metrics = self.engine.runner.sampler.metrics
-        used = self.engine.scheduler.stats().cached_logits_used
-        return dataclasses.replace(metrics, cache_hits=metrics.cache_hits + used)
 
 
 class WatchedEncoder:
-    """An ArrowEngine and what it has computed since it is watched."""
+    """An ArrowEngine whose calls go to a collector."""
 
-    def __init__(
-        self, engine: ArrowEngine, collector: MetricsCollector, publisher: Publisher, clock: Callable[[], float]
-    ) -> None:
-        self.engine, self._collector, self._publisher, self._clock = engine, collector, publisher, clock
+    def __init__(self, engine: ArrowEngine, collector: MetricsCollector, now: float) -> None:
+        self.engine, self._collector = engine, collector
         self._num_texts = 0
         self._lock = threading.Lock()
-        self.since, self.first = clock(), self.counts()
-        engine.watcher = self.hear
+        self.since, self.first = now, self.counts()
+        engine.watcher = self.on_texts
 
-    def hear(self, num_texts: int, seconds: float) -> None:
-        """In any thread."""
-        model = self.engine.model_name
+    def on_texts(self, num_texts: int, seconds: float) -> None:
+        """Called in the thread that asked for the vectors."""
         with self._lock:
             self._num_texts += num_texts
-        self._collector.embedded(model, seconds)
-        if self._publisher.has_listeners:
-            self._publisher.publish(MetricEvent(f"{model}/encode_ms", seconds * 1000, self._clock()))
+        self._collector.embedded(self.engine.model_name, seconds)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Counts:
         return {"num_texts": self._num_texts}
-
-    def ratios(self, counts: Counts) -> dict[str, float]:
-        return {}
-
-
-Watched = WatchedLLM | WatchedEncoder
 
 
 def rates(before: Counts, now: Counts, seconds: float) -> dict[str, float]:
-    """How much more a second."""
+    """The growth of counts per second."""
     if seconds <= 0:
         return {}
     return {name: (now[key] - before[key]) / seconds for key, name in RATES.items() if key in now and key in before}
 
 
+def ratios(before: Counts, now: Counts) -> dict[str, float]:
+    """The hit ratios of the lookups between two counts."""
+    found = {}
+    for name, keys in RATIOS.items():
+        hits, misses = (now.get(key, 0) - before.get(key, 0) for key in keys)
+        if hits + misses:
+            found[name] = hits / (hits + misses)
+    return found
+
+
 def resident_bytes() -> int | None:
-    """Memory of this process; None where the system does not tell."""
+    """The memory of this process; None where the system does not tell."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None

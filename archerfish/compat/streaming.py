@@ -1,13 +1,12 @@
-"""StreamingInference: many requests at once through the step pipeline, answers as they come.
+"""StreamingInference: many requests at once through an AsyncLLMEngine, and the logits of a prompt.
 
-While one step computes, the next one is planned and queued with places for the tokens that the first will choose: that is all
-the prefetching there is, and it changes no answer: a token that is not drawn yet has no logits.
+Prefetching here is the engine's pipeline: while one step computes, the next one is planned and launched.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -17,26 +16,26 @@ import numpy.typing as npt
 from archerfish.config import EngineConfig
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine, Prompt
-from archerfish.engine.outputs import RequestOutput, TextDelta
+from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-NOT_HERE = ("window_size", "prefetch_threshold")
+REFUSED = ("window_size", "prefetch_threshold")
 
 
 @dataclass(frozen=True)
 class PrefetchConfig:
-    """max_prefetch: steps that are launched before the one before them is taken in; 1, or 0 for one after the other."""
+    """max_prefetch: 1 launches a step before the results of the one before it are read; 0 runs one after the other."""
 
     max_prefetch: int = 1
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         known = [spec.name for spec in fields(cls)]
         for name in values:
-            if name in NOT_HERE:
+            if name in REFUSED:
                 raise UnknownOptionError(
-                    f"{name} does not exist.", hint="A token that is not drawn yet has no logits that could be fetched before."
+                    f"{name} does not exist.", hint="The logits of a token cannot be computed before the token is drawn."
                 )
             if name not in known:
                 raise UnknownOptionError(f"Unknown option of prefetching: {name!r}.", hint=did_you_mean(name, known))
@@ -49,7 +48,7 @@ class PrefetchConfig:
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """A prompt and what is wanted of it. options: as `add_request` takes them (priority, deadline_s, namespace, request_id)."""
+    """A prompt and its options. `options` are those of `add_request`: priority, deadline_s, namespace, request_id."""
 
     prompt: Prompt
     sampling_params: SamplingParams | None = None
@@ -57,7 +56,7 @@ class InferenceRequest:
 
 
 class StreamingInference:
-    """Runs batches of requests on an engine, or on one made from a model's name and options; what it made, `close` closes."""
+    """Runs batches of requests on an engine that is given, or on one made from a model's name, which `close` closes."""
 
     def __init__(
         self, engine: AsyncLLMEngine | LLMEngine | EngineConfig | str, prefetch: PrefetchConfig | None = None, **options: Any
@@ -68,23 +67,28 @@ class StreamingInference:
             self.engine.engine.configure(pipeline_depth=prefetch.max_prefetch)
 
     async def batch_infer(self, requests: Sequence[InferenceRequest]) -> list[RequestOutput]:
-        """All answers, in the order of the requests, which join and leave the batch step by step.
-
-        One that is wrong in itself is refused with an error, and then none of the others goes on.
-        """
-        tasks = [asyncio.ensure_future(self._infer(request)) for request in checked(requests)]
+        """All results in the order of the requests. An invalid request raises its error and ends the whole batch."""
+        for request in requests:
+            if not isinstance(request, InferenceRequest):
+                raise InvalidInputError(
+                    f"A request must be an InferenceRequest, not {type(request).__name__}.",
+                    hint="Write InferenceRequest(prompt, sampling_params).",
+                )
+        tasks = [
+            asyncio.ensure_future(self.engine.generate(request.prompt, request.sampling_params, **request.options))
+            for request in requests
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:
-            await end_all(tasks)
-
-    async def _infer(self, request: InferenceRequest) -> RequestOutput:
-        return await self.engine.generate(request.prompt, request.sampling_params, **request.options)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # until the requests are aborted
 
     async def get_logits_with_prefetch(self, prompt: Prompt, **options: Any) -> npt.NDArray[np.float32]:
-        """The logits of the token after a prompt, out of the same steps as all else that runs; options as of requests.
+        """The logits of the token after a prompt. Calls that are awaited together are computed together.
 
-        Many of them awaited together are computed together. `RwkvSampler.sample_logits` and `FastSampler` draw from them.
+        `RwkvSampler.sample_logits` and `sample_optimized` draw from them.
         """
         output = await self.engine.generate(prompt, ONE_TOKEN, wants_logits=True, **options)
         if output.logits is None:
@@ -95,32 +99,6 @@ class StreamingInference:
             row: npt.NDArray[np.float32] = ops.fetch(output.logits)()[0]
         return row.astype(np.float32)  # always a copy: the cache may hold the row as well
 
-    async def stream(self, requests: Sequence[InferenceRequest]) -> AsyncIterator[tuple[int, TextDelta]]:
-        """What the answers gain as it comes, each piece with the place of its request. Leaving the loop aborts what is left."""
-        arrived: asyncio.Queue[tuple[int, TextDelta] | BaseException | None] = asyncio.Queue()
-
-        async def follow(place: int, request: InferenceRequest) -> None:
-            try:
-                async for delta in self.engine.stream(request.prompt, request.sampling_params, **request.options):
-                    arrived.put_nowait((place, delta))
-                arrived.put_nowait(None)
-            except Exception as error:
-                arrived.put_nowait(error)
-
-        tasks = [asyncio.ensure_future(follow(place, request)) for place, request in enumerate(checked(requests))]
-        num_open = len(tasks)
-        try:
-            while num_open:
-                found = await arrived.get()
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
-                    num_open -= 1
-                else:
-                    yield found
-        finally:
-            await end_all(tasks)
-
     async def close(self) -> None:
         if self._is_owner:
             await self.engine.close()
@@ -130,20 +108,3 @@ class StreamingInference:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def checked(requests: Sequence[InferenceRequest]) -> Sequence[InferenceRequest]:
-    for request in requests:
-        if not isinstance(request, InferenceRequest):
-            raise InvalidInputError(
-                f"A request must be an InferenceRequest, not {type(request).__name__}.",
-                hint="Write InferenceRequest(prompt, sampling_params).",
-            )
-    return requests
-
-
-async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs and wait until its requests are aborted."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

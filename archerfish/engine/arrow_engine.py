@@ -30,17 +30,17 @@ from archerfish.errors import (
 )
 from archerfish.kernels.machine import fast_cpu_dtype
 from archerfish.kernels.pool import ComputePool, compute_pool
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer, Text, TokenizedText, are_strings, read_settings, stated_max_length
 from archerfish.types import Progress, no_progress
 
-TOKENS_PER_TEXT = 32  # what one unit of batch_size stands for
-GPU_BATCH_FACTOR = 64  # a GPU wants this many times the tokens of a core in one pass
-FIRST_WINDOW, WINDOW = 256, 2048  # texts tokenised before the first pass starts, and while passes run
+TOKENS_PER_TEXT = 32  # of one unit of batch_size
+GPU_BATCH_FACTOR = 64  # tokens of a pass on a GPU, in passes on a core
+FIRST_WINDOW, WINDOW = 256, 2048  # texts that are tokenised before the first pass, and while passes run
 EmbedInput = str | Sequence[int]
-Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and what waits for their vectors
+Batch = tuple[list[int], Callable[[], Vectors]]  # places of a pass's texts, and a function that waits for their vectors
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class RerankResult:
 
 
 class ArrowEngine:
-    """Embedding engine over the Arrow store.
+    """Embeds and reranks texts with the model of a converted directory.
 
     `model_path` is a converted directory, any other model that the store can convert (it is converted once, into the cache),
-    or an EmbedConfig. Other options of EmbedConfig are accepted as keywords. Safe to use from several threads at once.
+    or an EmbedConfig. Keywords are options of EmbedConfig. Safe to use from several threads at once.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ArrowEngine:
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:
-        """Map weights, build the model. Matrices are packed in the background; the tokenizer is parsed at the first text."""
+        """Map the weights and build the model. Matrices are packed in the background; the first text loads the tokenizer."""
         self.directory = directory
         loader = WeightLoader(directory)
         metadata = loader.get_metadata()
@@ -96,14 +96,13 @@ class ArrowEngine:
         self.model_name: str = str(metadata.get("model_name") or directory.name) if Path(named).exists() else named
         self.embedding: dict[str, Any] = metadata.get("embedding") or {}
         self.core = InferenceCore(
-            loader.load_weights(), metadata["config"], self.config.device, dtype=self.config.dtype,
-            pooling=str(self.embedding.get("pooling_mode", "mean")),
+            loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
         )
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
         self._max_length = self._choose_max_length(settings)
         self._uses_types = self._takes_type_ids(settings)
         self._is_closed = False
-        self.watcher: Callable[[int, float], None] | None = None  # hears how many texts were computed in how many seconds
+        self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         loader.check_tokenizer()
         self._tokenizer = Lazy(lambda: FastTokenizer(directory / "tokenizer", self._max_length))
         self._loader = loader
@@ -111,10 +110,10 @@ class ArrowEngine:
 
     @property
     def _pool(self) -> ComputePool:
-        return compute_pool(self.core.device, self.config.num_threads)  # asked for anew: a forked process has its own
+        return compute_pool(self.core.device, self.config.num_threads)  # not kept: a forked process has a pool of its own
 
     def _pack_and_release(self) -> None:
-        """Pack what is multiplied with, then let the mapped originals go: weights are in memory once."""
+        """Pack the matrices, then release the mapped originals, so that weights are in memory once."""
         self.core.ops.prepare()
         self._loader.release()
 
@@ -123,14 +122,14 @@ class ArrowEngine:
         return self._tokenizer.get()
 
     def _choose_max_length(self, settings: dict[str, Any]) -> int:
-        """As sentence-transformers: what the model states, else its tokenizer, but never more than it has positions."""
+        """As in sentence-transformers: the length that the model states, else its tokenizer's, at most its positions."""
         most, wanted = self.core.max_positions, self.config.max_length
         if wanted > most:
             raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
         return wanted or min(most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most)
 
     def _takes_type_ids(self, settings: dict[str, Any]) -> bool:
-        """Whether the second text of a pair is marked: as the tokenizer's files say, if the model has such a table at all."""
+        """Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model can."""
         names = settings.get("model_input_names")
         has_table = self.core.config.integer("type_vocab_size", 2) > 1
         return has_table and (names is None or "token_type_ids" in names)
@@ -144,7 +143,7 @@ class ArrowEngine:
         return self.core.dimension
 
     def get_max_seq_length(self) -> int:
-        """Tokens, special ones included, after which a text is cut."""
+        """The number of tokens, special ones included, at which a text is cut."""
         return self._max_length
 
     def encode(
@@ -158,9 +157,9 @@ class ArrowEngine:
     ) -> Vectors:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
-        The list may be any iterable: an array, a series, a generator. A text may also be given as token ids, which are taken as
-        they are, special tokens included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None does
-        as the model's own files say. prompt_name picks one of the model's prompts to put before every text.
+        The list may be any iterable: an array, a series, a generator. A text may also be a list of token ids, special tokens
+        included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
+        prompt_name is the name of a prompt of the model, which is put before every text.
         """
         if not isinstance(texts, Sequence):
             texts = list_of(texts)
@@ -171,9 +170,8 @@ class ArrowEngine:
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
         inputs = self._prepare(texts, prompt_name)
-        scaled = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
         with progress_bar("Encoding", show=show_progress, unit="texts") as progress:
-            return self._compute(inputs, batch_size, scaled, progress)
+            return self._compute(inputs, batch_size, self._is_scaled(normalize), progress)
 
     def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
         """(n, dim) vectors of a list of texts, of length 1 unless normalize is false."""
@@ -182,7 +180,7 @@ class ArrowEngine:
         return self.encode(texts, self.config.max_batch_size, normalize=normalize)
 
     def generate_batch(self, inputs: Sequence[EmbedInput]) -> list[Vectors]:
-        """What a BatchInferenceServer asks of a model: one vector per input."""
+        """One vector for each input, for a BatchInferenceServer."""
         return list(self.encode_batch(inputs))
 
     def similarity(self, a: str | Sequence[EmbedInput], b: str | Sequence[EmbedInput]) -> Vectors:
@@ -209,48 +207,43 @@ class ArrowEngine:
         """A cross-encoder's score of every pair, (n,), or (n, labels) where the model has several labels."""
         if not self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity().")
-        for side in (0, 1):
-            self.check_texts([pair[side] for pair in pairs], "pair")
+        self._check_pairs(pairs)
         with progress_bar("Scoring", show=show_progress, unit="pairs") as progress:
-            raw = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
-        raw = self._activate(raw)
-        return raw[:, 0] if raw.shape[1] == 1 else raw
+            scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
+        return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def tokenize(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
-        """Texts, lists of ids, or a cross-encoder's pairs, checked and ready for `compute`, which another thread may call."""
+        """Check and tokenise texts, lists of ids, or a cross-encoder's pairs. Another thread may call `compute` with them."""
         if self.is_cross_encoder:
-            for side in (0, 1):
-                self.check_texts([pair[side] for pair in texts], "pair")
+            self._check_pairs(texts)
             return self._tokenize(texts)
         self.check_texts(texts)
         return self._tokenize(self._prepare(texts, None))
 
     def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Vectors:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
-        if self._is_closed:
-            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        self._check_open()
         started = time.perf_counter()
         batches = self._plan(texts)
         start = self._pool.run if len(batches) == 1 else self._pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
-        done = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
-        return self._collect(len(texts), done, started)
+        finished = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
+        return self._collect(len(texts), finished, started, len(texts))
 
     def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Future[Vectors]:
-        """`compute` on one core of several; returns when there is a core for the next."""
-        if self._is_closed:
-            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        """`compute` on one core of several. The call waits for a free core, not for the vectors."""
+        self._check_open()
 
         def work() -> Vectors:
             started = time.perf_counter()
             passes = (self._run(batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in self._plan(texts))
-            return self._collect(len(texts), map(finish, passes), started)
+            return self._collect(len(texts), map(finish, passes), started, len(texts))
 
         return self._pool.begin(work)
 
     @property
     def num_workers(self) -> int:
-        """How many passes may run side by side."""
+        """The number of passes that may run at the same time."""
         return self._pool.num_workers
 
     def _plan(self, texts: Sequence[TokenizedText]) -> list[list[int]]:
@@ -260,13 +253,21 @@ class ArrowEngine:
         stated = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
         return stated and not self.is_cross_encoder
 
-    def _collect(self, num_texts: int, done: Iterable[tuple[list[int], Vectors]], started: float) -> Vectors:
-        is_scored = self.is_cross_encoder
-        out = np.empty((num_texts, self.core.config.num_labels if is_scored else self.core.dimension), dtype=np.float32)
-        for rows, vectors in done:
+    def _collect(
+        self, num_texts: int, finished: Iterable[tuple[list[int], Vectors]], started: float, num_inputs: int,
+        progress: Progress = no_progress,
+    ) -> Vectors:
+        """Vectors or scores in the order of the texts, from batches of (places, vectors). num_inputs: for the watcher."""
+        width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
+        out = np.empty((num_texts, width), dtype=np.float32)
+        num_finished = 0
+        for rows, vectors in finished:
             out[rows] = vectors
-        self._tell(num_texts, started)
-        return self._activate(out) if is_scored else out
+            num_finished += len(rows)
+            progress(num_finished, num_texts, "")
+        if self.watcher is not None and num_inputs:
+            self.watcher(num_inputs, time.perf_counter() - started)
+        return self._activate(out) if self.is_cross_encoder else out
 
     def count_tokens(self, texts: Sequence[EmbedInput | tuple[str, str]]) -> list[int]:
         """Tokens that each text costs after truncation."""
@@ -295,8 +296,16 @@ class ArrowEngine:
             hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
             raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
 
+    def _check_pairs(self, pairs: Sequence[Any]) -> None:
+        for side in (0, 1):
+            self.check_texts([pair[side] for pair in pairs], "pair")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+
     def close(self) -> None:
-        """Refuse further work. Mapped memory goes back when the last tensor does."""
+        """Refuse further work. The mapped memory is released together with the last tensor."""
         self._is_closed = True
 
     def __enter__(self) -> ArrowEngine:
@@ -358,37 +367,26 @@ class ArrowEngine:
         return [next(read) if is_text(item) else TokenizedText(np.array(item[: self._max_length], np.int64)) for item in inputs]
 
     def _compute(self, inputs: Sequence[Any], batch_size: int, normalize: bool, progress: Progress) -> Vectors:
-        """Rows for all inputs: each distinct one is computed once, while the next window is being tokenised."""
-        if self._is_closed:
-            raise StoppedError("This ArrowEngine has been closed.", hint="Make a new one.")
+        """Rows for all inputs. Each distinct input is computed once, while the next window is being tokenised."""
+        self._check_open()
         if batch_size < 1:
             raise InvalidInputError(f"batch_size must be at least 1, not {batch_size}.")
         started = time.perf_counter()
         distinct = list(dict.fromkeys(inputs))
-        width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
-        out = np.empty((len(distinct), width), dtype=np.float32)
-        num_done = 0
-        progress(0, len(inputs), "")
-        for rows, vectors in self._stream(distinct, self._batch_tokens(batch_size), normalize):
-            out[rows] = vectors
-            num_done += len(rows)
-            progress(len(inputs) * num_done // len(distinct), len(inputs), "")
-        if len(distinct) < len(inputs):
-            row_of = {item: row for row, item in enumerate(distinct)}
-            out = out[[row_of[item] for item in inputs]]
-        self._tell(len(inputs), started)
-        return out
-
-    def _tell(self, num_texts: int, started: float) -> None:
-        if self.watcher is not None and num_texts:
-            self.watcher(num_texts, time.perf_counter() - started)
+        progress(0, len(distinct), "")
+        batches = self._stream(distinct, self._batch_tokens(batch_size), normalize)
+        out = self._collect(len(distinct), batches, started, len(inputs), progress)
+        if len(distinct) == len(inputs):
+            return out
+        row_of = {item: row for row, item in enumerate(distinct)}
+        return out[[row_of[item] for item in inputs]]
 
     def _batch_tokens(self, batch_size: int) -> int:
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[int], Vectors]]:
-        """Finished batches as (places of inputs, vectors): two windows at most are in flight while the next is tokenised."""
+        """Finished batches as (places of inputs, vectors). At most two windows compute while the next one is tokenised."""
         running: deque[Future[Batch]] = deque()
         pending = windows(by_length(inputs))
         window = next(pending, [])
@@ -461,7 +459,7 @@ def rough_length(item: Any) -> int:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Put the garbage collector off: a full collection right after importing torch takes four times as long as a load."""
+    """Pause the garbage collector: a full collection right after importing torch takes four times as long as a load."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -472,7 +470,7 @@ def no_collection() -> Iterator[None]:
 
 
 def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:
-    """The converted directory of a model, which is pulled and converted on first use."""
+    """The converted directory of a model. The first use pulls and converts the model."""
     dtype = config.storage_dtype
     if dtype == "auto":
         fast = fast_cpu_dtype() if config.dtype == "auto" else config.dtype

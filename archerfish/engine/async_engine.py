@@ -17,7 +17,7 @@ from archerfish.params import SamplingParams
 
 
 class AsyncLLMEngine:
-    """Awaitable face of an LLMEngine, or of one made from a model's name and options: that one alone `close` closes too.
+    """LLMEngine for asyncio. Give an engine, or a model's name and options to make one; `close` closes only one that it made.
 
     All that one step brings reaches an event loop in one wake-up.
     """
@@ -56,11 +56,11 @@ class AsyncLLMEngine:
             if len(self._outbox) == 1:
                 loop.call_soon_threadsafe(self._drain)
 
-        live = await asyncio.to_thread(self.engine.prepare_request, prompt, params, listener=post, **options)
+        request = await asyncio.to_thread(self.engine.prepare_request, prompt, params, listener=post, **options)
         if self._is_closing.is_set():
             raise StoppedError("This engine has been closed.")
-        self.engine.submit(live)
-        num_open, request_id = params.n, live.request.request_id
+        self.engine.submit(request)
+        num_open, request_id = params.n, request.request_id
         self._open[queue] = request_id
         try:
             while num_open:
@@ -103,7 +103,7 @@ class AsyncLLMEngine:
             yield delta
 
     async def close(self) -> None:
-        """Abort what runs here, wake who waits, stop the thread; and close the engine, unless it was given."""
+        """Abort what runs here, end the streams that wait, stop the thread, and close the engine, unless it was given."""
         self._is_closing.set()
         if self._is_owner:
             await asyncio.to_thread(self.engine.close)
@@ -115,7 +115,7 @@ class AsyncLLMEngine:
             queue.put_nowait(None)
 
     def _leave(self, request_ids: Sequence[str]) -> None:
-        """Abort requests, and take in the steps that still compute them, since nobody else may step the engine."""
+        """Abort requests, and take in the steps that still compute them: no other thread may step the engine."""
         for request_id in request_ids:
             self.engine.abort(request_id)
         self._thread.join()

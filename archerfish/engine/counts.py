@@ -1,4 +1,4 @@
-"""All that an LLMEngine counts, for monitors and servers alike."""
+"""The counts of an LLMEngine, for monitors and servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from archerfish.engine.llm_engine import LLMEngine
 
 
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:
-    """Counts since the engine was made, and how it stands now, by the names that `observe.collector` knows."""
+    """Counts since the engine was made and its current state, by the names of `observe.collector`."""
     scheduler = engine.scheduler
     counted, cached, logits = scheduler.stats(), engine.cache_stats(), engine.logits_cache.get_stats()
     blocks = scheduler.blocks

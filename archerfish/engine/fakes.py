@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float32]
 class FakeEngine:
     """An embedding engine of hashed words.
 
-    `batches` records what each call of the engine got. A text that contains `poison` makes the whole call fail, as an error
-    deep inside a model would. While `gate` is not set, calls block; `entered` says that one has begun.
+    `batches` records the inputs of each call. A text that contains `poison` makes the whole call fail, as an error deep
+    inside a model would. While `gate` is not set, calls block; `entered` is set when one begins.
     """
 
     is_cross_encoder = False

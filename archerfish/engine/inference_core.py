@@ -1,4 +1,4 @@
-"""Weights and a configuration made into a function from token ids to vectors or scores."""
+"""InferenceCore: an encoder on a device, from token ids to vectors or scores."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import UnsupportedModelError
+from archerfish.kernels.formats import choose_format
 from archerfish.kernels.ops import EncoderInputs, Pooling, Segments
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
+from archerfish.models.adapter import TokenBatch, encoder_class
 from archerfish.models.config import Config
-from archerfish.models.encoder import TokenBatch, encoder_class
 
 if TYPE_CHECKING:
     import torch
 
 Vectors = npt.NDArray[np.float32]
-RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # room of the passes that are recorded where the backend can record
+RECORDED_TOKENS = (16, 32, 64, 128, 256, 512, 1024)  # sizes of the recorded passes, where the backend can record
 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A pass over at most some tokens: fill its inputs, repeat it."""
+    """A recorded pass over a fixed number of tokens: fill its inputs, then call `repeat`."""
 
     inputs: EncoderInputs[torch.Tensor]
     repeat: Callable[[], torch.Tensor]
 
 
 class InferenceCore:
-    """One encoder on one device. `run` takes packed batches; `forward` takes the rectangles that other libraries use."""
+    """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
         self,
@@ -43,17 +44,21 @@ class InferenceCore:
         device: str = "cpu",
         *,
         dtype: str = "auto",
-        pooling: str = "mean",
+        pooling: str | None = None,
+        weight_format: str = "auto",
     ) -> None:
+        """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
+        stated: Mapping[str, Any] = config.get("embedding") or {}
+        pooling = pooling or str(stated.get("pooling_mode", "mean"))
         if pooling not in get_args(Pooling):
             raise UnsupportedModelError(f"Unknown pooling {pooling!r}.", hint=f"Known: {', '.join(get_args(Pooling))}.")
-        self.config = Config(config)
+        self.config = Config(config.get("config", config))
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
         self.ops = choose_ops(self.device, self.dtype)
         self.pooling = cast(Pooling, pooling)
         architecture = encoder_class(self.config)
-        everything = Weights(weights, self.ops)
+        everything = Weights(weights, self.ops, weight_format=choose_format(weight_format))
         has_prefix = any(name.startswith(f"{architecture.prefix}.") for name in weights)
         with self.ops.allocating("The model"):
             self.encoder = architecture(everything.scope(architecture.prefix) if has_prefix else everything, self.config)
@@ -61,14 +66,14 @@ class InferenceCore:
         self.max_positions = architecture.max_positions(self.config)
         self.dimension = self.encoder.shape.width
         self._recorded: dict[tuple[int, bool, bool], RecordedPass] = {}
-        self._recording = threading.Lock()  # from filling inputs until what they gave is on its way to the host
+        self._recording = threading.Lock()  # held from filling the inputs until the results are being copied to the host
 
     def run(self, batch: TokenBatch, *, normalize: bool = False) -> Vectors:
         """One vector per sequence; for a cross-encoder one row of raw scores per sequence."""
         return self.start(batch, normalize=normalize)()
 
     def start(self, batch: TokenBatch, *, normalize: bool = False) -> Callable[[], Vectors]:
-        """Begin what `run` does; the result waits for it. On a CPU it is done already."""
+        """Begin what `run` does; calling the result waits for the vectors. On a CPU they are computed at once."""
         with self.ops.computing():
             if not self.ops.is_async:
                 vectors = self.ops.to_numpy(self._compute(batch, normalize))
@@ -81,11 +86,11 @@ class InferenceCore:
         if self.head is not None:
             scores: torch.Tensor = self.head(self.ops.pool(hidden, batch.segments, "cls"))
             return scores.float()
-        pooled = self.ops.pool(hidden, batch.segments, self.pooling)
-        return self.ops.normalize(pooled) if normalize else pooled
+        pooled: torch.Tensor = self.ops.pool(hidden, batch.segments, self.pooling)
+        return cast("torch.Tensor", self.ops.normalize(pooled)) if normalize else pooled
 
     def _repeat(self, batch: TokenBatch, normalize: bool) -> Callable[[], Vectors] | None:
-        """A small pass by repeating a recorded one, the host's work for which takes a tenth; None if it has to be computed."""
+        """A small batch by a recorded pass, which costs the host a tenth of the work; None if no recorded pass fits."""
         num_tokens, num_rows = len(batch.token_ids), len(batch.segments.lengths)
         if num_tokens > RECORDED_TOKENS[-1] or not self.encoder.is_recordable:
             return None
@@ -108,7 +113,7 @@ class InferenceCore:
         return recorded
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """(batch, length) ids and mask to (batch, width) vectors; masked tokens are dropped, not computed."""
+        """Vectors (batch, width) of ids and mask (batch, length). Masked tokens are not computed."""
         import torch
 
         mask = attention_mask.cpu().bool()

@@ -1,4 +1,4 @@
-"""LLM: LLMEngine as users of vLLM know it."""
+"""LLM: an LLMEngine with the interface of vLLM's class of that name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archerfish.text.tokenizer import Tokenizer
 
 
 class LLM(LLMEngine):
-    """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` take and give what those of vLLM do."""
+    """LLM(model="...", **options): an LLMEngine whose `generate` and `chat` have the arguments and results of vLLM's."""
 
     def generate(
         self, prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
@@ -36,21 +36,21 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool | None = None, *,
         template_options: Mapping[str, Any] | None = None, **options: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or to several, in their order: a list either way."""
+        """The answers to one conversation or to several, always as a list."""
         prompts = [self.render_chat(one, **(template_options or {})) for one in conversations(messages)]
         given = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         params = [self.chat_template.stopping(one) for one in given]
         return self.generate(prompts, params, use_tqdm=use_tqdm, **options)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: encode, decode, and what its special tokens are."""
+        """The model's tokenizer."""
         if self.tokenizer is None:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give prompts as lists of token ids.")
         return self.tokenizer
 
 
 def plain_prompt(prompt: Any) -> Any:
-    """What a dict of vLLM's says; anything else as it is."""
+    """The prompt of a vLLM dict; anything else unchanged."""
     if not isinstance(prompt, Mapping):
         return prompt
     known = [prompt[key] for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
@@ -61,6 +61,6 @@ def plain_prompt(prompt: Any) -> Any:
 
 
 def conversations(messages: Any) -> list[Any]:
-    """A list of conversations as it is, anything else as one conversation, which the template will check."""
+    """A list of conversations unchanged; anything else as one conversation, which the template checks."""
     is_many = isinstance(messages, Sequence) and bool(messages) and all(isinstance(one, list | tuple) for one in messages)
     return list(messages) if is_many else [messages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import CorruptFileError, InvalidOptionError
+from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
 from archerfish.kernels.ops import Ops
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
@@ -20,12 +21,13 @@ from archerfish.layers.weights import Weights
 from archerfish.models.adapter import MemoryShape, ModelAdapter, model_class
 from archerfish.models.config import Config
 from archerfish.runtime.kv_pool import MemoryPlan, plan_memory, work_bytes
+from archerfish.sched.masks import MaskFinder
 from archerfish.sched.scheduler import Scheduler
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
-from archerfish.types import DTYPE_BYTES, Progress
+from archerfish.types import Progress
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
 DETERMINISTIC_CHUNK = 256
@@ -45,7 +47,7 @@ class ModelFacts:
     max_len: int
     step_tokens: int  # most in one step
     memory: MemoryPlan
-    weight_format: str = "auto"
+    weight_format: WeightFormat = PLAIN
 
     @property
     def weight_bytes(self) -> int:
@@ -74,6 +76,7 @@ class ModelFacts:
 
 def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> ModelFacts:
     """Find a model, convert it if need be, and compute what will fit. Nothing is allocated."""
+    weight_format = choose_format(config.weights)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
@@ -85,28 +88,17 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         values, generation, name = metadata.config, metadata.generation_config or {}, metadata.model_name
     model_config = Config(values)
     adapter = model_class(model_config)
-    check_weight_format(config.weights, adapter, model_config)
     max_len = choose_max_len(config, adapter.max_positions(model_config), name)
     shapes = adapter.dummy_shapes(model_config).values()
-    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, config.weights).values())
+    weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
     step_tokens = choose_step_tokens(config, device)
     work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
-    if config.weights != "auto":  # the largest matrix is widened for steps of many tokens
-        work += max(count(shape) for shape in shapes) * DTYPE_BYTES[dtype]
+    work += weight_format.work_bytes(shapes, dtype)
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     return ModelFacts(
-        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, config.weights
+        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, weight_format
     )
-
-
-def check_weight_format(weight_format: str, adapter: type[ModelAdapter[Any]], config: Config) -> None:
-    if weight_format not in adapter.weight_formats:
-        takes = " or ".join(repr(each) for each in adapter.weight_formats)
-        raise InvalidOptionError(
-            f"[engine] weights is {weight_format!r}, which models of type {config.model_type!r} do not have yet.",
-            hint=f"It takes {takes} there; {weight_format} is for RWKV-7 so far.",
-        )
 
 
 def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
@@ -134,8 +126,10 @@ def adapter_over(tensors: Mapping[str, Any], facts: ModelFacts, ops: Ops[Any]) -
     return facts.adapter(Weights(tensors, ops, weight_format=facts.weight_format), facts.config, facts.max_len)
 
 
-def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, LogitsCache]:
-    """Who shares the model's memory, and the logits that live with its cache."""
+def make_scheduler(
+    config: EngineConfig, facts: ModelFacts, wake: Callable[[], None] | None = None
+) -> tuple[Scheduler, LogitsCache]:
+    """The scheduler over the model's memory, and the cache of logits beside it. wake: called when a grammar's mask is done."""
     blocks = BlockManager(facts.memory.num_blocks, facts.memory.block_size)
     logits = LogitsCache(config.logits_cache_mib << 20, config.logits_cache_ttl_s)
     cache = RadixCache(
@@ -143,10 +137,12 @@ def make_scheduler(config: EngineConfig, facts: ModelFacts) -> tuple[Scheduler, 
         on_drop=logits.drop,
     )
     scheduler = Scheduler(
-        blocks=blocks, cache=cache, logits_cache=logits, model_state_hash=f"{facts.name}/{facts.dtype}/{facts.weight_format}",
+        blocks=blocks, cache=cache, logits_cache=logits,
+        model_state_hash=f"{facts.name}/{facts.dtype}/{facts.weight_format.name}",
         policy=config.scheduling_policy, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=facts.step_tokens,
-        max_queue_size=config.max_queue_size, max_model_len=facts.max_len,
-        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0,
+        max_queue_size=config.max_queue_size, max_model_len=facts.max_len, max_requests=config.max_concurrent_requests,
+        fixed_chunk=DETERMINISTIC_CHUNK if config.deterministic else 0, masks=MaskFinder(facts.vocab_size, wake),
+        logits_row_bytes=4 * facts.vocab_size,
     )
     return scheduler, logits
 
@@ -171,13 +167,6 @@ def choose_max_len(config: EngineConfig, most: int, name: str) -> int:
     if config.max_model_len > most:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     return config.max_model_len or most
-
-
-def count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def read_json(file: Path) -> dict[str, Any]:

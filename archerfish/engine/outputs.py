@@ -1,21 +1,26 @@
-"""What an engine answers: results, pieces of results, and figures."""
+"""Results of requests, pieces of results, and statistics of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from archerfish.sequence import Delta, FinishReason, TokenLogprobs
+from archerfish.cache.hits import CacheStats
+from archerfish.sched.live import SchedulerStats
+from archerfish.sequence import Delta, FinishReason, Request
 from archerfish.sequence import Sequence as TokenSequence
+from archerfish.step import TokenLogprobs
+from archerfish.text.output_text import OutputText
+from archerfish.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the n texts of a request.
 
-    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asked for
-    logprobs (`SamplingParams(logprobs=0)` is enough): working it out costs a pass over the vocabulary at every token.
+    cumulative_logprob is the log-probability of all its tokens together. Like logprobs it is None unless the request asks for
+    logprobs (`SamplingParams(logprobs=0)` is enough), because it costs a pass over the vocabulary for every token.
     """
 
     index: int = 0
@@ -29,7 +34,7 @@ class CompletionOutput:
     _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Take in what a step brought."""
+        """Add the text and tokens of a step."""
         if text:
             self._pieces.append(text)
         self.token_ids += token_ids
@@ -39,7 +44,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
 
     def finish(self, delta: Delta) -> None:
-        """Take in why it ended; a stop string that was found before counts for more."""
+        """Set the reasons for the end. A stop string that was found earlier takes precedence."""
         self.finish_reason = delta.finish_reason if self.stop_reason is None else "stop"
         self.error = delta.error
         ends = delta.sequence.request.stop_token_ids
@@ -51,7 +56,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """How long a request took, in its parts: queue, prefill (until the first token) and decode (from there to the end)."""
+    """Durations of a request: queue, prefill (until the first token) and decode (from the first token to the end)."""
 
     arrival: float = 0.0  # on the scheduler's clock, in seconds
     queue_ms: float = 0.0
@@ -65,11 +70,11 @@ class RequestMetrics:
 
 
 def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
-    """Figures of a request from its sequences: from the first arrival to the last end."""
+    """The metrics of a request, from the first arrival of its sequences to their last end."""
     times = [sequence.times for sequence in sequences]
     arrived = min((moment.arrived for moment in times), default=0.0)
     finished = max((moment.finished for moment in times), default=0.0)
-    # One that never ran spent all its time in the queue; one without a token all its later time in prefill.
+    # A sequence that never ran was only in the queue; one without a token was only in queue and prefill.
     admitted = min((moment.admitted for moment in times if moment.admitted), default=finished)
     first_token = min((moment.first_token for moment in times if moment.first_token), default=finished)
     num_output = sum(len(sequence.tokens) - sequence.num_prompt for sequence in sequences)
@@ -89,18 +94,18 @@ def request_metrics(sequences: Sequence[TokenSequence]) -> RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The result of a request. text, token_ids and the like are those of its first output."""
+    """The result of a request. Properties such as text and token_ids are those of its first output."""
 
     request_id: str
     prompt: str | None  # None where the caller gave token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0  # of the prompt, that the cache gave
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the cache
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = True
     hit: Any = None  # the HitRecord: where the match in the cache ended, and why
     prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first
-    logits: Any = None  # with wants_logits: of the token after the prompt, a (1, vocabulary) tensor that is not to be changed
+    logits: Any = None  # with wants_logits: a read-only (1, vocabulary) tensor of the token after the prompt
 
     @property
     def text(self) -> str:
@@ -125,7 +130,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one of a request's outputs has gained: what `stream` yields."""
+    """New text and tokens of one output of a request, as `stream` yields them."""
 
     request_id: str
     index: int
@@ -133,13 +138,88 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
-    output: RequestOutput | None = None  # with the last delta of a request: all of it
+    output: RequestOutput | None = None  # the whole result, with the last delta of a request
     stop_reason: str | int | None = None  # with a finish_reason
+
+
+Listener = Callable[[TextDelta], None]
+Watcher = Callable[[Delta, RequestOutput | None], None]  # the result comes with the last delta of a request
+
+
+class OutputCollector:
+    """Collects the tokens and the text of a request while it runs, and holds its result when it is done."""
+
+    def __init__(
+        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
+        *, is_kept: bool = True,
+    ) -> None:
+        self.request, self.prompt = request, prompt
+        self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
+        self.listener = listener
+        self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
+        if request.params.stages:  # tokens of stages stand for no text
+            tokenizer = None
+        self.texts = [
+            None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
+            for _ in range(request.params.n)
+        ]
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
+        self.logits: Any = None
+        self.sequences: dict[int, TokenSequence] = {}
+        self.num_open = request.params.n
+        self.result: RequestOutput | None = None
+
+    def add(self, delta: Delta) -> bool:
+        """Add what a step brought; true when a stop string was found, so that the sequence must be ended."""
+        index = delta.sequence.index
+        self.sequences[index] = delta.sequence
+        output, text = self.outputs[index], self.texts[index]
+        if delta.prompt_logprobs and self.prompt_logprobs is not None and index == 0:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if delta.logits is not None:
+            self.logits = delta.logits
+        is_stopped = output.stop_reason is not None
+        shown, stop = "", None
+        token_ids = [] if is_stopped else delta.token_ids
+        if text is not None and not is_stopped:
+            shown, stop = text.feed(token_ids, delta.finish_reason, self.request.stop_token_ids)
+        logprobs = None if is_stopped else delta.logprobs
+        output.add(shown, token_ids, logprobs)
+        if stop is not None:
+            output.stop_reason = stop
+        if delta.finish_reason is not None:
+            output.finish(delta)
+            self.num_open -= 1
+        if self.num_open == 0:
+            self.result = self._finish()
+        if self.listener is not None and (shown or token_ids or delta.finish_reason is not None):
+            reason = output.finish_reason if delta.finish_reason is not None else None
+            stop_reason = output.stop_reason if reason is not None else None
+            self.listener(
+                TextDelta(self.request.request_id, index, shown, token_ids, reason, logprobs, self.result, stop_reason)
+            )
+        return stop is not None and delta.finish_reason is None
+
+    @property
+    def has_text(self) -> bool:
+        return self.texts[0] is not None
+
+    def give_up_text(self) -> None:
+        """Go on with ids alone: the text of these tokens could not be made."""
+        self.texts = [None] * len(self.texts)
+
+    def _finish(self) -> RequestOutput:
+        first = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
+            logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
+        )
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since an engine was made, and how it stands now. Times are means over completed requests."""
+    """Counts since an engine was made, and its current state. Times are means over completed requests."""
 
     total_requests: int = 0
     completed_requests: int = 0
@@ -152,5 +232,16 @@ class EngineStats:
     queue_size: int = 0
     queue_capacity: int = 0
     concurrent_requests: int = 0
-    cache_hits: int = 0  # prompt tokens that the cache had
+    cache_hits: int = 0  # prompt tokens that were in the cache
     cache_misses: int = 0
+
+    @classmethod
+    def of(cls, counted: SchedulerStats, cache: CacheStats) -> Self:
+        return cls(
+            total_requests=counted.total_requests, completed_requests=counted.completed_requests,
+            failed_requests=counted.failed_requests, aborted_requests=counted.aborted_requests,
+            total_tokens_generated=counted.total_tokens_generated,
+            avg_queue_time_ms=counted.avg_queue_ms, avg_prefill_time_ms=counted.avg_prefill_ms,
+            avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
+            concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
+        )

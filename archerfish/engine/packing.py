@@ -1,4 +1,4 @@
-"""Texts into batches: sorted by length, cut by tokens, packed without padding."""
+"""Batches of texts: grouped by length, bounded by tokens, packed without padding."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from archerfish.kernels.ops import Segments
-from archerfish.models.encoder import TokenBatch
+from archerfish.models.adapter import TokenBatch
 from archerfish.text.tokenizer import TokenizedText
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices grouped into batches of at most max_tokens tokens (a longer text stands alone), longest first.
+    """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
 
-    Each batch takes the longest text that is left, then ever again the longest that still fits, so that batches are full:
-    full ones cost least per token, and few distinct sizes means few compiled products.
+    Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
+    token, and few distinct sizes need few compiled products.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
     sizes = [lengths[i] for i in order]

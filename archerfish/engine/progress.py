@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, plain lines elsewhere, nothing at all unless asked for."""
+"""Progress on standard error: a bar where rich is installed, else a plain line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from archerfish.types import Progress, no_progress
 
 @contextmanager
 def progress_bar(title: str, *, show: bool, unit: str = "") -> Iterator[Progress]:
-    """A Progress that draws on standard error, by rich where it is installed."""
+    """A Progress that draws on standard error if `show` is true."""
     if not show:
         yield no_progress
         return

@@ -1,4 +1,4 @@
-"""What a caller says of a request beside its prompt and its SamplingParams, checked before anything runs."""
+"""Options of a request other than its prompt and its SamplingParams, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
 
 
 def check_request_options(given: Mapping[str, Any]) -> None:
-    """An unknown keyword is refused; one that belongs into SamplingParams is sent there."""
+    """Refuse an unknown keyword; the error for an option of SamplingParams says where it belongs."""
     for name in given:
         if name not in REQUEST_OPTIONS:
             is_sampling = name in SamplingParams.__dataclass_fields__
@@ -31,18 +31,17 @@ def check_request_options(given: Mapping[str, Any]) -> None:
             raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
 
 
-def check_running_options(changes: Mapping[str, Any]) -> None:
+def change_running_options(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
+    """Options with some changed, all checked: nothing is refused later, when a part of a change is done."""
     for name in changes:
         if name not in RUNNING_OPTIONS:
             what = "cannot be changed while the engine runs" if name in EngineConfig.names() else "is no option"
             raise UnknownOptionError(f"{name} {what}.", hint=f"These can be changed: {', '.join(RUNNING_OPTIONS)}.")
-
-
-def check_running_values(config: EngineConfig) -> None:
-    """What would be refused in the middle of a change, when a part of it is done."""
-    eviction_policy(config.eviction_policy)
-    if not config.logits_cache_ttl_s > 0:
+    changed = config.replace(**changes)
+    eviction_policy(changed.eviction_policy)
+    if not changed.logits_cache_ttl_s > 0:
         raise InvalidOptionError("logits_cache_ttl_s must be above 0.", hint="logits_cache_mib=0 turns the cache off.")
+    return changed
 
 
 def check_option_values(

@@ -1,19 +1,17 @@
-"""RwkvSampler: texts in, TTS tokens out, over an LLMEngine of an RWKV-7 TTS model.
+"""RwkvSampler: TTS tokens of texts, by an LLMEngine with an RWKV-7 TTS model.
 
-Requests of a batch join and leave the steps of the engine like any others, each with its own state, seed and stage, so that a
-step of all of them is one forward pass. One that is wrong or fails ends by itself.
+Requests of a batch share the steps of the engine, so a step of all of them is one forward pass. A request that is invalid or
+fails does not affect the others.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from functools import partial
+from typing import Any, Protocol, Self
 
 from archerfish.config import EngineConfig
-from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import TextDelta
 from archerfish.engine.tts import VOCAB_SIZE, TTSRequest, TTSTokens, check_names, read_output
@@ -25,23 +23,20 @@ from archerfish.errors import (
     StoppedError,
     UnsupportedModelError,
 )
+from archerfish.runtime.host_sampling import sample_row
+from archerfish.sequence import Request
 
-if TYPE_CHECKING:
-    import torch
-
-    from archerfish.runtime.sampler import FastSampler
-
-Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and what it has gained
+Piece = tuple[int, TTSTokens]  # the place of a request in its batch, and its new tokens
 
 
 class EngineOptions(Protocol):
-    """Options that know how to put themselves in force: `OptimizationConfig` does."""
+    """Options that can be applied to a running engine, such as OptimizationConfig."""
 
     def apply(self, engine: LLMEngine, /) -> Mapping[str, Any]: ...
 
 
 class RwkvSampler:
-    """Generates TTS tokens with an engine, or with one made from a model's name and options, which `close` closes with it.
+    """Generates TTS tokens with an engine that is given, or with one made from a model's name, which `close` closes.
 
     Safe to use from several threads at once: their requests share the engine's steps.
     """
@@ -54,20 +49,19 @@ class RwkvSampler:
             self.close()
             raise UnsupportedModelError(
                 f"{self.engine.model_name} has {num_known:,} tokens; a TTS model of RWKV-7 has at least {VOCAB_SIZE:,}.",
-                hint="Give a model that was trained to speak.",
+                hint="Give a TTS model.",
             )
-        self._open: set[str] = set()  # ids of requests that run
-        self._lock = threading.Lock()  # over the sampler of `sample_logits`
+        self._open: set[str] = set()  # ids of running requests
 
     @classmethod
     def new(cls, model: LLMEngine | EngineConfig | str | None = None, **options: Any) -> Self:
-        """The constructor under the name that it has elsewhere."""
+        """The same as the constructor."""
         return cls(model, **options)
 
     # Tokens of texts
 
     def generate_tts_tokens(self, request: TTSRequest | str, **options: Any) -> TTSTokens:
-        """Global and semantic tokens of one text. options: of TTSRequest, where the request is a text."""
+        """Global and semantic tokens of one text. options: fields of TTSRequest, if the request is a text."""
         (tokens,) = self.generate_tts_tokens_batch([as_request(request, options)])
         if tokens.error is not None:
             raise tokens.error
@@ -76,9 +70,9 @@ class RwkvSampler:
     def generate_tts_tokens_batch(
         self, requests: Iterable[TTSRequest | str | Mapping[str, Any]], **options: Any
     ) -> list[TTSTokens]:
-        """Tokens of many texts, in their order. One that cannot be done has an `error`; the others do not notice.
+        """Tokens of many texts, in their order. A request that fails has an `error` and does not affect the others.
 
-        options: of TTSRequest, for those that are given as texts, or as tables that say nothing else; unknown ones are raised.
+        options: fields of TTSRequest for requests that are texts or mappings; a mapping overrides them.
         """
         found: dict[int, list[TTSTokens]] = {}
         for place, tokens in self.stream_tts_tokens_batch(requests, **options):
@@ -86,7 +80,7 @@ class RwkvSampler:
         return [joined(found[place]) for place in sorted(found)]
 
     def stream_tts_tokens(self, request: TTSRequest | str, **options: Any) -> Generator[TTSTokens, None, None]:
-        """What one text gains, as it comes; the last piece has a finish_reason. Closing the iterator aborts the request."""
+        """New tokens of one text as they come; the last piece has a finish_reason. Closing the iterator aborts the request."""
         for _, tokens in self.stream_tts_tokens_batch([as_request(request, options)]):
             if tokens.error is not None:
                 raise tokens.error
@@ -95,21 +89,21 @@ class RwkvSampler:
     def stream_tts_tokens_batch(
         self, requests: Iterable[TTSRequest | str | Mapping[str, Any]], **options: Any
     ) -> Generator[Piece, None, None]:
-        """What many texts gain, as it comes, each piece with the place of its request. Closing the iterator aborts the rest.
+        """New tokens of many texts as they come, with the place of their request. Closing the iterator aborts the rest.
 
-        The voice of a reference is its request's first piece.
+        The first piece of a request with a reference voice holds the reference's global tokens.
         """
         arrived: deque[Piece] = deque()
-        waiting: deque[LiveRequest] = deque()
+        waiting: deque[Request] = deque()
         batch = as_batch(requests)
-        check_options(options)  # what is wrong with all of them is raised, with one is told beside the others
+        check_options(options)  # an error of the whole batch is raised; an error of one request is its result
         for place, request in enumerate(batch):
             try:
                 own = {} if isinstance(request, TTSRequest) else options
                 waiting.append(self._prepare(place, as_request(request, own), arrived))
             except ArcherfishError as error:
                 arrived.append((place, TTSTokens(finish_reason="error", error=error)))
-        num_open, mine = len(batch), [live.request.request_id for live in waiting]
+        num_open, mine = len(batch), [request.request_id for request in waiting]
         try:
             while num_open:
                 self._fill_queue(waiting)
@@ -125,22 +119,22 @@ class RwkvSampler:
                     self.engine.abort(request_id)
                 self._open.discard(request_id)
 
-    def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> LiveRequest:
-        """A request for the engine, all of it checked; what it brings goes into `arrived`."""
+    def _prepare(self, place: int, request: TTSRequest, arrived: deque[Piece]) -> Request:
+        """A checked request for the engine. Its pieces are appended to `arrived`."""
         engine, facts = self.engine, self.engine.facts
         num_bytes = len(request.text.encode(errors="replace"))
         if num_bytes > engine.config.max_prompt_bytes:
             raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
-        live = engine.prepare_request(prompt, params, listener=partial(self._hear, place, arrived), wants_text=False)
-        engine.scheduler.check(live.request)
+        prepared = engine.prepare_request(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
+        engine.scheduler.check(prepared)
         if request.ref_global_tokens is not None:
             arrived.append((place, TTSTokens(list(request.ref_global_tokens))))
-        return live
+        return prepared
 
-    def _hear(self, place: int, arrived: deque[Piece], delta: TextDelta) -> None:
-        """In whichever thread steps the engine."""
+    def _on_delta(self, place: int, arrived: deque[Piece], delta: TextDelta) -> None:
+        """Called in the thread that steps the engine."""
         global_tokens, semantic_tokens = read_output(delta.token_ids)
         reason, error, num_prompt = delta.finish_reason, None, 0
         if reason is not None:
@@ -148,20 +142,20 @@ class RwkvSampler:
         if delta.output is not None:
             error, num_prompt = delta.output.outputs[0].error, len(delta.output.prompt_token_ids)
         if reason in ("abort", "error") and error is None:
-            error = StoppedError("The request was given up before its tokens were complete.", hint="Send it again.")
+            error = StoppedError("The request was aborted before its tokens were complete.", hint="Send it again.")
         if global_tokens or semantic_tokens or reason is not None:
             arrived.append((place, TTSTokens(global_tokens, semantic_tokens, reason, error, num_prompt)))
 
     def _has_room(self) -> bool:
-        return self.engine.scheduler.num_queued < self.engine.config.max_queue_size
+        return self.engine.scheduler.has_room
 
-    def _fill_queue(self, waiting: deque[LiveRequest]) -> None:
+    def _fill_queue(self, waiting: deque[Request]) -> None:
         while waiting and self._has_room():
             try:
-                self._open.add(waiting[0].request.request_id)
+                self._open.add(waiting[0].request_id)
                 self.engine.submit(waiting[0])
-            except OverloadedError:  # another thread was quicker
-                self._open.discard(waiting[0].request.request_id)
+            except OverloadedError:  # another thread filled the queue
+                self._open.discard(waiting[0].request_id)
                 return
             waiting.popleft()
 
@@ -171,52 +165,36 @@ class RwkvSampler:
         self, logits: Any, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first: int = 0,
         end: int | None = None, masked: Sequence[int] = (), seed: int = 0, position: int = 0,
     ) -> int:
-        """A token of one row of logits (a list, an array or a tensor) from first to end, as the engine would draw it.
+        """A token from `first` to `end` of one row of logits (a list, an array or a tensor), drawn as the engine draws.
 
-        A draw follows from its seed and position: count one of them up to get another.
+        The seed and the position determine the draw: count the position up to draw again.
         """
-        import torch
-
-        from archerfish.runtime.logits_view import LogitsView, SamplingConfig
-
-        try:
-            row = torch.as_tensor(logits, dtype=torch.float32, device="cpu")
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(f"logits must be a row of numbers: {error}.") from None
-        config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
-        with self._lock:
-            view = LogitsView(row, first, end, masked=masked)
-            return self._sampler.sample_optimized(view, config, seed=seed, position=position)
-
-    @cached_property
-    def _sampler(self) -> FastSampler[torch.Tensor]:
-        """One of its own: that of the engine belongs to the thread that steps."""
-        from archerfish.kernels.torch.reference import TorchOps
-        from archerfish.runtime.sampler import FastSampler
-
-        return FastSampler(TorchOps(), self.engine.facts.vocab_size, 1)
+        return sample_row(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, first=first, end=end, masked=masked, seed=seed,
+            position=position,
+        )
 
     # Running
 
     def reset(self) -> None:
-        """Abort what runs here and forget all cached contexts."""
+        """Abort running requests and clear the cache."""
         for request_id in list(self._open):
             self.engine.abort(request_id)
         self.engine.clear_cache()
 
     def update_config(self, config: EngineOptions | None = None, **changes: Any) -> dict[str, Any]:
-        """Change options while requests run: by an OptimizationConfig, which tells what has changed, or by name."""
+        """Change options of the running engine, by an OptimizationConfig or by name. Gives the changed options."""
         if config is not None and changes:
             raise InvalidInputError("Give an OptimizationConfig or options by name, not both.")
         if config is not None and not hasattr(config, "apply"):
             raise InvalidInputError(
-                f"What changes options must be an OptimizationConfig, not {type(config).__name__}.",
+                f"config must be an OptimizationConfig, not {type(config).__name__}.",
                 hint="Give one, or options by name, such as logits_cache_mib=32.",
             )
         return dict(config.apply(self.engine)) if config is not None else self.engine.configure(**changes)
 
     def close(self) -> None:
-        """Close the engine, if it was made here."""
+        """Close the engine unless it was given."""
         if self._owns_engine:
             self.engine.close()
 
@@ -230,11 +208,11 @@ class RwkvSampler:
 def check_options(options: Mapping[str, Any]) -> None:
     check_names(options)
     if "text" in options:
-        raise InvalidInputError("text is given beside a request.", hint="Give each text as a request of its own.")
+        raise InvalidInputError("text is no option.", hint="Give each text as a request of its own.")
 
 
 def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
-    """What was given as a text, a table of values or a TTSRequest."""
+    """A TTSRequest from a text, a mapping or a TTSRequest."""
     check_options(options)
     if isinstance(request, str):
         return TTSRequest(text=request, **options)
@@ -243,7 +221,7 @@ def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
     if not isinstance(request, TTSRequest):
         raise InvalidInputError(f"A TTS request must be a text or a TTSRequest, not {type(request).__name__}.")
     if options:
-        raise InvalidInputError(f"{next(iter(options))} is given beside a request.", hint="Put it into the TTSRequest.")
+        raise InvalidInputError(f"{next(iter(options))} is no option of a TTSRequest.", hint="Set it in the TTSRequest.")
     return request
 
 
@@ -254,7 +232,7 @@ def as_batch(requests: object) -> list[Any]:
 
 
 def joined(pieces: Sequence[TTSTokens]) -> TTSTokens:
-    """The pieces of one request together; one that failed has no tokens."""
+    """The pieces of one request as one result. A failed request has no tokens."""
     last = pieces[-1]
     if last.error is not None:
         return last

@@ -1,10 +1,9 @@
-"""What a TTS model of RWKV-7 reads and writes: properties and text in, global (speaker) and semantic (audio) tokens out.
+"""Requests and results of RWKV-7 TTS models: properties and text in, global (speaker) and semantic (audio) tokens out.
 
-Its vocabulary: 0-8191 semantic tokens, 8192 the end of them, 8193-8195 TAG_0 to TAG_2, 8196-12291 global tokens, then those of
-the World tokenizer, and from 77823 on the properties of a voice. A prompt is `properties TAG_2 text TAG_0`; after it come 32
-global tokens, TAG_1, and semantic tokens until their end. Where the global tokens of a reference are given, the prompt has
-them and TAG_1 as well (zero-shot). Its semantic tokens, which a reference always comes with, are checked and have no part in
-the prompt: a voice is all in its global tokens.
+The vocabulary has semantic tokens (0-8191), their end token (8192), TAG_0 to TAG_2 (8193-8195), global tokens (8196-12291),
+the tokens of the World tokenizer, and from 77823 on the properties of a voice. A prompt is `properties TAG_2 text TAG_0`. The
+output is 32 global tokens, TAG_1, and semantic tokens until their end token. With a reference voice (zero-shot) the prompt also
+has the reference's global tokens and TAG_1. Its semantic tokens are checked but not used: they are not part of a voice.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ TAG_0, TAG_1, TAG_2 = 8193, 8194, 8195
 NUM_GLOBAL, GLOBAL_OFFSET = 4096, 8196
 TEXT_OFFSET = 12292
 PROPERTY_OFFSET = 77823
-VOCAB_SIZE = PROPERTY_OFFSET + 48  # what a model must have
+VOCAB_SIZE = PROPERTY_OFFSET + 48  # the least of a model
 GLOBAL_LENGTH = 32
 MAX_SEMANTIC = 2048  # in one output
-TOKENS_PER_SECOND = 50  # semantic ones, of audio
+TOKENS_PER_SECOND = 50  # semantic tokens for a second of audio
 
 
 def numbered(first: int, names: str) -> dict[str, int]:
     return {name: number for number, name in enumerate(names.split(), first)}
 
 
-# In the order in which a prompt has them, after PROPERTY_OFFSET itself.
+# In the order of the prompt, where they follow the token PROPERTY_OFFSET.
 PROPERTIES = {
     "age": numbered(13, "child teenager youth-adult middle-aged elderly"),
     "gender": numbered(46, "female male"),
@@ -49,12 +48,12 @@ SAMPLING = ("temperature", "top_p", "top_k")
 STAGE_DEFAULTS = {
     "global": {"temperature": 1.0, "top_p": 0.95, "top_k": 20}, "semantic": {"temperature": 1.0, "top_p": 0.95, "top_k": 80},
 }  # fmt: skip
-world_tokenizer = WorldTokenizer()  # which reads its vocabulary when it is first needed
+world_tokenizer = WorldTokenizer()  # reads its vocabulary on first use
 
 
 @dataclass(frozen=True, kw_only=True)
 class TTSRequest:
-    """A text to be spoken, in which voice, and how its tokens are drawn; checked when made."""
+    """A text to speak, its voice, and how its tokens are drawn. Values are checked when it is made."""
 
     text: str
     age: str = "youth-adult"
@@ -62,12 +61,12 @@ class TTSRequest:
     emotion: str = "NEUTRAL"
     pitch: str = "medium"
     speed: str = "medium"
-    ref_global_tokens: Sequence[int] | None = None  # of a voice to speak with: 32 numbers below 4096
-    ref_semantic_tokens: Sequence[int] | None = None  # what it says: given with the others, not read
-    temperature: float | None = None  # None, as below: what each stage usually has (STAGE_DEFAULTS)
+    ref_global_tokens: Sequence[int] | None = None  # of a reference voice: 32 numbers below 4096
+    ref_semantic_tokens: Sequence[int] | None = None  # given together with ref_global_tokens; not used
+    temperature: float | None = None  # None, as below: the default of each stage (STAGE_DEFAULTS)
     top_p: float | None = None
     top_k: int | None = None
-    max_tokens: int | None = None  # semantic ones; never more than MAX_SEMANTIC
+    max_tokens: int | None = None  # semantic tokens, at most MAX_SEMANTIC
     seed: int | None = None  # None or -1: drawn when the request arrives
 
     def __new__(cls, **values: Any) -> Self:
@@ -80,7 +79,7 @@ class TTSRequest:
         if not isinstance(self.text, str):
             raise InvalidInputError(f"text must be a string, not {type(self.text).__name__}.")
         if not self.text.strip():
-            raise InvalidInputError("text is empty.", hint="Give something to say.")
+            raise InvalidInputError("text is empty.", hint="Give a text to speak.")
         for kind in PROPERTIES:
             property_token(kind, getattr(self, kind))
         if (self.ref_global_tokens is None) != (self.ref_semantic_tokens is None):
@@ -103,7 +102,7 @@ class TTSRequest:
         return self.ref_global_tokens is not None
 
     def prompt(self) -> list[int]:
-        """Token ids that stand before the output."""
+        """The token ids before the output."""
         properties = [PROPERTY_OFFSET, *(property_token(kind, getattr(self, kind)) for kind in PROPERTIES)]
         text = [TEXT_OFFSET + token_id for token_id in world_tokenizer.encode(self.text)]
         prompt = [*properties, TAG_2, *text, TAG_0]
@@ -112,7 +111,7 @@ class TTSRequest:
         return prompt
 
     def params(self, room: int | None = None) -> SamplingParams:
-        """How the output is drawn. room: tokens that a model can still take; it says what to do where they are too few."""
+        """How the output is drawn. room: tokens that the model has left; too few are an error."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         stages = []
         if not self.is_zero_shot:
@@ -136,7 +135,7 @@ class TTSRequest:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse what a TTS request does not have."""
+    """Refuse names that are not fields of TTSRequest."""
     known = [spec.name for spec in dataclasses.fields(TTSRequest)]
     for name in names:
         if name not in known:
@@ -146,31 +145,31 @@ def check_names(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class TTSTokens:
-    """What came of a request, or a piece of it: `global_tokens, semantic_tokens = tokens`. Numbers from 0 on, without tags."""
+    """The result of a request, or a piece of it: `global_tokens, semantic_tokens = tokens`. Ids begin at 0 in each list."""
 
-    global_tokens: list[int] = field(default_factory=list)  # of the speaker: 32
+    global_tokens: list[int] = field(default_factory=list)  # 32 for a speaker
     semantic_tokens: list[int] = field(default_factory=list)  # 50 for a second of audio
-    finish_reason: FinishReason | None = None  # stop: the model ended it; length: max_tokens
+    finish_reason: FinishReason | None = None  # stop: the end token came; length: max_tokens
     error: BaseException | None = None  # with finish_reason error
-    num_prompt_tokens: int = 0  # of a whole result
+    num_prompt_tokens: int = 0  # set in a whole result
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter((self.global_tokens, self.semantic_tokens))
 
     @property
     def seconds(self) -> float:
-        """Of audio."""
+        """The length of the audio."""
         return len(self.semantic_tokens) / TOKENS_PER_SECOND
 
 
 def read_output(token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Global and semantic tokens of an output or a part of it, less the tags and the end."""
+    """Global and semantic tokens of an output or a part of it, without tags and end token."""
     global_tokens = [i - GLOBAL_OFFSET for i in token_ids if GLOBAL_OFFSET <= i < GLOBAL_OFFSET + NUM_GLOBAL]
     return global_tokens, [i for i in token_ids if i < NUM_SEMANTIC]
 
 
 def property_token(kind: str, name: object) -> int:
-    """The token of a property. Upper and lower case, `-`, `_` and spaces are all the same, and `low_pitch` is `low`."""
+    """The token of a property. Case does not matter, nor do `-`, `_` and spaces differ; `low_pitch` is `low`."""
     names = PROPERTIES[kind]
     if not isinstance(name, str):
         raise InvalidInputError(f"{kind} must be a string, not {name!r}.", hint=f"It is one of {', '.join(names)}.")
@@ -187,7 +186,7 @@ def plain(name: str) -> str:
 
 
 def read_reference(name: str, values: Any, end: int) -> tuple[int, ...]:
-    """Token ids of a list, or of an array, as a codec gives them."""
+    """The token ids of a list or an array."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     token_ids = items_of(name, listed, "a list of token ids")
     if not token_ids:

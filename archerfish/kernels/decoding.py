@@ -1,8 +1,11 @@
-"""What a step that is only decodes reads of the host: one (NUM_INPUTS, rows) array of 64-bit words, a column per sequence.
+"""What recorded passes read of the host, in one array of 64-bit words; all else lies on the device from step to step.
 
-All else lies on the device from step to step. So the same work over the same memory serves every such step of a batch size,
-and a backend can record it once. Rows of a batch that are only filling have FILLING_POSITION, and the row after the last
-sequence's.
+A step that is only decodes has a (NUM_INPUTS, rows) array with a column for each sequence. So the same work over the same
+memory serves every such step of a batch size, and a backend can record it once. Rows of a batch that are only filling have
+FILLING_POSITION, and the row after the last sequence's.
+
+A pass over one prompt, or the last part of one, has an array that begins as `Word` says. Rows that fill a prompt up to a
+recorded size are computed and thrown away.
 """
 
 from __future__ import annotations
@@ -39,6 +42,14 @@ class Input(IntEnum):
 
 
 NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE
+
+
+class Word(IntEnum):
+    """Where the parts of a prompt's array begin. The sequence's blocks follow the tokens of all rows."""
+
+    NUM_NEW = 0  # tokens; the rows behind them are filling
+    START = 1  # position of the first
+    TOKENS = 2
 
 
 @dataclass(frozen=True)

@@ -19,3 +19,4 @@ class Handle(Protocol):
 
 
 T = TypeVar("T", bound=Handle)
+T_co = TypeVar("T_co", bound=Handle, covariant=True)

@@ -13,9 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +24,17 @@ from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.decoding import DecodeState
+from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.handle import Handle as Handle
 from archerfish.kernels.handle import Ids as Ids
 from archerfish.kernels.handle import T as T
+from archerfish.kernels.handle import T_co
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 if TYPE_CHECKING:
     from archerfish.kernels.recurrent import RecurrentOps
 
-Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu", "tanh"]
+Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
 MASK_STEP = 16  # tokens that a mask's blocks are a multiple of
 
@@ -42,7 +44,6 @@ class Segments:
     """Lengths of the sequences of a packed batch, in order; every length is at least 1."""
 
     lengths: tuple[int, ...]
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
     @cached_property
     def starts(self) -> Ids:
@@ -105,7 +106,6 @@ class KVLayer(Generic[T]):
 
     keys: T
     values: T
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Rotary(Generic[T]):
     rotary_dim: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedBatch(Generic[T]):
     """Packed tokens of one step over KV blocks. Sequences with one new token stand first.
 
@@ -138,20 +138,25 @@ class PagedBatch(Generic[T]):
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
 
-@dataclass(frozen=True)
-class PackedWeight(Generic[T]):
-    """Weight (out, in) and bias (out) of a linear map in whatever form a backend multiplies fastest."""
+class PackedWeight(ABC, Generic[T]):
+    """Weight and bias of a linear map in the form in which a backend multiplies with their format."""
 
-    matrix: T
-    bias: T | None = None
-    scales: T | None = None  # (out,) float32: what the rows of an int8 matrix are multiplied with; None: it is as it is
+    @abstractmethod
+    def multiply(self, x: T, activation: Activation, residual: T | None) -> T:
+        """As `Ops.linear`."""
 
 
 class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
+
+
+class Replay(Protocol[T_co]):
+    """Repeats recorded work over the same memory."""
+
+    def __call__(self, num_rows: int = 0) -> T_co:
+        """num_rows: of a backend that replays any number of rows, how many are real; 0: all."""
 
 
 class Ops(ABC, Generic[T]):
@@ -166,10 +171,10 @@ class Ops(ABC, Generic[T]):
         self._linear_weights: list[LinearWeight[T]] = []
 
     def linear_weight(
-        self, weights: Sequence[T], biases: Sequence[T | None], *, weight_format: str = "auto"
+        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat = PLAIN
     ) -> LinearWeight[T]:
-        """One or more (out_i, in) weights, stacked along the outputs, for `linear`."""
-        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(weights, biases, weight_format))
+        """One or more matrices, stacked along their outputs, for `linear`. A part has a checkpoint's tensors of one matrix."""
+        weight: LinearWeight[T] = LinearWeight(lambda: self.pack_linear(parts, biases, weight_format))
         self._linear_weights.append(weight)
         return weight
 
@@ -196,9 +201,9 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def pack_linear(
-        self, weights: Sequence[T], biases: Sequence[T | None], weight_format: str = "auto"
+        self, parts: Sequence[Mapping[str, T]], biases: Sequence[T | None], weight_format: WeightFormat
     ) -> PackedWeight[T]:
-        """Stacked weights and biases in the form that `linear` multiplies with; weight_format: "auto" or INT8."""
+        """Stacked weights and biases in the form that `linear` multiplies with."""
 
     @abstractmethod
     def embed(self, tables: Sequence[T], ids: Sequence[T]) -> T:
@@ -208,9 +213,9 @@ class Ops(ABC, Generic[T]):
     def layer_norm(self, x: T, weight: T, bias: T, eps: float) -> T:
         """Layer normalisation over the last axis, computed in float32, given in the compute type."""
 
-    @abstractmethod
     def linear(self, x: T, weight: LinearWeight[T], *, activation: Activation = "none", residual: T | None = None) -> T:
         """activation(x @ weight.T + bias), or x @ weight.T + bias + residual, whose type and maybe memory the result has."""
+        return weight.get().multiply(x, activation, residual)
 
     def linear_layer_norm(
         self, x: T, weight: LinearWeight[T], residual: T, norm_weight: T, norm_bias: T, eps: float
@@ -377,8 +382,11 @@ class Ops(ABC, Generic[T]):
     def keep_tokens(self, inputs: T, state: DecodeState[T], tokens: T) -> None:
         """Write the tokens of a batch into the last_tokens of its sequences."""
 
-    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
-        """Record a call, which also runs it: the result repeats it over the same memory. None: there is no such thing here."""
+    can_record: bool = False  # `capture` records work
+    replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with
+
+    def capture(self, call: Callable[[], T]) -> Replay[T] | None:
+        """Record a call, which also runs it: the result repeats it over the same memory. None: this backend cannot record."""
         return None
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
@@ -424,5 +432,5 @@ class Ops(ABC, Generic[T]):
     def start_thread(self, num_threads: int) -> None:
         """Called once in a thread that will run whole steps, with the cores that they may use (0: all)."""
 
-    def leave_thread(self, *, has_company: bool) -> None:
-        """Called in a thread that has loaded a model which another will compute with; has_company: beside other work."""
+    def leave_thread(self) -> None:
+        """Called in a thread that has loaded a model with which another thread will compute."""

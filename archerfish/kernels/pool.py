@@ -24,8 +24,8 @@ class ComputePool:
     """Runs forward passes.
 
     Many batches: one pass per core beats one pass over all cores by a third, since a core keeps its batch in its own cache and
-    waits for nobody; so each thread of the pool computes alone. A single batch while nothing else runs: reading the weights is
-    what takes the time, so it gets all cores, in the caller's own thread. On a GPU one thread feeds the device.
+    waits for no other; so each thread of the pool computes alone. A single batch while nothing else runs gets all cores, in the
+    caller's own thread, since most of its time goes into reading the weights. On a GPU one thread feeds the device.
     """
 
     def __init__(self, device: str, num_threads: int) -> None:
@@ -38,7 +38,7 @@ class ComputePool:
 
         def start() -> None:
             torch.set_num_threads(1)
-            stay_alone()
+            forbid_more_threads()
             ready.wait()
 
         before = torch.get_num_threads()
@@ -81,22 +81,21 @@ class ComputePool:
             self._lock.notify_all()
 
 
-def stay_alone() -> None:
-    """Keep what this thread calls from starting OpenMP threads: oneDNN's products on ARM do not ask torch how many to take."""
+def forbid_more_threads() -> None:
+    """Keep this thread from starting OpenMP threads: oneDNN's products on ARM do not ask torch how many to use."""
     library = openmp()
     if library and platform.machine() in ARM:
         library.omp_set_max_active_levels(0)
 
 
-def let_team_go(has_company: bool) -> None:
-    """End the OpenMP threads that this one has started.
+def release_threads() -> None:
+    """End the OpenMP threads that this thread has started.
 
     Once a process has more of them than cores, they all sleep whenever they wait, and waking them takes longer than a small
-    operation: a thread that has loaded a model would slow down the one that computes with it. Where other processes want the
-    cores too, sleeping is right for x86, whose threads wait for milliseconds before they do; on ARM it is less than one.
+    operation: a thread that has loaded a model would slow down the thread that computes with it.
     """
     end = getattr(openmp(), "omp_pause_resource_all", None)  # older libraries have none
-    if end and not _is_forked and (not has_company or platform.machine() in ARM):
+    if end and not _is_forked:
         end(SOFT)
 
 
@@ -121,11 +120,11 @@ def compute_pool(device: str, num_threads: int) -> ComputePool:
 _is_forked = False  # OpenMP does not survive a fork: there, passes run on single threads of the pool only
 
 
-def start_anew_in_child() -> None:
+def reset_in_child() -> None:
     global _is_forked
     _is_forked = True
     compute_pool.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=start_anew_in_child)
+    os.register_at_fork(after_in_child=reset_in_child)

@@ -1,22 +1,22 @@
-"""Signatures of what recurrent models compute beside `Ops`: over state slots instead of KV blocks.
+"""Signatures of the operations that recurrent models need beside `Ops`: over state slots instead of KV blocks.
 
-A slot holds the whole state of one sequence behind one of its tokens. Slot 0 is the empty state, which every sequence begins
-from, and is never written; block b of an engine is slot b + 1. `wkv.py` gives every operation its meaning in plain torch, and
-each faster backend is tested against it.
+A slot holds the whole state of one sequence after one of its tokens. Slot 0 is the empty state, which every sequence begins
+from, and is never written; block b of an engine is slot b + 1. `torch/wkv.py` gives every operation its meaning in plain torch,
+and each faster backend is tested against it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
 
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.handle import Ids, T
 from archerfish.kernels.sampling import SamplingBatch
 
 if TYPE_CHECKING:
-    from archerfish.kernels.ops import LinearWeight, Ops
+    from archerfish.kernels.ops import Activation, LinearWeight
 
 EMPTY_SLOT = 0
 FIRST_SLOT = 1  # of block 0
@@ -59,7 +59,7 @@ class StateMemory(Generic[T]):
     layers: tuple[StateLayer[T], ...]  # views of these
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecurrentBatch(Generic[T]):
     """Packed tokens of one step over state slots. Sequences with one new token stand first.
 
@@ -83,7 +83,6 @@ class RecurrentBatch(Generic[T]):
     first_pieces: T  # (sequences + 1,): where each sequence's pieces begin; the last is their number
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others, nor on how its prompt was cut up
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes, shared by all layers
 
     @property
     def num_sequences(self) -> int:
@@ -126,23 +125,12 @@ class NormWeights(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Stream(Generic[T]):
-    """What runs past the mixes and is added to, (tokens, width).
-
-    A backend may leave the last product in shares, (shares, tokens, width), for whoever reads the stream next to add up.
-    """
-
-    sums: T
-    shares: T | None = None
-
-
-@dataclass(frozen=True)
 class LowRankWeights(Generic[T]):
-    """up(activation(down(x))), the way between being narrow."""
+    """up(activation(down(x))), where down has few outputs."""
 
     down: LinearWeight[T]
     up: LinearWeight[T]
-    activation: Literal["none", "tanh", "sigmoid"] = "none"
+    activation: Activation = "none"
 
 
 @dataclass(frozen=True)
@@ -160,7 +148,6 @@ class TimeWeights(Generic[T]):
     value_mix: LowRankWeights[T] | None  # None in the first layer
     heads: HeadWeights[T]
     out: LinearWeight[T]
-    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # a backend's notes
 
 
 @dataclass(frozen=True)
@@ -173,57 +160,20 @@ class ChannelWeights(Generic[T]):
     value: LinearWeight[T]
 
 
+@dataclass(frozen=True, eq=False)
+class BlockWeights(Generic[T]):
+    """Of a layer of RWKV-7."""
+
+    time: TimeWeights[T]
+    channel: ChannelWeights[T]
+
+
 class RecurrentOps(ABC, Generic[T]):
     """Operations on states, beside the `Ops` of a backend, which gives them."""
 
-    ops: Ops[T]
-
-    def mix_time(
-        self, stream: Stream[T], weights: TimeWeights[T], first_value: T | None, batch: RecurrentBatch[T], layer: StateLayer[T]
-    ) -> tuple[Stream[T], T]:
-        """The stream and its time mix, norm included; and the mix's values, before any of the first layer's."""
-        ops, norm = self.ops, weights.norm
-        x = self.total(stream)
-        normed = ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
-        r, w, k, v, a, g = self.shift(normed, layer.time_input, batch, weights.factors)
-        value = ops.linear(v, weights.value)
-        inputs = HeadInputs(
-            receptance=ops.linear(r, weights.receptance), decay=self.low_rank(w, weights.decay), key=ops.linear(k, weights.key),
-            value=value, rate=self.low_rank(a, weights.rate), gate=self.low_rank(g, weights.gate), first_value=first_value,
-            value_mix=None if weights.value_mix is None else self.low_rank(v, weights.value_mix),
-        )
-        mixed = self.mix_heads(inputs, weights.heads, layer.wkv, batch)
-        return self.add_product(x, mixed, weights.out), value
-
-    def mix_channels(
-        self, stream: Stream[T], weights: ChannelWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T],
-        kept_rows: T | None,
-    ) -> Stream[T]:
-        """The stream and its channel mix, norm included: value(relu(key(x))^2). kept_rows: all that is wanted of the result."""
-        norm, x = weights.norm, self.total(stream)
-        normed = self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
-        (mixed,) = self.shift(normed, layer.channel_input, batch, weights.factor)
-        if kept_rows is not None:
-            mixed, x = self.ops.rows(mixed, kept_rows), self.ops.rows(x, kept_rows)
-        hidden = self.square(self.ops.linear(mixed, weights.key, activation="relu"))
-        return self.add_product(x, hidden, weights.value)
-
-    def total(self, stream: Stream[T]) -> T:
-        """The stream with all shares in it."""
-        assert stream.shares is None, "left by another backend"
-        return stream.sums
-
-    def add_product(self, sums: T, x: T, weight: LinearWeight[T]) -> Stream[T]:
-        """A stream with a product in it; the memory of its sums may become the result's."""
-        return Stream(self.ops.linear(x, weight, residual=sums))
-
-    def low_rank(self, x: T, weights: LowRankWeights[T]) -> T:
-        x = self.ops.linear(x, weights.down, activation="tanh" if weights.activation == "tanh" else "none")
-        return self.ops.linear(self.sigmoid(x) if weights.activation == "sigmoid" else x, weights.up)
-
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
-        """Memory for so many slots, slot 0 included, which is the empty state; what is in the others means nothing yet."""
+        """Memory for so many slots, slot 0 included, which is the empty state; the others hold nothing of meaning yet."""
 
     @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:
@@ -234,16 +184,15 @@ class RecurrentOps(ABC, Generic[T]):
         """
 
     @abstractmethod
-    def sigmoid(self, x: T) -> T:
-        """The logistic function; x's memory may become the result's."""
-
-    @abstractmethod
-    def square(self, x: T) -> T:
-        """x * x; its memory may become the result's."""
-
-    @abstractmethod
     def mix_heads(self, inputs: HeadInputs[T], weights: HeadWeights[T], states: T, batch: RecurrentBatch[T]) -> T:
         """The time mix between its products: (tokens, width). states: a layer's wkv, from sources to targets."""
+
+    def fused_block(
+        self, x: T, first_value: T | None, weights: BlockWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T]
+    ) -> tuple[T, T] | None:
+        """Time mix and channel mix as `models/rwkv7.py` states them, in a backend's own kernels: the sum, whose memory may be
+        x's, and the time mix's values. None: the backend has no kernels for such a batch."""
+        return None
 
     @abstractmethod
     def decode_batch(self, inputs: T, state: DecodeState[T]) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:

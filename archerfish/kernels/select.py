@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import DeviceError
 from archerfish.kernels.machine import cpu, fast_cpu_dtype
 
 if TYPE_CHECKING:
-    from archerfish.kernels.torch.reference import TorchOps
+    from archerfish.kernels.ops import Ops
 
 logger = logging.getLogger("archerfish.kernels")
+SLOW = "this CPU has no {} products that are used: float32 is far quicker"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of `Ops`. Nothing of it is imported before `load`."""
+
+    name: str
+    why_not: Callable[[str, str], str]  # (device, dtype) -> why it cannot compute there; empty: it can
+    load: Callable[[str, str], Ops[Any]]  # (device, dtype)
+    strength: str  # in one phrase, for people to read
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,9 @@ class FastPath:
 
 
 def choose_device(wanted: str) -> str:
-    """The device that will be used; one that torch does not have is a DeviceError."""
+    """The device that will be used; a device that torch does not have is a DeviceError."""
+    if wanted == "cpu":
+        return wanted
     import torch
 
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -38,14 +52,10 @@ def choose_device(wanted: str) -> str:
 
 
 def choose_dtype(wanted: str, device: str) -> str:
-    """The type to compute in on a device; float32 in place of one that a CPU has no products in, which would take a hundred
+    """The type to compute in on a device; float32 in place of a type that a CPU has no products in, which would take a hundred
     times as long."""
     if wanted != "auto":
-        if device != "cpu" or wanted == "float32":
-            return wanted
-        from archerfish.kernels.torch.cpu import is_available
-
-        if is_available(wanted):
+        if device != "cpu" or wanted == "float32" or not without_onednn(wanted):
             return wanted
         logger.warning("This CPU has no products in %s, which was asked for: computing in float32.", wanted)
         return "float32"
@@ -56,45 +66,75 @@ def choose_dtype(wanted: str, device: str) -> str:
     return fast_cpu_dtype() if device == "cpu" else "float32"
 
 
-def choose_ops(device: str, dtype: str) -> TorchOps:
-    """The fastest backend for a device and a type."""
-    if device == "cpu":
-        from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
+def without_onednn(dtype: str) -> str:
+    """Why oneDNN has no products in a type; empty: it has."""
+    from archerfish.kernels.torch.cpu import is_available
 
-        if is_available(dtype) and (dtype != "bfloat16" or cpu().has_fast_bfloat16):
-            return TorchCpuOps(device, dtype)
-    if device == "cuda" and has_triton():
-        from archerfish.kernels.triton.ops import TritonOps
+    return "" if is_available(dtype) else f"this torch has no oneDNN products in {dtype} for this machine"
 
-        return TritonOps(device, dtype)
+
+def without_triton(device: str, dtype: str) -> str:
+    if device != "cuda":
+        return "it computes on CUDA devices"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def without_torch_cpu(device: str, dtype: str) -> str:
+    if device != "cpu":
+        return "it computes on a CPU"
+    return without_onednn(dtype) or (SLOW.format(dtype) if dtype == "bfloat16" and not cpu().has_fast_bfloat16 else "")
+
+
+def load_triton(device: str, dtype: str) -> Ops[Any]:
+    from archerfish.kernels.triton.ops import TritonOps
+
+    return TritonOps(device, dtype)
+
+
+def load_torch_cpu(device: str, dtype: str) -> Ops[Any]:
+    from archerfish.kernels.torch.cpu import TorchCpuOps
+
+    return TorchCpuOps(device, dtype)
+
+
+def load_torch(device: str, dtype: str) -> Ops[Any]:
     from archerfish.kernels.torch.reference import TorchOps
 
     return TorchOps(device, dtype)
 
 
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+BACKENDS = [  # the fastest first
+    Backend("torch + Triton", without_triton, load_triton, "norms, rotary, KV and attention in our own kernels"),
+    Backend("torch + oneDNN", without_torch_cpu, load_torch_cpu, "packed products with bias, activation and residual fused"),
+    Backend("torch reference", lambda device, dtype: "", load_torch, "any device and type that torch has"),
+]
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a backend, which is preferred to the others wherever it can compute."""
+    BACKENDS.insert(0, backend)
+
+
+def choose_ops(device: str, dtype: str) -> Ops[Any]:
+    """The fastest backend for a device and a type."""
+    return next(backend for backend in BACKENDS if not backend.why_not(device, dtype)).load(device, dtype)
 
 
 def fast_paths() -> list[FastPath]:
-    """Every optional path with its state, for people to read."""
+    """Every optional path and every backend with its state, for people to read."""
     import torch
 
-    from archerfish.kernels.torch.cpu import is_available
-
-    found = cpu()
-    amx = "oneDNN runs bfloat16 products on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"
-    slow = "this CPU has no {} products that are used: float32 is far quicker"
+    found, cuda = cpu(), torch.cuda.is_available()
     bf16 = f"CPU has {'avx512_bf16' if 'avx512_bf16' in found.flags else 'AMX'}"
-    has_float16 = found.has_fast_float16 and is_available("float16")
-    cuda = torch.cuda.is_available()
-    cuda_reason = "products by torch" if cuda else "this torch sees no CUDA device"
-    triton_reason = "norms, rotary, KV and attention in our own kernels" if has_triton() else "triton is not installed"
-    return [
-        FastPath("AMX bfloat16", found.has_amx, amx),
-        FastPath("bfloat16 by default", found.has_fast_bfloat16, bf16 if found.has_fast_bfloat16 else slow.format("bfloat16")),
-        FastPath("packed oneDNN products", is_available("float32"), "bias, activation and residual fused"),
-        FastPath("float16 products", has_float16, "on request: --dtype float16" if has_float16 else slow.format("float16")),
-        FastPath("CUDA", cuda, cuda_reason),
-        FastPath("Triton kernels", cuda and has_triton(), triton_reason if cuda else cuda_reason),
+    has_float16 = found.has_fast_float16 and not without_onednn("float16")
+    device = "cuda" if cuda else "cpu"
+    paths = [
+        FastPath("AMX bfloat16", found.has_amx, "oneDNN runs it on AMX tiles" if found.has_amx else "this CPU has no amx_bf16"),
+        FastPath("bfloat16 by default", found.has_fast_bfloat16, bf16 if found.has_fast_bfloat16 else SLOW.format("bfloat16")),
+        FastPath("float16 products", has_float16, "on request: --dtype float16" if has_float16 else SLOW.format("float16")),
+        FastPath("CUDA", cuda, "products by torch" if cuda else "this torch sees no CUDA device"),
     ]
+    for backend in BACKENDS:
+        why_not = backend.why_not(device, choose_dtype("auto", device))
+        paths.append(FastPath(f"backend {backend.name}", not why_not, why_not or backend.strength))
+    return paths

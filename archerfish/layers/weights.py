@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any, Generic
 
 from archerfish.errors import TensorError, did_you_mean
+from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.ops import LinearWeight, Ops, T
-from archerfish.types import DTYPE_BYTES, INT8, SCALE_BYTES
+from archerfish.types import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Weights(Generic[T]):
     source: Mapping[str, T]
     ops: Ops[T]
     prefix: str = ""
-    weight_format: str = "auto"  # of linear maps: "auto" or INT8
+    weight_format: WeightFormat = PLAIN  # of linear maps
 
     def scope(self, name: str) -> Weights[T]:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -46,47 +47,65 @@ class Weights(Generic[T]):
 
     def linear(
         self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
-        is_quantized: bool = True,
+        is_plain: bool = False,
     ) -> LinearWeight[T]:
         """A linear map, or several stacked into one product; a tuple gives each its own number of outputs.
 
-        bias says whether there must be one; None: where the weights have one. is_quantized: in a format that quantises.
+        bias says whether there must be one; None: where the weights have one. is_plain: in the plain format at all times.
         """
         scopes = [self.scope(name) for name in ([names] if isinstance(names, str) else names)]
         sizes = (out_features,) * len(scopes) if isinstance(out_features, int) else out_features
-        parts = list(zip(scopes, sizes, strict=True))
-        weights = [scope.tensor("weight", size, in_features) for scope, size in parts]
-        biases = [
-            scope.tensor("bias", size) if bias or (bias is None and scope.has("bias")) else None for scope, size in parts
-        ]
-        return self.ops.linear_weight(weights, biases, weight_format=self.weight_format if is_quantized else "auto")
+        weight_format = PLAIN if is_plain else self.format_of(scopes)
+        parts, biases = list[Mapping[str, T]](), list[T | None]()
+        for scope, size in zip(scopes, sizes, strict=True):
+            parts.append(scope.matrix(weight_format, size, in_features))
+            biases.append(scope.tensor("bias", size) if bias or (bias is None and scope.has("bias")) else None)
+        return self.ops.linear_weight(parts, biases, weight_format)
+
+    def tied_linear(self, table: T, out_features: int, in_features: int) -> LinearWeight[T]:
+        """The linear map whose matrix is a lookup table."""
+        weight_format = self.weight_format if set(self.weight_format.checkpoint) == set(PLAIN.checkpoint) else PLAIN
+        return self.ops.linear_weight([dict.fromkeys(PLAIN.checkpoint, table)], [None], weight_format)
+
+    def format_of(self, scopes: list[Weights[T]]) -> WeightFormat:
+        """The model's format, or the plain one for matrices that a checkpoint has kept out of it."""
+        is_stored = all(scope.has(name) for scope in scopes for name in self.weight_format.checkpoint)
+        return self.weight_format if is_stored else PLAIN
+
+    def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, T]:
+        """The checkpoint's tensors of one matrix."""
+        shapes = weight_format.shapes(out_features, in_features)
+        return {name: self.tensor(name, *shape) for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)
 class NotedWeights(Weights[Any]):
-    """Weights that are not there: a model that is built over them leaves the names and shapes of its tensors in `shapes`."""
+    """Weights without tensors: a model that is built over them leaves the names, shapes and sizes of its tensors here."""
 
+    dtype: str = "float32"
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    quantized: set[str] = field(default_factory=set)  # names of those that formats may quantise
+    num_bytes: dict[str, int] = field(default_factory=dict)  # in memory, by the name of a tensor or of a linear map
 
     def has(self, name: str) -> bool:
         return False
 
+    def format_of(self, scopes: list[Weights[Any]]) -> WeightFormat:
+        return self.weight_format
+
     def tensor(self, name: str, *shape: int) -> Any:
+        self.num_bytes[f"{self.prefix}{name}"] = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        return self._noted(name, shape)
+
+    def matrix(self, weight_format: WeightFormat, out_features: int, in_features: int) -> Mapping[str, Any]:
+        name = next(iter(weight_format.checkpoint))
+        self.num_bytes[f"{self.prefix}{name}"] = weight_format.num_bytes(out_features, in_features, self.dtype)
+        return {name: self._noted(name, shape) for name, shape in weight_format.shapes(out_features, in_features).items()}
+
+    def tied_linear(self, table: Any, out_features: int, in_features: int) -> LinearWeight[Any]:
+        if self.weight_format.memory != PLAIN.memory:  # else the map and the table share their memory
+            self.num_bytes["tied head"] = self.weight_format.num_bytes(out_features, in_features, self.dtype)
+        return super().tied_linear(table, out_features, in_features)
+
+    def _noted(self, name: str, shape: tuple[int, ...]) -> Any:
         self.shapes[f"{self.prefix}{name}"] = shape
         return SimpleNamespace(shape=shape)
-
-    def linear(
-        self, names: str | tuple[str, ...], out_features: int | tuple[int, ...], in_features: int, *, bias: bool | None = None,
-        is_quantized: bool = True,
-    ) -> LinearWeight[Any]:
-        if is_quantized:
-            self.quantized.update(f"{self.prefix}{name}.weight" for name in ([names] if isinstance(names, str) else names))
-        return super().linear(names, out_features, in_features, bias=bias, is_quantized=is_quantized)
-
-    def num_bytes(self, name: str, dtype: str, weight_format: str) -> int:
-        """What a noted tensor takes in memory."""
-        shape = self.shapes[name]
-        if weight_format == INT8 and name in self.quantized:
-            return math.prod(shape) + SCALE_BYTES * shape[0]
-        return math.prod(shape) * DTYPE_BYTES[dtype]

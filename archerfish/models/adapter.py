@@ -1,7 +1,8 @@
-"""What every decoder architecture provides, and the registry of them."""
+"""What every architecture provides, decoder or encoder, and the tables of them."""
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,32 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError, did_you_mean
-from archerfish.kernels.ops import Ops, T
+from archerfish.kernels.formats import PLAIN, WeightFormat
+from archerfish.kernels.ops import Ids, Ops, Segments, T
 from archerfish.kernels.recurrent import StateShape
+from archerfish.layers.encoder import BlockShape, ClassifierHead
 from archerfish.layers.weights import NotedWeights, Weights
 from archerfish.models.config import Config
-from archerfish.models.known import ENCODERS, MODELS, class_of
 
+# By the `model_type` of a config.json: a class, or "module:class" of one that is not imported yet.
+MODELS: dict[str, str | type[Any]] = {
+    "llama": "archerfish.models.llama:LlamaModel",
+    "mistral": "archerfish.models.llama:MistralModel",
+    "qwen2": "archerfish.models.llama:Qwen2Model",
+    "qwen3": "archerfish.models.llama:Qwen3Model",
+    "gemma2": "archerfish.models.gemma:Gemma2Model",
+    "gemma3_text": "archerfish.models.gemma:Gemma3Model",
+    "phi3": "archerfish.models.llama:Phi3Model",
+    "rwkv7": "archerfish.models.rwkv7:Rwkv7Model",
+}
+ENCODERS: dict[str, str | type[Any]] = {
+    "bert": "archerfish.models.bert:BertEncoder",
+    "distilbert": "archerfish.models.bert:DistilBertEncoder",
+    "roberta": "archerfish.models.bert:RobertaEncoder",
+    "xlm-roberta": "archerfish.models.bert:RobertaEncoder",
+    "camembert": "archerfish.models.bert:RobertaEncoder",
+    "mpnet": "archerfish.models.bert:MPNetEncoder",
+}
 ENTRY_POINTS = "archerfish.models"  # the group; an entry point's name is a model_type, its value an adapter class
 
 
@@ -42,7 +63,6 @@ class ModelAdapter(ABC, Generic[T]):
     """
 
     gives_kept_rows: ClassVar[bool] = False  # `forward` heeds kept_rows of a batch
-    weight_formats: ClassVar[tuple[str, ...]] = ("auto",)  # those that its quality has been measured in
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         self.ops: Ops[T] = weights.ops
@@ -81,14 +101,13 @@ class ModelAdapter(ABC, Generic[T]):
         return cls._note_weights(config).shapes
 
     @classmethod
-    def tensor_bytes(cls, config: Config, dtype: str, weight_format: str = "auto") -> Mapping[str, int]:
+    def tensor_bytes(cls, config: Config, dtype: str, weight_format: WeightFormat = PLAIN) -> Mapping[str, int]:
         """What each of its tensors takes in memory."""
-        weights = cls._note_weights(config)
-        return {name: weights.num_bytes(name, dtype, weight_format) for name in weights.shapes}
+        return cls._note_weights(config, dtype, weight_format).num_bytes
 
     @classmethod
-    def _note_weights(cls, config: Config) -> NotedWeights:
-        weights = NotedWeights({}, cast(Ops[Any], NoOps()))
+    def _note_weights(cls, config: Config, dtype: str = "float32", weight_format: WeightFormat = PLAIN) -> NotedWeights:
+        weights = NotedWeights({}, cast(Ops[Any], NoOps()), weight_format=weight_format, dtype=dtype)
         cls(weights, config, max_len=1)
         return weights
 
@@ -98,6 +117,45 @@ class NoOps:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **options: None
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Packed input of one forward pass."""
+
+    token_ids: Ids
+    segments: Segments
+    type_ids: Ids | None = None
+
+
+class Encoder(ABC, Generic[T]):
+    """One architecture. A subclass reads its configuration and weights in `__init__` and computes in `forward`."""
+
+    prefix: ClassVar[str]  # what its checkpoints put before every name when they carry a head
+    is_recordable: ClassVar[bool] = False  # forward sends ids by `ops.ids` and reads nothing else of a batch on the host
+
+    def __init__(self, weights: Weights[T], config: Config) -> None:
+        self.ops: Ops[T] = weights.ops
+        self.config = config
+        self.shape = self.block_shape(config)
+
+    @abstractmethod
+    def forward(self, batch: TokenBatch) -> T:
+        """Hidden states, (tokens, width)."""
+
+    @classmethod
+    @abstractmethod
+    def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
+        """The head of its sequence classification checkpoints."""
+
+    @classmethod
+    def block_shape(cls, config: Config) -> BlockShape:
+        return config.block_shape()
+
+    @classmethod
+    def max_positions(cls, config: Config) -> int:
+        """Longest sequence that its position table allows."""
+        return config.integer("max_position_embeddings")
 
 
 def register_model(model_type: str, adapter: type[ModelAdapter[Any]]) -> None:
@@ -128,4 +186,29 @@ def load_entry_point(point: EntryPoint) -> type[ModelAdapter[Any]]:
         raise UnsupportedModelError(f"The entry point {point.value!r} of model {point.name!r} is broken: {error}.") from error
     if not isinstance(loaded, type) or not issubclass(loaded, ModelAdapter):
         raise UnsupportedModelError(f"The entry point {point.value!r} of model {point.name!r} is no ModelAdapter class.")
+    return loaded
+
+
+def register_encoder(model_type: str, encoder: type[Encoder[Any]]) -> None:
+    """Add an architecture, or replace one, under the `model_type` of its config.json."""
+    ENCODERS[model_type] = encoder
+
+
+def encoder_class(config: Config) -> type[Encoder[Any]]:
+    """The class for a configuration; an unknown architecture is refused with the known ones."""
+    found = ENCODERS.get(config.model_type)
+    if found is None:
+        hint = did_you_mean(config.model_type, ENCODERS) or f"Known: {', '.join(ENCODERS)}."
+        if config.model_type in MODELS:
+            hint = "It writes text: LLMEngine and `archerfish generate` take it."
+        raise UnsupportedModelError(f"No encoder for model_type {config.model_type!r}.", hint=hint)
+    return class_of(found)
+
+
+def class_of(found: str | type[Any]) -> type[Any]:
+    """An entry of these tables as a class."""
+    if isinstance(found, type):
+        return found
+    module, _, name = found.partition(":")
+    loaded: type[Any] = getattr(importlib.import_module(module), name)
     return loaded

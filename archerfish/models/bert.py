@@ -1,61 +1,147 @@
-"""BERT, and MiniLM, which is a small BERT."""
+"""BERT (MiniLM is a small BERT), and the encoders that differ from it in little: RoBERTa, DistilBERT and MPNet."""
 
 from __future__ import annotations
+
+import math
+from typing import ClassVar
 
 import numpy as np
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import T
-from archerfish.layers.encoder import BlockNames, ClassifierHead, EncoderBlock, LayerNorm
+from archerfish.kernels.ops import Ids, T
+from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, LayerNorm
 from archerfish.layers.weights import Weights
+from archerfish.models.adapter import Encoder, TokenBatch
 from archerfish.models.config import Config
-from archerfish.models.encoder import Encoder, TokenBatch
 
-NAMES = BlockNames(
-    query="attention.self.query", key="attention.self.key", value="attention.self.value",
-    attention_out="attention.output.dense", attention_norm="attention.output.LayerNorm",
-    up="intermediate.dense", down="output.dense", output_norm="output.LayerNorm",
-)
+MAX_DISTANCE = 128  # of MPNet: fixed in the architecture, not in its configuration
 
 
 class BertEncoder(Encoder[T]):
     prefix = "bert"
     is_recordable = True
+    names: ClassVar[BlockNames] = BlockNames(
+        query="attention.self.query", key="attention.self.key", value="attention.self.value",
+        attention_out="attention.output.dense", attention_norm="attention.output.LayerNorm",
+        up="intermediate.dense", down="output.dense", output_norm="output.LayerNorm",
+    )
+    layers: ClassVar[str] = "encoder.layer"
+    num_layers: ClassVar[str] = "num_hidden_layers"  # the name in the configuration
+    has_types: ClassVar[bool] = True  # tokens have a type: first or second text
+    counts_from_padding: ClassVar[bool] = False  # positions count from the padding id on
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)
         if config.values.get("position_embedding_type", "absolute") != "absolute":
-            raise UnsupportedModelError("Only absolute positions are supported for BERT.")
-        shape = self.shape
+            raise UnsupportedModelError(f"Only absolute positions are supported for {config.model_type}.")
+        ops, shape, num_positions = self.ops, self.shape, config.integer("max_position_embeddings")
         embeddings = weights.scope("embeddings")
         self.words = embeddings.table("word_embeddings.weight", config.integer("vocab_size"), shape.width)
-        self.positions = embeddings.table(
-            "position_embeddings.weight", config.integer("max_position_embeddings"), shape.width
-        )
-        self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
-        rows = np.arange(config.integer("max_position_embeddings"))
-        self.untyped_positions = self.ops.embed((self.positions, self.types), (self.ops.ids(rows), self.ops.ids(rows * 0)))
+        self.positions = self.untyped_positions = embeddings.table("position_embeddings.weight", num_positions, shape.width)
+        if self.has_types:
+            self.types = embeddings.table("token_type_embeddings.weight", config.integer("type_vocab_size", 2), shape.width)
+            rows = np.arange(num_positions)
+            self.untyped_positions = ops.embed((self.positions, self.types), (ops.ids(rows), ops.ids(rows * 0)))
         self.norm = LayerNorm(embeddings, "LayerNorm", shape.width, shape.eps)
-        blocks = range(config.integer("num_hidden_layers"))
-        self.blocks = [EncoderBlock(weights.scope(f"encoder.layer.{i}"), shape, NAMES) for i in blocks]
-
-    def position_ids(self, batch: TokenBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return batch.segments.positions
+        layers = range(config.integer(self.num_layers))
+        self.blocks = [EncoderBlock(weights.scope(f"{self.layers}.{i}"), shape, self.names) for i in layers]
 
     def forward(self, batch: TokenBatch) -> T:
-        ops = self.ops
-        token_ids, positions = ops.ids(batch.token_ids), ops.ids(self.position_ids(batch))
-        if batch.type_ids is None:
-            x = ops.embed((self.words, self.untyped_positions), (token_ids, positions))
-        else:
+        ops, first = self.ops, self.first_position(self.config)
+        token_ids = ops.ids(batch.token_ids)
+        positions = ops.ids(batch.segments.positions + first if first else batch.segments.positions)
+        if self.has_types and batch.type_ids is not None:
             x = ops.embed((self.words, self.positions, self.types), (token_ids, positions, ops.ids(batch.type_ids)))
-        x = self.norm(x)
+        else:
+            x = ops.embed((self.words, self.untyped_positions), (token_ids, positions))
+        x, bias = self.norm(x), self.attention_bias(batch)
         for block in self.blocks:
-            x = block(x, batch.segments)
+            x = block(x, batch.segments, bias)
         return x
+
+    def attention_bias(self, batch: TokenBatch) -> T | None:
+        """What is added to the scores of attention."""
+        return None
+
+    @classmethod
+    def first_position(cls, config: Config) -> int:
+        return config.integer("pad_token_id", 1) + 1 if cls.counts_from_padding else 0
+
+    @classmethod
+    def max_positions(cls, config: Config) -> int:
+        return config.integer("max_position_embeddings") - cls.first_position(config)
 
     @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
         return ClassifierHead(
             weights, "bert.pooler.dense", "classifier", config.integer("hidden_size"), config.num_labels, "tanh"
         )
+
+
+class RobertaEncoder(BertEncoder[T]):
+    """RoBERTa, XLM-RoBERTa and CamemBERT."""
+
+    prefix = "roberta"
+    counts_from_padding = True
+
+    @classmethod
+    def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
+        return ClassifierHead(
+            weights, "classifier.dense", "classifier.out_proj", config.integer("hidden_size"), config.num_labels, "tanh"
+        )
+
+
+class DistilBertEncoder(BertEncoder[T]):
+    prefix = "distilbert"
+    names = BlockNames(
+        query="attention.q_lin", key="attention.k_lin", value="attention.v_lin",
+        attention_out="attention.out_lin", attention_norm="sa_layer_norm",
+        up="ffn.lin1", down="ffn.lin2", output_norm="output_layer_norm",
+    )
+    layers = "transformer.layer"
+    num_layers = "n_layers"
+    has_types = False
+
+    @classmethod
+    def block_shape(cls, config: Config) -> BlockShape:
+        return config.block_shape("dim", "n_heads", "hidden_dim", "activation")
+
+    @classmethod
+    def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
+        return ClassifierHead(weights, "pre_classifier", "classifier", config.integer("dim"), config.num_labels, "relu")
+
+
+class MPNetEncoder(RobertaEncoder[T]):
+    """MPNet adds a bias to the scores of attention that depends on the distance between two tokens."""
+
+    prefix = "mpnet"
+    is_recordable = False
+    names = BlockNames(
+        query="attention.attn.q", key="attention.attn.k", value="attention.attn.v",
+        attention_out="attention.attn.o", attention_norm="attention.LayerNorm",
+        up="intermediate.dense", down="output.dense", output_norm="output.LayerNorm",
+    )
+    has_types = False
+
+    def __init__(self, weights: Weights[T], config: Config) -> None:
+        super().__init__(weights, config)
+        self.num_buckets = config.integer("relative_attention_num_buckets", 32)
+        self.distances = weights.table("encoder.relative_attention_bias.weight", self.num_buckets, self.shape.num_heads)
+
+    def attention_bias(self, batch: TokenBatch) -> T:
+        return self.ops.relative_bias(self.distances, distance_buckets(max(batch.segments.lengths), self.num_buckets))
+
+
+def distance_buckets(length: int, num_buckets: int) -> Ids:
+    """(length, length) bucket of key position minus query position: exact when near, logarithmic up to MAX_DISTANCE."""
+    distance = np.arange(length)[None, :] - np.arange(length)[:, None]
+    half = num_buckets // 2
+    exact = half // 2
+    far = np.abs(distance)
+    with np.errstate(divide="ignore"):
+        scale = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(MAX_DISTANCE / exact))
+    logarithmic = np.where(far < exact, 0, exact + scale * np.float32(half - exact)).astype(np.int64)
+    bucket = np.where(far < exact, far, np.minimum(logarithmic, half - 1))
+    # a key before the query has a positive "n" in the original formula, and keys after it use the upper half
+    result: Ids = (bucket + np.where(distance > 0, half, 0)).astype(np.int64)
+    return result

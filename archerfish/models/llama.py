@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and whatever else is a Llama; the other decoders override what they do differently."""
+"""Llama 2 and 3, SmolLM2, and the decoders that differ from them in little: Mistral, Qwen2, Qwen3 and Phi-3."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class LlamaModel(ModelAdapter[T]):
     has_qkv_bias: ClassVar[bool] = False  # whatever the configuration says
     has_head_norms: ClassVar[bool] = False  # each head of queries and keys is normalised
     eps: ClassVar[float] = 1e-6  # of norms, where the configuration does not say
+    has_window: ClassVar[bool] = False  # the configuration's sliding_window holds for all layers
+    default_window: ClassVar[float] = 4096.0  # of a sliding window in tokens, where the configuration does not say
 
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
@@ -31,7 +33,7 @@ class LlamaModel(ModelAdapter[T]):
         self.blocks = [self.block(body.scope(f"layers.{i}"), i) for i in range(config.integer("num_hidden_layers"))]
         self.norm = self.rms_norm(body, "norm")
         if config.flag("tie_word_embeddings", self.ties_embeddings):
-            self.head = self.ops.linear_weight([self.embedding], [None])
+            self.head = weights.tied_linear(self.embedding, vocab_size, self.width)
         else:
             self.head = weights.linear("lm_head", vocab_size, self.width)
 
@@ -81,7 +83,7 @@ class LlamaModel(ModelAdapter[T]):
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0: none."""
-        return 0
+        return int(self.config.limit("sliding_window", self.default_window)) if self.has_window else 0
 
     def rotary(self, layer: int) -> Rotary[T]:
         """Layers with the same configuration share a table."""
@@ -98,3 +100,35 @@ class LlamaModel(ModelAdapter[T]):
     @classmethod
     def max_positions(cls, config: Config) -> int:
         return max(cls.rotary_config(config, layer).longest for layer in range(config.integer("num_hidden_layers")))
+
+
+class MistralModel(LlamaModel[T]):
+    has_window = True
+
+
+class Phi3Model(LlamaModel[T]):
+    is_fused = True
+    eps = 1e-5
+    has_window = True
+    default_window = 0.0
+
+
+class Qwen2Model(LlamaModel[T]):
+    """Qwen2 and Qwen2.5, which have a window over some layers where the configuration asks for it."""
+
+    has_qkv_bias = True
+
+    def window(self, layer: int) -> int:
+        config = self.config
+        if not config.flag("use_sliding_window"):
+            return 0
+        if config.values.get("layer_types") is None:
+            is_sliding = layer >= config.integer("max_window_layers", 28)
+        else:
+            is_sliding = config.layer_types()[layer] == "sliding_attention"
+        return int(config.limit("sliding_window", self.default_window)) if is_sliding else 0
+
+
+class Qwen3Model(Qwen2Model[T]):
+    has_qkv_bias = False
+    has_head_norms = True

@@ -1,4 +1,4 @@
-"""MetricsCollector: what is counted of engines. Names are those that a server exposes, vLLM's where they mean the same."""
+"""MetricsCollector: histograms and counters of engines, by the names that a server exposes (vLLM's where it has them)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Protocol
 from archerfish.observe.metrics import Counter, Gauge, GivenMetric, Histogram, Metric, MetricRegistry, Sample
 
 LABEL = ("model_name",)
-GAUGES = {  # of a generation model: what its stats call it, and what it is
-    "vllm:num_requests_running": ("num_running", "Sequences that run."),
-    "vllm:num_requests_waiting": ("num_waiting", "Sequences that wait."),
+GAUGES = {  # of a generation model: the key in its stats, and a description
+    "vllm:num_requests_running": ("num_running", "Running sequences."),
+    "vllm:num_requests_waiting": ("num_waiting", "Waiting sequences."),
     "vllm:kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks that running sequences hold; 1 is all."),
 }
 COUNTERS = {
-    "vllm:num_preemptions": ("num_preemptions", "Sequences that had to give their blocks back."),
-    "vllm:generation_tokens": ("total_tokens_generated", "Tokens written."),
-    "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of requests that were admitted."),
-    "vllm:prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens that were looked up."),
-    "vllm:prefix_cache_hits": ("cache_hits", "Prompt tokens that the prefix cache had."),
-    "archerfish_completed_requests": ("completed_requests", "Requests that ended as they should."),
+    "vllm:num_preemptions": ("num_preemptions", "Sequences whose blocks were taken for others."),
+    "vllm:generation_tokens": ("total_tokens_generated", "Generated tokens."),
+    "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests."),
+    "vllm:prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": ("cache_hits", "Prompt tokens found in the prefix cache."),
+    "archerfish_completed_requests": ("completed_requests", "Requests that ended without an error."),
     "archerfish_failed_requests": ("failed_requests", "Requests that ended with an error or at their deadline."),
-    "archerfish_aborted_requests": ("aborted_requests", "Requests that were given up."),
-    "archerfish_steps": ("num_steps", "Steps planned."),
+    "archerfish_aborted_requests": ("aborted_requests", "Requests that were aborted."),
+    "archerfish_steps": ("num_steps", "Planned steps."),
 }
 ENCODER_COUNTERS = {
-    "archerfish_encoded_texts": ("num_texts", "Texts and pairs computed."),
-    "archerfish_encoded_tokens": ("num_tokens", "Their tokens."),
+    "archerfish_encoded_texts": ("num_texts", "Computed texts and pairs."),
+    "archerfish_encoded_tokens": ("num_tokens", "Tokens of computed texts and pairs."),
 }
 EVERY_COUNTER = {
     "archerfish_jobs": ("jobs", "Jobs of the compute thread."),
-    "archerfish_busy_seconds": ("busy_s", "Seconds that the compute thread worked."),
+    "archerfish_busy_seconds": ("busy_s", "Busy seconds of the compute thread."),
 }
 TTFT, GAPS, WHOLE = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds"
 QUEUE, PREFILL = "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds"
@@ -40,7 +40,7 @@ DECODE, ENCODE = "vllm:request_decode_time_seconds", "archerfish_encode_seconds"
 
 
 class RequestTimes(Protocol):
-    """How long a request took, in its parts."""
+    """Durations of a request."""
 
     @property
     def queue_ms(self) -> float: ...
@@ -53,14 +53,14 @@ class RequestTimes(Protocol):
 
 
 class EndedOutput(Protocol):
-    """One of the texts of a request."""
+    """One output of a request."""
 
     @property
     def finish_reason(self) -> str | None: ...
 
 
 class EndedRequest(Protocol):
-    """What is asked of a result; RequestOutput is one."""
+    """The result of a request, as far as a collector reads it; RequestOutput is one."""
 
     @property
     def metrics(self) -> RequestTimes: ...
@@ -70,16 +70,14 @@ class EndedRequest(Protocol):
 
 
 class MetricsCollector:
-    """Histograms and counters of what happens, by model; safe to use from any thread.
+    """Histograms and counters by model; safe to use from any thread.
 
-    What engines count themselves is not counted here again: `metrics` takes their stats. window: values that histograms
-    keep for exact percentiles.
+    Counts that engines keep themselves are passed to `metrics`. window: values that histograms keep for exact percentiles.
     """
 
     def __init__(self, *, window: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = MetricRegistry()
         self.start_time = clock()
-        self._clock = clock
 
         def histogram(name: str, description: str) -> Histogram:
             return self.registry.histogram(name, description, LABEL, window=window)
@@ -97,23 +95,21 @@ class MetricsCollector:
         self._waiting: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
-    # What happens
-
     def token(self, model: str, seconds: float, *, is_first: bool) -> None:
-        """Tokens have come, so long after arrival or after the ones before."""
+        """Record the time from arrival to the first token, or from the tokens before to these."""
         if is_first:
             self._ttft.observe(seconds, model_name=model)
         else:
             self.gaps(model, (seconds,))
 
     def gaps(self, model: str, seconds: Sequence[float]) -> None:
-        """Tokens have come, each so long after the one before it."""
+        """Record times between tokens. `settle` adds them to the histogram."""
         if seconds:
             with self._lock:
                 self._waiting.setdefault(model, []).extend(seconds)
 
     def settle(self) -> None:
-        """Take in the gaps of a step under one lock."""
+        """Add the recorded gaps to the histogram, all under one lock."""
         if not self._waiting:
             return
         with self._lock:
@@ -122,7 +118,7 @@ class MetricsCollector:
             self._gaps.observe_many(gaps, model_name=model)
 
     def ended(self, model: str, result: EndedRequest) -> None:
-        """A request has ended, each of its sequences for a reason of its own."""
+        """Record the durations of an ended request and the finish reason of each output."""
         metrics = result.metrics
         self._whole.observe((metrics.queue_ms + metrics.prefill_ms + metrics.decode_ms) / 1000, model_name=model)
         self._queue.observe(metrics.queue_ms / 1000, model_name=model)
@@ -136,12 +132,6 @@ class MetricsCollector:
 
     def refused(self, model: str, code: str) -> None:
         self._refusals.add(model_name=model, code=code)
-
-    # Looking in
-
-    @property
-    def uptime_s(self) -> float:
-        return self._clock() - self.start_time
 
     @property
     def histograms(self) -> dict[str, Histogram]:
@@ -157,7 +147,7 @@ class MetricsCollector:
         return {metric.name: metric for metric in self.registry if isinstance(metric, Gauge)}
 
     def metrics(self, stats: Mapping[str, Mapping[str, Any]] | None = None) -> list[Metric]:
-        """All of it, with what engines count themselves: stats by model. `serve.metrics.exposition` makes Prometheus' text."""
+        """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""
         self.settle()
         found: list[Metric] = list(self.registry)
         for name, (key, description) in {**GAUGES, **COUNTERS, **ENCODER_COUNTERS, **EVERY_COUNTER}.items():

@@ -15,7 +15,6 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SIZE_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Sample:
 
 
 class Metric(ABC):
-    """What the three kinds of metric share: a name, label names, and a lock."""
+    """The common part of the three kinds of metric: a name, label names, and a lock."""
 
     kind: ClassVar[Kind]
 
@@ -121,7 +120,7 @@ class _Series:
 
 
 class Histogram(Metric):
-    """How often values fell into fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
+    """Counts of values in fixed buckets; the last bucket has no upper bound. window: values kept for `percentiles`."""
 
     kind = "histogram"
 
@@ -140,7 +139,7 @@ class Histogram(Metric):
         self.observe_many((value,), **labels)
 
     def observe_many(self, values: Sequence[float], **labels: str) -> None:
-        """Several values under one lock: for what is measured once per item of a batch."""
+        """Observe several values under one lock."""
         key = self._key(labels)
         with self._lock:
             series = self._series.get(key)
@@ -160,24 +159,8 @@ class Histogram(Metric):
         with self._lock:
             return self._series[key].total if key in self._series else 0.0
 
-    def quantile(self, q: float, **labels: str) -> float:
-        """An estimate of the q-quantile, linear inside its bucket; nan without values, the last bound if it lies above."""
-        if not 0 <= q <= 1:
-            raise ValueError(f"A quantile lies between 0 and 1, not at {q}.")
-        counts = self._counts(labels)
-        rank = q * sum(counts)
-        if not any(counts):
-            return math.nan
-        below = 0
-        for index, bound in enumerate(self.buckets):
-            if counts[index] and below + counts[index] >= rank:
-                low = self.buckets[index - 1] if index else min(0.0, bound)
-                return low + (bound - low) * max(0.0, rank - below) / counts[index]
-            below += counts[index]
-        return self.buckets[-1]
-
     def percentiles(self, percents: Sequence[float], **labels: str) -> list[float]:
-        """Of the values in the window, exactly: the smallest that so many per cent do not exceed; nan without any."""
+        """Exact percentiles (nearest rank) of the values in the window; nan if it is empty."""
         for percent in percents:
             if not 0 <= percent <= 100:
                 raise ValueError(f"A percentile lies between 0 and 100, not at {percent}.")
@@ -210,7 +193,7 @@ M = TypeVar("M", bound=Metric)
 
 
 class MetricRegistry:
-    """The metrics of one service. Asking twice for a name gives the same metric, so that parts can share one."""
+    """The metrics of one service. The same name gives the same metric, so that parts can share one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""RegressionDetector: whether measurements got worse than a baseline, more than they spread, and again and again."""
+"""RegressionDetector: whether measurements are worse than a baseline, beyond their spread, several times in a row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
-Direction = Literal["lower", "higher", "neither"]  # which way a metric is worse
-ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first that fits: a rate is no duration
+Direction = Literal["lower", "higher", "neither"]  # the direction in which a metric is worse
+ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first match counts, so rates stand before durations
     ("_tok_s", "lower"), ("_req_s", "lower"), ("tokens/s", "lower"), ("requests/s", "lower"), ("texts/s", "lower"),
     ("ratio", "lower"),    ("_ms", "higher"), (", ms", "higher"), ("_us", "higher"), ("_s", "higher"), ("_bytes", "higher"),
 )  # fmt: skip
@@ -18,7 +18,7 @@ NUM_IN_A_ROW = 3
 
 
 class Measured(Protocol):
-    """The middle of several rounds, and how far they spread."""
+    """The median of several rounds, with the lowest and the highest."""
 
     @property
     def median(self) -> float: ...
@@ -32,7 +32,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Single:
-    """One number: it spreads over nothing."""
+    """One number, without a spread."""
 
     median: float
 
@@ -47,15 +47,15 @@ class Single:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric beside its baseline. change: how much worse, as a share of the baseline; below 0 it got better."""
+    """One metric compared with its baseline. change: how much worse, as a share of the baseline; negative is better."""
 
     metric: str
     worse_when: Direction
     before: float
     now: float
     change: float
-    is_breach: bool  # by more than the tolerance, and outside of what both spread
-    num_in_a_row: int  # breaches, this one included
+    is_breach: bool  # worse by more than the tolerance and outside of both spreads
+    num_in_a_row: int  # consecutive breaches, this one included
     is_confirmed: bool
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ class Comparison:
 
 
 class RegressionDetector:
-    """Compares runs with a baseline. A metric that breaches in three runs on end is a regression.
+    """Compares runs with a baseline. A metric that breaches in three runs in a row is a regression.
 
-    Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. directions and
-    tolerances (in per cent) are by metric or by a pattern such as "static *"; the first that fits counts. A metric whose bad
-    direction neither they nor its ending tell is refused: a wrong guess would praise what got slower.
+    Metrics are summaries of several rounds, or plain numbers such as PerformanceMonitor's figures of a model. The keys of
+    `directions` and `tolerances` (in per cent) are metrics or patterns such as "static *"; the first match counts. A metric is
+    refused if neither `directions` nor its ending says in which direction it is worse.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RegressionDetector:
         tolerances: Mapping[str, float] | None = None, directions: Mapping[str, Direction] | None = None,
         consecutive_failures: Mapping[str, int] | None = None, num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
-        """consecutive_failures: breaches in a row of each metric so far, as an earlier detector has them."""
+        """consecutive_failures: the breaches in a row of each metric, from an earlier detector."""
         self.tolerances = {**(tolerances or {}), "*": tolerance_percent}
         if not all(0 <= tolerance < math.inf for tolerance in self.tolerances.values()) or num_in_a_row < 1:
             raise ValueError("Tolerances must be at least 0 per cent, and num_in_a_row at least 1.")
@@ -90,7 +90,7 @@ class RegressionDetector:
             worse_when(metric, self.directions)
 
     def check_regression(self, current_metrics: Mapping[str, Measured | float]) -> list[Comparison]:
-        """Take in one run; the regressions that are confirmed by it. What was not measured stays as it was."""
+        """Compare one run; gives the confirmed regressions. Metrics that were not measured keep their count."""
         self.comparisons = []
         for metric, value in current_metrics.items():
             now, direction = measured(metric, value), worse_when(metric, self.directions)
@@ -120,7 +120,7 @@ def measured(metric: str, value: Measured | float) -> Measured:
 
 
 def is_beyond(metric: str, value: float, threshold: float) -> bool:
-    """Whether a figure is on the bad side of a threshold: below it where its ending says that less is worse, else above."""
+    """Whether a figure is below its threshold, if its ending says that less is worse, else whether it is above."""
     with suppress(ValueError):
         if worse_when(metric, {}) == "lower":
             return value < threshold
@@ -128,18 +128,18 @@ def is_beyond(metric: str, value: float, threshold: float) -> bool:
 
 
 def worse_when(metric: str, stated: Mapping[str, Direction]) -> Direction:
-    """Which way a metric is bad: as stated for the first pattern that fits, else by its ending."""
+    """The direction in which a metric is worse: of the first pattern that matches, else by its ending."""
     for pattern, direction in stated.items():
         if fnmatchcase(metric, pattern):
             return direction
     for ending, direction in ENDINGS:
         if metric.endswith(ending):
             return direction
-    raise ValueError(f"Nothing says which way {metric!r} is bad: state it among the directions.")
+    raise ValueError(f"The direction in which {metric!r} is worse is unknown: add it to the directions.")
 
 
 def worsening(before: float, now: float, direction: Direction) -> float:
-    """How much worse, as a share of what was; infinite where that was nothing."""
+    """By how much it is worse, as a share of the value before; infinite if that was 0."""
     difference = now - before if direction == "higher" else before - now
     if not before:
         return math.copysign(math.inf, difference) if difference else 0.0
@@ -147,7 +147,7 @@ def worsening(before: float, now: float, direction: Direction) -> float:
 
 
 def is_apart(before: Measured, now: Measured, direction: Direction) -> bool:
-    """Whether each median lies outside of what the other one's rounds spread over, on the bad side."""
+    """Whether each median lies outside of the other one's spread, on the worse side."""
     if direction == "higher":
         return now.median > before.high and before.median < now.low
     return now.median < before.low and before.median > now.high

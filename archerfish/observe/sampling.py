@@ -1,4 +1,4 @@
-"""SamplingMetrics: what a sampler has done."""
+"""SamplingMetrics: counts of a sampler."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class SamplingMetrics:
     """Counts since a sampler was made. One thread writes them; reading is safe from any."""
 
     total_samples: int = 0
-    fast_path_samples: int = 0  # of batches in which all are greedy: no distribution is made
-    cache_hits: int = 0  # of logits that were computed before
-    sample_seconds: float = 0.0  # of the host: on a GPU of queueing the work
-    num_timed: int = 0  # samples that took those seconds; recorded steps of a GPU sample on their own
-    memory_allocations: int = 0  # tables of parameters made for a batch that is not the one before
+    fast_path_samples: int = 0  # in batches with greedy rows only, which need no distribution
+    cache_hits: int = 0  # draws from cached logits
+    sample_seconds: float = 0.0  # of the host; on a GPU the time of queueing the work
+    num_timed: int = 0  # samples of those seconds; recorded steps of a GPU are not timed
+    memory_allocations: int = 0  # parameter tables that were made because the batch changed
 
     @property
     def avg_sample_time(self) -> float:

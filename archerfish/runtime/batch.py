@@ -1,39 +1,71 @@
-"""Token ids, places and block lists of a step made into the batch that a model takes."""
+"""Token ids, positions and blocks of a step made into the batch that a model takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
 from archerfish.kernels.recurrent import EMPTY_SLOT, FIRST_SLOT, RecurrentBatch
+from archerfish.step import StepInput
+
+MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS = 8, 256  # from which on reading shared keys once for all of them pays
+
+
+class BlockTables:
+    """The blocks of the sequence in each row, in the order of its tokens. Every step brings the new ones."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._blocks = np.zeros((num_rows, 8), dtype=np.int64)  # grows with the longest sequence
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+
+    def update(self, step: StepInput) -> None:
+        for entry in step.entries:
+            self._blocks[entry.row] = 0
+            self._num_blocks[entry.row] = 0
+        if not len(step.block_ids):
+            return
+        wanted, width = int(step.block_places.max()) + 1, self._blocks.shape[1]
+        if wanted > width:
+            self._blocks = np.pad(self._blocks, ((0, 0), (0, max(wanted, 2 * width) - width)))
+        self._blocks[step.block_rows, step.block_places] = step.block_ids
+        self._num_blocks[step.block_rows] = step.block_places + 1  # of a row that stands there more than once, the last counts
+
+    def of(self, rows: Ids) -> Ids:
+        """(rows, most blocks of any)"""
+        return self._blocks[rows, : max(1, int(self._num_blocks[rows].max(initial=0)))]
+
+    def at(self, rows: Ids, places: Ids) -> Ids:
+        """One block of each row."""
+        return self._blocks[rows, places]
 
 
 def build_batch(
     ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
+    block_size: int, **options: Any,
 ) -> PagedBatch[T]:
-    """The batch of sequences whose new tokens begin at `starts` and whose KV lies in `blocks`.
-
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared and
-    kept_rows: as in `PagedBatch`; the latter are filled up as the backend likes it.
-    """
+    """`pack_batch` of lists: the new tokens of each sequence, where they begin, and its blocks."""
     token_ids, query_lens = join_tokens(tokens)
-    return pack_batch(
-        ops, token_ids, query_lens, np.asarray(starts, dtype=np.int64), pad_tables(blocks), block_size,
-        is_deterministic=is_deterministic, num_rows=num_rows, num_shared=num_shared, kept_rows=kept_rows,
-    )
+    return pack_batch(ops, token_ids, query_lens, np.asarray(starts, np.int64), pad_tables(blocks), block_size, **options)
+
+
+def build_recurrent_batch(
+    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
+    block_size: int, **options: Any,
+) -> RecurrentBatch[T]:
+    """`pack_recurrent_batch` of lists."""
+    token_ids, query_lens = join_tokens(tokens)
+    begins = np.asarray(starts, np.int64)
+    return pack_recurrent_batch(ops, token_ids, query_lens, begins, pad_tables(blocks), block_size, **options)
 
 
 def join_tokens(tokens: Sequence[Sequence[int] | Ids]) -> tuple[Ids, Ids]:
     """All tokens one after the other, and how many each sequence has."""
     query_lens = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    num_tokens = int(query_lens.sum())
-    if num_tokens == len(tokens):  # only decodes: no list is worth an array of its own
-        return np.fromiter(chain.from_iterable(tokens), np.int64, num_tokens), query_lens
-    return np.concatenate([np.asarray(new, dtype=np.int64) for new in tokens]), query_lens
+    return np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum())), query_lens
 
 
 def count_decodes(query_lens: Ids) -> int:
@@ -61,7 +93,12 @@ def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
     is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
 ) -> PagedBatch[T]:
-    """The batch out of arrays: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences, most blocks)."""
+    """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
+    most blocks of any).
+
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared and
+    kept_rows: as in `PagedBatch`; the latter are filled up as the backend likes it.
+    """
     num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
     num_rows = num_rows or ops.padded_rows(num_tokens)
     assert num_rows >= num_tokens, "a batch has at least a row per token"
@@ -80,19 +117,16 @@ def pack_batch(
     )
 
 
-def build_recurrent_batch(
-    ops: Ops[T], *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-    block_size: int, is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+def pack_recurrent_batch(
+    ops: Ops[T], token_ids: Ids, query_lens: Ids, begins: Ids, tables: Ids, block_size: int, *,
+    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
 ) -> RecurrentBatch[T]:
-    """The batch of sequences whose new tokens begin at `starts`, and whose blocks hold a state each.
+    """The batch of sequences whose blocks hold a state each; the arrays are those of `pack_batch`.
 
     The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new tokens
-    are cut at the multiples of block_size. Otherwise as `build_batch`.
+    are cut at the multiples of block_size.
     """
-    token_ids, query_lens = join_tokens(tokens)
     num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
-    tables = pad_tables(blocks)
-    begins = np.asarray(starts, dtype=np.int64)
     ends = begins + query_lens
     counts = (ends - 1) // block_size - begins // block_size + 1
     first_pieces = np.concatenate(([0], np.cumsum(counts)))
@@ -114,3 +148,15 @@ def build_recurrent_batch(
         starts=ops.ids(piece_starts), first_pieces=ops.ids(first_pieces), is_deterministic=is_deterministic,
         kept_rows=fill_up(ops, kept_rows),
     )
+
+
+def find_shared(tables: Ids, block_size: int) -> int:
+    """Leading tokens that all sequences have in the same blocks, or 0 where sharing them does not pay.
+
+    The block of a sequence's new token is its own, so that the shared ones end before it.
+    """
+    if len(tables) < MIN_SHARED_SEQUENCES:
+        return 0
+    differs = (tables != tables[0]).any(axis=0)
+    num_tokens = (int(differs.argmax()) if differs.any() else tables.shape[1]) * block_size
+    return num_tokens if num_tokens >= MIN_SHARED_TOKENS else 0

@@ -1,37 +1,40 @@
-"""Steps that are only decodes, recorded once for each batch size and repeated: embedding to sampled token, without the host.
+"""Passes that are recorded once and repeated without the host: steps of decodes, and passes over one prompt.
 
-A batch is filled up to the next recorded size. All that a step needs of the host travels in one copy (`kernels/decoding.py`);
-tokens stay on the device from step to step, and so do the block lists of models with keys.
+A pass is recorded for some sizes. A batch is filled up to the next one, unless the backend repeats recorded work for any number
+of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` says how it is
+laid out. Tokens stay on the device from step to step, and so do the block lists of models with keys.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, ON_DEVICE, Input
-from archerfish.kernels.ops import Ids, Ops, T
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input, Word
+from archerfish.kernels.ops import Ids, Ops, Replay, T
 from archerfish.models.adapter import ModelAdapter
-from archerfish.runtime.batch import pad_tables
+from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
 from archerfish.runtime.pool import MemoryPool
 from archerfish.runtime.sampler import FastSampler
-from archerfish.runtime.shared import MIN_SHARED_SEQUENCES, find_shared
-from archerfish.sequence import Plan, Sequence
+from archerfish.step import StepInput
 
-SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))
+SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
 SIZE_STEP = 64  # between larger ones
-COMPILING_S = 5.0  # that recording takes no less than with kernels to compile, and far less without
+PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens; beyond the last, computing takes longer than the host
+COMPILING_S = 5.0  # recording takes longer than this if kernels have to be compiled, and far less if not
 NUM_BUFFERS = 4  # more than the steps that are open at once
+K = TypeVar("K", bound=Hashable)
 
 
 class Kind(NamedTuple):
-    """What steps are told apart by when they are recorded."""
+    """Steps of decodes that one recording serves."""
 
     size: int
     is_shared: bool = False  # sequences have keys in common
@@ -40,67 +43,114 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded(Generic[T]):
-    """The step of one kind: send its inputs, repeat it, fetch its report."""
+    """A recorded pass: send its inputs, repeat it, fetch what it gives."""
 
     inputs: T
-    repeat: Callable[[], T]
+    repeat: Replay[T]
 
-    @classmethod
-    def of(cls, ops: Ops[T], inputs: T, step: Callable[[], T]) -> Recorded[T]:
-        """A step that reads its inputs where they lie."""
+
+class RecordedPasses(ABC, Generic[T, K]):
+    """Passes by their kind K, each recorded when it is first used, or before."""
+
+    def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_words: int) -> None:
+        self.ops: Ops[T] = model.ops
+        self.model, self.pool = model, pool
+        self._recorded: dict[K, Recorded[T]] = {}
+        self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
+
+    @abstractmethod
+    def kinds(self) -> Iterable[K]:
+        """All kinds, in the order in which to record them: the largest first, since the others use its memory after it."""
+
+    @abstractmethod
+    def empty_inputs(self, kind: K) -> Ids:
+        """Inputs that are all filling."""
+
+    @abstractmethod
+    def compute(self, kind: K, inputs: T) -> T:
+        """What is recorded: a pass that reads its inputs where they lie."""
+
+    def recorded(self, kind: K) -> Recorded[T]:
+        found = self._recorded.get(kind)
+        if found is None:
+            inputs = self.ops.ids(self.empty_inputs(kind).copy())
+            found = self._recorded[kind] = Recorded(inputs, self._record(lambda: self.compute(kind, inputs)))
+        return found
+
+    def _record(self, call: Callable[[], T]) -> Replay[T]:
         try:
-            return cls(inputs, ops.capture(step) or step)
-        except Exception:  # as for want of memory: the step can still be run
-            return cls(inputs, step)
+            repeat = self.ops.capture(call)
+        except Exception:  # such as a lack of memory: the pass can still be run
+            repeat = None
+        return repeat or (lambda num_rows=0: call())
+
+    def record_next(self) -> bool:
+        """Record one more kind, in idle time. False: all are recorded."""
+        kind = next((kind for kind in self.kinds() if kind not in self._recorded), None)
+        if kind is not None:
+            self.recorded(kind)
+        return kind is not None
 
 
-class DecodeGraphs(Generic[T]):
-    """Runs plans that are only decodes of plainly sampled sequences, on a backend that can record work."""
+@dataclass(frozen=True)
+class PreparedDecodes:
+    """Inputs of a step of decodes, the longest sequences first: the device has small pieces of work left for the end."""
+
+    words: Ids
+    rows: Ids
+    num_shared: int
+    unknown: Ids  # rows whose blocks the device does not know
+    tables: Ids  # and their blocks
+    columns: Ids  # where each sequence of the step stands
+
+
+class DecodeGraphs(RecordedPasses[T, Kind]):
+    """Steps that are only decodes of plainly sampled sequences, from the embedding to the sampled token."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], sampler: FastSampler[T], *, num_rows: int, max_len: int
     ) -> None:
-        self.ops: Ops[T] = model.ops
-        self.model, self.pool, self.sampler = model, pool, sampler
-        self.sizes = list_sizes(num_rows)
+        self.sizes = [num_rows] if model.ops.replays_any_rows else list_sizes(num_rows)
+        super().__init__(model, pool, NUM_INPUTS * num_rows)
+        self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
         self._spare_row = num_rows
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
-        self._recorded: dict[Kind, Recorded[T]] = {}
-        self._buffers = cycle([self.ops.host_buffer(NUM_INPUTS * self.sizes[-1]) for _ in range(NUM_BUFFERS)])
-        self._members: bytes = b""
+        self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
 
-    def forget(self, row: int) -> None:
-        """Another sequence has taken a row."""
-        self._num_known[row] = 0
-        self._members = b""
+    def enter(self, step: StepInput) -> None:
+        """Forget the blocks of rows that change hands."""
+        for entry in step.entries:
+            self._num_known[entry.row] = 0
+            self._members = b""
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether a step of plainly sampled rows can be run here."""
+        return step.is_decode_only
 
     def warm_up(self) -> bool:
-        """Record batches that share nothing and draw from all tokens, the largest first, whose memory the others use after it,
-        and one of each other kind. The sizes between powers of two follow at once where kernels had to be compiled, which
-        nobody should wait for later, and else when they are used or in idle time. Gives whether kernels had to be compiled."""
+        """Record batches that share nothing and draw from all tokens, and one of each other kind.
+
+        The sizes between powers of two follow at once if kernels had to be compiled, so that no request waits for that, and
+        else when they are used or in idle time. Returns whether kernels had to be compiled.
+        """
         began = time.perf_counter()
-        plain, *others = self._wanted()
+        plain, *others = self._groups()
         early = [kind for kind in plain if kind.size & (kind.size - 1) == 0 or kind is plain[0]]
         for kind in early + [kinds[0] for kinds in others if kinds]:
-            self._record(kind)
+            self.recorded(kind)
         has_compiled = time.perf_counter() - began > COMPILING_S
         if has_compiled:
             for kind in plain:
-                if kind not in self._recorded:
-                    self._record(kind)
+                self.recorded(kind)
         return has_compiled
 
-    def record_next(self) -> bool:
-        """Record one more batch, in time that nobody needs; False: all are recorded."""
-        found = next((kind for kinds in self._wanted() for kind in kinds if kind not in self._recorded), None)
-        if found is not None:
-            self._record(found)
-        return found is not None
+    def kinds(self) -> Iterable[Kind]:
+        return [kind for group in self._groups() for kind in group]
 
-    def _wanted(self) -> list[list[Kind]]:
-        """All that can be recorded, in the order of their use, those first that share nothing and draw from all tokens."""
+    def _groups(self) -> list[list[Kind]]:
+        """All kinds, those first that share nothing and draw from all tokens."""
         sizes = self.sizes[::-1]
         shared = [size for size in sizes if size >= MIN_SHARED_SEQUENCES and self.pool.has_keys]
         return [
@@ -108,87 +158,123 @@ class DecodeGraphs(Generic[T]):
             for is_shared in (False, True) for is_cut in (False, True)
         ]
 
-    def takes(self, plan: Plan) -> bool:
-        """Whether a plan can be run here."""
-        if plan.num_decodes != len(plan.sequences) or plan.keeps_logits or not all(plan.samples):
-            return False
-        return plan.num_decodes <= self.sizes[-1] and self.sampler.is_plain(plan.sequences)
-
-    def start(self, plan: Plan) -> tuple[T, Ids]:
-        """Queue a plan's work; gives the (2, rows) report of `Drawn`, and which of its columns are the plan's sequences.
-
-        The longest sequences stand first: the device begins with them, and has small pieces of work left for the end.
-        """
-        starts = np.asarray(plan.starts, dtype=np.int64)
-        order = np.argsort(-starts, kind="stable")
-        positions = starts[order]
-        sequences = [plan.sequences[i] for i in order.tolist()]
-        rows = np.fromiter((sequence.row for sequence in sequences), np.int64, len(sequences))
-        num_shared = 0
+    def prepare(self, step: StepInput, tables: BlockTables) -> PreparedDecodes:
+        """The inputs of a step, but for what the sampler writes into them."""
+        order = np.argsort(-step.starts, kind="stable")
+        rows, positions = step.rows[order], step.starts[order]
+        num, own = len(rows), positions // self.pool.block_size
+        size = self.sizes[bisect_left(self.sizes, num)]
+        words = self.empty_inputs(Kind(size))
+        words[Input.TOKEN, :num], words[Input.ROW, :num], words[Input.POSITION, :num] = step.tokens[order], rows, positions
+        words[Input.BLOCK, :num] = tables.at(rows, own)
+        unknown, num_shared = rows[:0], 0
         if self.pool.has_keys:
-            self._teach_blocks(sequences, rows, positions)
-            num_shared = self._find_shared(sequences, rows)
-        size = self.sizes[bisect_left(self.sizes, len(rows))]
-        words = self._words(size)
-        num, block_size = len(rows), self.pool.block_size
-        words[Input.TOKEN, :num] = [
-            sequence.tokens[at] if at < len(sequence.tokens) else ON_DEVICE
-            for sequence, at in zip(sequences, positions.tolist(), strict=True)
-        ]
-        words[Input.BLOCK, :num] = [
-            sequence.blocks[own] for sequence, own in zip(sequences, (positions // block_size).tolist(), strict=True)
-        ]
-        words[Input.ROW, :num], words[Input.POSITION, :num] = rows, positions
-        if self.pool.has_keys:
-            words[Input.NUM_SHARED, 0] = num_shared
+            unknown = rows[self._num_known[rows] < own]  # the block of the new token always travels with it
+            self._num_known[rows] = own + 1
+            num_shared = words[Input.NUM_SHARED, 0] = self._find_shared(rows, tables)
         else:
-            words[Input.SOURCE, :num] = [
-                sequence.blocks[(at - 1) // block_size] if at else NO_BLOCK
-                for sequence, at in zip(sequences, positions.tolist(), strict=True)
-            ]
-        kind = Kind(size, num_shared > 0, self.sampler.write_inputs(words, rows))
-        recorded = self._recorded.get(kind) or self._record(kind)
-        self.ops.send(words, recorded.inputs)
-        return recorded.repeat(), np.argsort(order)
+            before = tables.at(rows, np.maximum(positions - 1, 0) // self.pool.block_size)
+            words[Input.SOURCE, :num] = np.where(positions > 0, before, NO_BLOCK)
+        return PreparedDecodes(words, rows, int(num_shared), unknown, tables.of(unknown), np.argsort(order))
 
-    def _words(self, size: int) -> Ids:
-        """A host buffer of inputs that are all filling."""
-        words = next(self._buffers)[: NUM_INPUTS * size].reshape(NUM_INPUTS, size)
+    def start(self, prepared: PreparedDecodes) -> T:
+        """Queue the work of a step; gives the (2, rows) report of `Drawn`, in the order of `prepared.rows`."""
+        if len(prepared.unknown):
+            self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
+        is_cut = self.sampler.write_inputs(prepared.words, prepared.rows)
+        recorded = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut))
+        self.ops.send(prepared.words, recorded.inputs)
+        return recorded.repeat(len(prepared.rows))
+
+    def empty_inputs(self, kind: Kind) -> Ids:
+        words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
         words[: Input.KEY], words[Input.NUM_SHARED] = 0, 0
         words[Input.ROW], words[Input.POSITION] = self._spare_row, FILLING_POSITION
         self.sampler.write_inputs(words, np.zeros(0, dtype=np.int64))
         return words
 
-    def _record(self, kind: Kind) -> Recorded[T]:
-        ops, words = self.ops, self._words(kind.size)
-        inputs = ops.ids(words.copy())
+    def compute(self, kind: Kind, inputs: T) -> T:
+        batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
+        if not kind.is_cut:
+            sampling = replace(sampling, min_p=None, long_cuts=None)
+        drawn = self.ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
+        self.ops.keep_tokens(inputs, self.state, drawn.tokens)
+        return drawn.report
 
-        def step() -> T:
-            batch, sampling = self.pool.decode_batch(inputs, self.state, is_shared=kind.is_shared)
-            if not kind.is_cut:
-                sampling = replace(sampling, min_p=None, long_cuts=None)
-            drawn = ops.sample(self.model.logits(self.model.forward(batch, self.pool.layers)), sampling)
-            ops.keep_tokens(inputs, self.state, drawn.tokens)
-            return drawn.report
-
-        recorded = self._recorded[kind] = Recorded.of(ops, inputs, step)
-        return recorded
-
-    def _teach_blocks(self, sequences: list[Sequence], rows: Ids, positions: Ids) -> None:
-        """Send the block lists that the device does not know; the block of the new token always travels with it."""
-        own = positions // self.pool.block_size
-        unknown = np.flatnonzero(self._num_known[rows] < own)
-        if len(unknown):
-            self.ops.set_tables(self.state, rows[unknown], pad_tables([sequences[i].blocks for i in unknown.tolist()]))
-        self._num_known[rows] = own + 1
-
-    def _find_shared(self, sequences: list[Sequence], rows: Ids) -> int:
-        """What `find_shared` finds, looked for anew in new company."""
+    def _find_shared(self, rows: Ids, tables: BlockTables) -> int:
+        """The result of `find_shared`, computed anew when the sequences change."""
         members = rows.tobytes()
         if members != self._members:
             self._members = members
-            self._num_shared = find_shared([sequence.blocks for sequence in sequences], self.pool.block_size)
+            self._num_shared = find_shared(tables.of(rows), self.pool.block_size)
         return self._num_shared
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """New tokens of the only sequence of a pass, up to its last one.
+
+    The step waits for the token that is drawn behind it, and so for the copy out of the host's buffer.
+    """
+
+    tokens: Ids
+    start: int
+    blocks: Ids
+
+
+class PromptGraphs(RecordedPasses[T, int]):
+    """Passes over one prompt, or what of it is not in the cache: a lone request waits for its first token, not for the host."""
+
+    def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T]) -> None:
+        self.sizes = PROMPT_SIZES[: bisect_left(PROMPT_SIZES, model.max_len) + 1]
+        self._num_blocks = -(-model.max_len // pool.block_size)
+        super().__init__(model, pool, self._num_words(self.sizes[-1]))
+        self._missed: set[int] = set()  # sizes that were asked for once: recording takes longer than running
+
+    def takes(self, num_new: int) -> bool:
+        """Whether a prompt of so many new tokens is run here: not a single one, which is a decode, nor the first of its size
+        where that is not recorded yet."""
+        if not 1 < num_new <= self.sizes[-1]:
+            return False
+        size = self._size_of(num_new)
+        if size in self._recorded or size in self._missed:
+            return True
+        self._missed.add(size)
+        return False
+
+    def start(self, prompt: Prompt) -> T:
+        """Queue a pass; gives the (1, vocabulary) logits behind its last token."""
+        num_new = len(prompt.tokens)
+        size = self._size_of(num_new)
+        recorded = self.recorded(size)
+        words, first_block = self.empty_inputs(size), Word.TOKENS + size
+        words[Word.NUM_NEW], words[Word.START] = num_new, prompt.start
+        words[Word.TOKENS : Word.TOKENS + num_new] = prompt.tokens
+        num_blocks = -(-(prompt.start + num_new) // self.pool.block_size)
+        words[first_block : first_block + num_blocks] = prompt.blocks[:num_blocks]
+        self.ops.send(words, recorded.inputs)
+        return self.ops.concat([recorded.repeat()])  # a copy: other recorded work has the same memory
+
+    def kinds(self) -> Iterable[int]:
+        return reversed(self.sizes)
+
+    def empty_inputs(self, kind: int) -> Ids:
+        words = next(self._buffers)[: self._num_words(kind)]
+        words[:] = 0
+        return words
+
+    def compute(self, kind: int, inputs: T) -> T:
+        batch = self.ops.prompt_batch(inputs, kind, self.pool.block_size)
+        hidden = self.model.forward(batch, self.pool.layers)
+        if not self.model.gives_kept_rows and batch.kept_rows is not None:
+            hidden = self.ops.rows(hidden, batch.kept_rows)
+        return self.model.logits(hidden)
+
+    def _size_of(self, num_new: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_new)]
+
+    def _num_words(self, size: int) -> int:
+        return Word.TOKENS + size + self._num_blocks
 
 
 def list_sizes(num_rows: int) -> list[int]:

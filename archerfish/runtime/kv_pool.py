@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 from archerfish.config import EngineConfig
@@ -15,9 +14,8 @@ from archerfish.kernels.ops import Ids, KVLayer, Ops, PagedBatch, T
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
-from archerfish.runtime.batch import build_batch
+from archerfish.runtime.batch import find_shared, pack_batch
 from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.shared import find_shared
 from archerfish.runtime.state_pool import StatePool
 from archerfish.types import DTYPE_BYTES
 
@@ -48,16 +46,14 @@ class KVCachePool(MemoryPool[T]):
         if pairs:
             self.ops.copy_blocks(self.layers, pairs)
 
-    def build_batch(
-        self, *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-        is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    def pack_batch(
+        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
+        num_rows: int = 0, kept_rows: Ids | None = None,
     ) -> PagedBatch[T]:
-        is_decode = map((1).__eq__, map(len, tokens))
-        decodes = list(compress(blocks, is_decode)) if self.ops.is_async else []
-        return build_batch(
-            self.ops, tokens=tokens, starts=starts, blocks=blocks, block_size=self.block_size,
-            is_deterministic=is_deterministic, num_rows=num_rows, num_shared=find_shared(decodes, self.block_size),
-            kept_rows=kept_rows,
+        num_shared = find_shared(block_tables[query_lens == 1], self.block_size) if self.ops.is_async else 0
+        return pack_batch(
+            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
+            num_rows=num_rows, num_shared=num_shared, kept_rows=kept_rows,
         )
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:

@@ -1,4 +1,4 @@
-"""What a runner asks of the memory that sequences keep, whether of keys and values or of states."""
+"""The memory of sequences, of keys and values or of states, as a runner uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from archerfish.kernels.sampling import SamplingBatch
 
 
 class MemoryPool(ABC, Generic[T]):
-    """The memory of all blocks, in all layers. BlockManager says who owns which block; this only holds them."""
+    """The memory of all blocks, in all layers. BlockManager counts the owners of blocks; this only holds them."""
 
     ops: Ops[T]
     num_blocks: int
@@ -30,15 +30,11 @@ class MemoryPool(ABC, Generic[T]):
         """Copy block to block, (from, to), in every layer."""
 
     @abstractmethod
-    def build_batch(
-        self, *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-        is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    def pack_batch(
+        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
+        num_rows: int = 0, kept_rows: Ids | None = None,
     ) -> Any:
-        """The batch that the model takes: new tokens of sequences, where they begin, and the blocks of each sequence.
-
-        Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it.
-        kept_rows: as in `PagedBatch`, to be filled up as the backend likes it.
-        """
+        """The batch that the model takes, as `batch.pack_batch` says."""
 
     @abstractmethod
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:

@@ -1,16 +1,15 @@
-"""ModelRunner: a plan becomes buffers, logits and tokens.
+"""ModelRunner: a StepInput becomes buffers, logits and tokens.
 
 The caller can plan the next step while one computes: on a CPU steps run in a thread of their own, a GPU is given its work and
-not waited for. What a plan says is read when it is launched; tokens that the step before it is still choosing are filled in
-where they are chosen.
+not waited for. Tokens that the step before is still choosing are filled in where they are chosen.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Generic, Protocol
 
 import numpy as np
@@ -20,12 +19,11 @@ from archerfish.kernels.ops import Ids, Ops, PagedBatch, T
 from archerfish.kernels.recurrent import RecurrentBatch
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
-from archerfish.runtime.graphs import DecodeGraphs
+from archerfish.runtime.batch import BlockTables
+from archerfish.runtime.graphs import DecodeGraphs, PreparedDecodes, Prompt, PromptGraphs
 from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.prompt_graphs import Prompt, PromptGraphs
-from archerfish.runtime.sampler import FastSampler, failures, prompt_logprobs
-from archerfish.runtime.token_masks import MaskFinder
-from archerfish.sequence import Plan, Sequence, StepResult
+from archerfish.runtime.sampler import FastSampler, is_plain, prompt_logprobs
+from archerfish.step import NO_IDS, PENDING, StepInput, StepResult
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
@@ -36,15 +34,16 @@ WARM_UPS = (  # new tokens and contexts of sequences: long prompts, short ones, 
 
 @dataclass(frozen=True)
 class Pass(Generic[T]):
-    """One forward pass of a step: which sequences of the plan it computes, and what must be filled in before."""
+    """One forward pass of a step. Sequences are indices into the step; places are rows of the batch."""
 
-    members: list[int]  # indices into the plan
     batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
-    pending_places: Ids  # tokens of the batch that the step before chooses
-    pending_rows: Ids  # rows of their sequences
-    last_places: Ids  # of members that are sampled: where their last token stands
-    sampled: list[int]  # those members, as indices into the plan
-    prompt_spans: list[tuple[int, int, array[int]]] = field(default_factory=list)  # plan index, first place, next tokens
+    num_tokens: int
+    is_decode: bool  # each sequence has one new token
+    pending_places: Ids = field(default_factory=lambda: NO_IDS)  # tokens that the step before chooses
+    pending_rows: Ids = field(default_factory=lambda: NO_IDS)  # and the rows of their sequences
+    sampled: Ids = field(default_factory=lambda: NO_IDS)  # the sequence of each token to choose
+    sampled_places: Ids = field(default_factory=lambda: NO_IDS)  # and the place of the token before it
+    scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
 
 
 class RunningStep(Protocol):
@@ -58,7 +57,7 @@ class RunningStep(Protocol):
 
 
 class QueuedStep:
-    """A step whose work the device has."""
+    """A step whose work was given to the device."""
 
     def __init__(self, finish: Callable[[], StepResult]) -> None:
         self._result = Lazy(finish)
@@ -71,7 +70,7 @@ class QueuedStep:
 
 
 class ModelRunner(Generic[T]):
-    """Runs plans of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
+    """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
 
     def __init__(
         self, model: ModelAdapter[T], pool: MemoryPool[T], *, vocab_size: int, max_num_seqs: int,
@@ -81,70 +80,58 @@ class ModelRunner(Generic[T]):
         self.ops: Ops[T] = model.ops
         self.is_deterministic = is_deterministic
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
-        self.masks = MaskFinder(vocab_size, getattr(executor, "wake", None))
         self.num_forward_passes = 0
-        self._known: list[tuple[Sequence, int] | None] = [None] * max_num_seqs  # who has a row, and since which preemption
+        self._tables = BlockTables(max_num_seqs)
+        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
+        self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
         self._prompts: PromptGraphs[T] | None = None
         self._thread: Executor | None = None
         self._owns_thread = executor is None
-        if self.ops.is_async:
-            if not is_deterministic and pool.records_decodes:
-                self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
-                self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
-        elif executor is not None:
+        if self.ops.can_record and not is_deterministic and pool.records_decodes:
+            self._graphs = DecodeGraphs(model, pool, self.sampler, num_rows=max_num_seqs, max_len=model.max_len)
+            self._prompts = PromptGraphs(model, pool) if pool.has_keys else None
+        if not self.ops.is_async and executor is not None:
             executor.submit(self.ops.start_thread, num_threads).result()
             self._thread = executor
-        else:
+        elif not self.ops.is_async:
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="archerfish-step", initializer=self.ops.start_thread, initargs=(num_threads,)
             )
         self._last_tokens = self._graphs.state.last_tokens if self._graphs else self.ops.ids(np.zeros(max_num_seqs, np.int64))
 
-    def launch(self, plan: Plan) -> RunningStep:
-        """Read the plan and start computing it after all that was launched before."""
-        entering = []
-        for sequence in plan.sequences:
-            seat = (sequence, sequence.num_preemptions)
-            if self._known[sequence.row] != seat:
-                self._known[sequence.row] = seat
-                entering.append(sequence)
-        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
-            if samples and sequence.request.grammar is not None:
-                self.masks.begin(sequence)
+    def launch(self, step: StepInput) -> RunningStep:
+        """Start computing a step after all that was launched before."""
+        self._tables.update(step)
+        for entry in step.entries:
+            (self._special_rows.discard if is_plain(entry) else self._special_rows.add)(entry.row)
+        work = self._prepare(step)
         if self._thread is not None:
-            passes = [self._prepare(plan, members) for members in self._split(plan)]
-            return self._thread.submit(lambda: self._start(plan, passes, entering)())
-        with self.ops.computing():
-            for sequence in entering:
-                self.sampler.add(sequence)
-                if self._graphs is not None:
-                    self._graphs.forget(sequence.row)
-        if self._graphs is not None and self._graphs.takes(plan):
-            return QueuedStep(self._start_graph(plan, self._graphs))
-        passes = [self._prepare(plan, members) for members in self._split(plan)]
-        return QueuedStep(self._start(plan, passes, []))
+            return self._thread.submit(lambda: self._start(step, work)())
+        return QueuedStep(self._start(step, work))
 
     def warm_up(self) -> None:
-        """Run each kind of step once, over blocks that nobody has, so that no request waits for a compiler."""
-        if not self.ops.is_async:
+        """Run each kind of step once, over blocks that are free, so that no request waits for a compiler."""
+        if not self.ops.can_record:
             return
         ops, size = self.ops, self.pool.block_size
         with ops.computing():
-            zero, one = ops.ids(host_ids([0])), ops.floats(np.ones(1))
+            first = np.zeros(1, dtype=np.int64)
+            zero, one = ops.ids(first), ops.floats(np.ones(1))
             for kind in WARM_UPS:
                 lens = [(min(new, self.model.max_len), min(context, self.model.max_len)) for new, context in kind]
-                batch = self.pool.build_batch(
-                    tokens=[[0] * new for new, _ in lens], starts=[context - new for new, context in lens],
-                    blocks=[[i % self.pool.num_blocks for i in range(-(-context // size))] for _, context in lens],
-                    is_deterministic=self.is_deterministic,
+                query_lens, contexts = np.asarray(lens, dtype=np.int64).T
+                blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
+                batch = self.pool.pack_batch(
+                    np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
+                    np.tile(blocks, (len(lens), 1)), is_deterministic=self.is_deterministic,
                 )
-                logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), host_ids([0])))
+                logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), first))
                 ops.sample(logits, SamplingBatch())
                 ops.sample(logits, SamplingBatch(temperature=one, keys=zero, positions=zero, has_uncut=True))
             has_compiled = self._graphs is not None and self._graphs.warm_up()
             while has_compiled and self._prompts is not None and self._prompts.record_next():
-                pass  # nobody should wait for a compiler later
+                pass  # no request should wait for a compiler later
 
     def use_idle_time(self) -> bool:
         """Do a piece of what later steps would have to do; False: nothing is left."""
@@ -161,84 +148,83 @@ class ModelRunner(Generic[T]):
         self.pool.close()
         self.ops.free_unused()
 
-    def _start_graph(self, plan: Plan, graphs: DecodeGraphs[T]) -> Callable[[], StepResult]:
-        self.num_forward_passes += 1
+    def _prepare(self, step: StepInput) -> PreparedDecodes | list[Pass[T]]:
+        """What a step computes, as arrays of the host, so that this can be done while the step before computes."""
+        if self._graphs is not None:
+            self._graphs.enter(step)
+            if self._graphs.takes(step) and self._special_rows.isdisjoint(step.rows.tolist()):
+                return self._graphs.prepare(step, self._tables)
+        return [self._prepare_pass(step, first, end) for first, end in self._split(step)]
+
+    def _split(self, step: StepInput) -> list[tuple[int, int]]:
+        """Which sequences share a forward pass: all of them, unless numbers must not depend on neighbours."""
+        num_computed = int(np.count_nonzero(step.counts))
+        if not self.is_deterministic:
+            return [(0, num_computed)] if num_computed else []
+        bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
+        return list(pairwise(bounds))
+
+    def _prepare_pass(self, step: StepInput, first: int, end: int) -> Pass[T]:
+        """The pass over the sequences from `first` to `end`."""
+        counts, rows, starts = step.counts[first:end], step.rows[first:end], step.starts[first:end]
+        before, ends = int(step.counts[:first].sum()), np.cumsum(counts)
+        num_tokens = int(ends[-1])
+        tokens = step.tokens[before : before + num_tokens]
+        samples = step.samples[first:end]
+        sampled = first + np.repeat(np.arange(end - first), samples)
+        places = np.repeat(ends - np.cumsum(samples), samples) + np.arange(len(sampled))  # the last ones of each sequence
+        pending = np.flatnonzero(tokens == PENDING)
+        pending_rows = np.repeat(rows, counts)[pending] if len(pending) else NO_IDS
+        begins = ends - counts
+        scored = [(index, int(begins[index - first])) for index in step.scored if first <= index < end]
+        is_decode = end <= step.num_decodes
+        is_prompt = end - first == len(sampled) == 1 and not scored and not len(pending)
+        batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
+        if is_prompt and self._prompts is not None and self._prompts.takes(num_tokens):
+            batch = Prompt(tokens, int(starts[0]), self._tables.of(rows)[0])
+        else:
+            keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
+            batch = self.pool.pack_batch(
+                tokens, counts, starts, self._tables.of(rows), is_deterministic=self.is_deterministic,
+                num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0, kept_rows=None if keeps_all else places,
+            )
+        return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
+
+    def _start(self, step: StepInput, work: PreparedDecodes | list[Pass[T]]) -> Callable[[], StepResult]:
+        """Compute a step, or queue all that computes it; the result waits for it."""
         with self.ops.computing():
-            self.pool.copy(plan.copies)
-            drawn, columns = graphs.start(plan)
-            fetch = self.ops.fetch(drawn)
+            for entry in step.entries:
+                self.sampler.add(entry)
+            self.pool.copy(step.copies)
+            finish = self._start_graph(step, work) if isinstance(work, PreparedDecodes) else self._start_passes(step, work)
+            for handle in step.dropped:
+                self._logits.pop(handle, None)
+        return finish
+
+    def _start_graph(self, step: StepInput, prepared: PreparedDecodes) -> Callable[[], StepResult]:
+        assert self._graphs is not None
+        self.num_forward_passes += 1
+        fetch = self.ops.fetch(self._graphs.start(prepared))
 
         def finish() -> StepResult:
-            report = fetch()[:, columns]
-            return StepResult(report[0].tolist(), errors=failures(report, plan.sequences))
+            report = fetch()[:, prepared.columns]
+            return StepResult(report[0][:, None], errors=self.sampler.failures(report, step.rows))
 
         return finish
 
-    def _split(self, plan: Plan) -> list[list[int]]:
-        """Which sequences share a forward pass: all of them, unless numbers must not depend on neighbours."""
-        computed = [index for index, count in enumerate(plan.counts) if count]
-        if not self.is_deterministic:
-            return [computed] if computed else []
-        decodes, prefills = computed[: plan.num_decodes], computed[plan.num_decodes :]
-        tiles = [decodes[i : i + DECODE_TILE] for i in range(0, len(decodes), DECODE_TILE)]
-        return [*tiles, *([index] for index in prefills)]
-
-    def _prepare(self, plan: Plan, members: list[int]) -> Pass[T]:
-        tokens: list[array[int]] = []
-        pending_places: list[int] = []
-        pending_rows: list[int] = []
-        last_places: list[int] = []
-        sampled: list[int] = []
-        spans: list[tuple[int, int, array[int]]] = []
-        place = 0
-        for index in members:
-            sequence, start, count = plan.sequences[index], plan.starts[index], plan.counts[index]
-            end = start + count
-            new = sequence.tokens[start:end]
-            if len(new) < count:
-                pending_places.append(place + count - 1)
-                pending_rows.append(sequence.row)
-                new.append(0)
-            if sequence.request.params.prompt_logprobs is not None and start < sequence.num_prompt - 1:
-                spans.append((index, place, sequence.tokens[start + 1 : min(end + 1, sequence.num_prompt)]))
-            tokens.append(new)
-            place += count
-            if plan.samples[index]:
-                last_places.append(place - 1)
-                sampled.append(index)
-        is_prompt = len(members) == len(sampled) == 1 and not (spans or pending_places)
-        if is_prompt and self._prompts and self._prompts.takes(place):
-            prompt = Prompt(tokens[0], plan.starts[members[0]], plan.sequences[members[0]].blocks)
-            return Pass(members, prompt, host_ids([]), host_ids([]), host_ids(last_places), sampled)
-        is_decode_tile = self.is_deterministic and plan.counts[members[0]] == 1
-        keeps_all = bool(spans) or self.is_deterministic or len(last_places) == place or not self.model.gives_kept_rows
-        batch = self.pool.build_batch(
-            tokens=tokens, starts=[plan.starts[i] for i in members], blocks=[plan.sequences[i].blocks for i in members],
-            is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if is_decode_tile else 0,
-            kept_rows=None if keeps_all else host_ids(last_places),
-        )
-        return Pass(members, batch, host_ids(pending_places), host_ids(pending_rows), host_ids(last_places), sampled, spans)
-
-    def _start(self, plan: Plan, passes: list[Pass[T]], entering: list[Sequence]) -> Callable[[], StepResult]:
-        """Compute a plan, or queue all that computes it; the result waits for it."""
-        result = StepResult([0] * len(plan.sequences))
+    def _start_passes(self, step: StepInput, passes: list[Pass[T]]) -> Callable[[], StepResult]:
+        result = StepResult(np.zeros((step.num_sequences, max(1, int(step.samples.max()))), dtype=np.int64))
         endings: list[Callable[[], None]] = []
-        with self.ops.computing():
-            for sequence in entering:
-                self.sampler.add(sequence)
-            self.pool.copy(plan.copies)
-            logits: list[T] = []
-            order: list[int] = []
-            for one in passes:
-                logits += self._forward(plan, one, result, endings)
-                order += one.sampled
-            for index, sequence in enumerate(plan.sequences):
-                if not plan.counts[index]:
-                    logits.append(sequence.cached_logits)
-                    order.append(index)
-            if order:
-                joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
-                endings.append(self._sample(plan, joined, order, result))
+        logits: list[T] = []
+        for one in passes:
+            logits += self._forward(step, one, result, endings)
+        order = [one.sampled for one in passes]
+        if step.reused:
+            logits += [self._logits[handle] for _, handle in step.reused]
+            order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
+        if logits:
+            joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
+            endings.append(self._sample(step, joined, np.concatenate(order), result))
 
         def finish() -> StepResult:
             while endings:  # each once, even if an interrupt makes the caller ask again
@@ -248,8 +234,8 @@ class ModelRunner(Generic[T]):
 
         return finish
 
-    def _forward(self, plan: Plan, one: Pass[T], result: StepResult, endings: list[Callable[[], None]]) -> list[T]:
-        """Logits of the pass's sampled members: none, or one tensor."""
+    def _forward(self, step: StepInput, one: Pass[T], result: StepResult, endings: list[Callable[[], None]]) -> list[T]:
+        """Logits of the pass's sampled places: none, or one tensor."""
         ops, batch = self.ops, one.batch
         self.num_forward_passes += 1
         if isinstance(batch, Prompt):
@@ -258,43 +244,43 @@ class ModelRunner(Generic[T]):
         if len(one.pending_places):
             ops.put(batch.token_ids, one.pending_places, ops.rows(self._last_tokens, one.pending_rows))
         hidden = self.model.forward(batch, self.pool.layers)
-        for index, place, next_tokens in one.prompt_spans:
-            top = plan.sequences[index].request.params.prompt_logprobs or 0
+        for index, place in one.scored:
+            num_top, next_tokens = step.scored[index]
             found = result.prompt_logprobs.setdefault(index, [])
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()
                 rows = np.arange(place + first, place + first + len(part))
-                read = prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, top)
+                read = prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, num_top)
                 endings.append(lambda found=found, read=read: found.extend(read()))  # type: ignore[misc]
-        if not one.sampled:
+        num_sampled = len(one.sampled)
+        if not num_sampled:
             return []
-        if self.is_deterministic and batch.num_decodes:
-            return [ops.rows(self.model.logits(hidden), one.last_places)]  # always DECODE_TILE rows
-        if batch.kept_rows is not None or len(one.last_places) == batch.num_tokens:
-            return [ops.first_rows(self.model.logits(hidden), len(one.last_places))]
-        return [self.model.logits(ops.rows(hidden, one.last_places))]
+        if self.is_deterministic and one.is_decode:
+            return [ops.rows(self.model.logits(hidden), one.sampled_places)]  # always DECODE_TILE rows
+        if batch.kept_rows is not None or num_sampled == one.num_tokens:
+            return [ops.first_rows(self.model.logits(hidden), num_sampled)]
+        return [self.model.logits(ops.rows(hidden, one.sampled_places))]
 
-    def _sample(self, plan: Plan, logits: T, order: list[int], result: StepResult) -> Callable[[], None]:
-        ops = self.ops
-        sequences = [plan.sequences[index] for index in order]
-        for index in plan.keeps_logits:
-            result.logits[index] = ops.rows(logits, host_ids([order.index(index)]))
-        positions = [plan.starts[index] + plan.counts[index] for index in order]
-        sampled = self.sampler.sample(logits, sequences, positions)
-        ops.put(self._last_tokens, host_ids([sequence.row for sequence in sequences]), sampled.tokens)
+    def _sample(self, step: StepInput, logits: T, order: Ids, result: StepResult) -> Callable[[], None]:
+        """Choose the tokens of all logits of a step; order[i] is the sequence of row i."""
+        ops, rows = self.ops, step.rows[order]
+        nth = np.arange(len(order)) - np.searchsorted(order, order) if step.samples.max() > 1 else np.zeros_like(order)
+        for index, handle in step.kept:
+            self._logits[handle] = ops.rows(logits, np.flatnonzero(order == index)[:1])
+        for index in step.returned:
+            result.logits[index] = ops.rows(logits, np.flatnonzero(order == index)[:1])
+        masks = None
+        if step.mask_bits is not None:
+            at = {index: place for place, index in enumerate(order.tolist())}
+            masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
+        positions = (step.starts + step.counts + 1 - step.samples)[order] + nth
+        sampled = self.sampler.sample(logits, rows, positions, masks)
+        ops.put(self._last_tokens, rows, sampled.tokens)
 
         def finish() -> None:
-            wanting = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-            if wanting:
-                result.logprobs = {order[i]: found for i, found in sampled.logprobs(wanting).items()}
-            result.errors = {order[i]: error for i, error in sampled.errors.items()}
-            for index, token in zip(order, sampled.to_host(), strict=True):
-                result.tokens[index] = token
-                if plan.sequences[index].request.grammar is not None and index not in result.errors:
-                    self.masks.begin(plan.sequences[index], token)
+            result.tokens[order, nth] = sampled.to_host()
+            for i, one in sampled.logprobs.items():
+                result.logprobs.setdefault(int(order[i]), []).append(one)
+            result.errors = {int(order[i]): error for i, error in sampled.errors.items()}
 
         return finish
-
-
-def host_ids(values: list[int]) -> Ids:
-    return np.asarray(values, dtype=np.int64)

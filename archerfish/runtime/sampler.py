@@ -1,27 +1,26 @@
 """FastSampler: from logits to tokens, each row by its own request's parameters.
 
 A row's draw depends on its request's seed, its sequence's index, its position and its logits, and on nothing else. The
-numerical work is `Ops.sample`; here stands who has which row, with which parameters.
+numerical work is `Ops.sample`; here are the parameters of each row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import ArcherfishError, InvalidInputError, ModelError
+from archerfish.errors import ArcherfishError
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.kernels.sampling import (
     CHOSEN,
-    NONE_LEFT,
     SHORT_TOP_K,
     TOP_K_OFF,
     Cuts,
@@ -36,12 +35,9 @@ from archerfish.kernels.sampling import (
     stream_key,
 )
 from archerfish.observe.sampling import SamplingMetrics
-from archerfish.params import MAX_SEED, Stage, check_whole
-from archerfish.runtime.logits_view import LogitsView, SamplingConfig, whole_number
-from archerfish.runtime.token_masks import find_masks
-from archerfish.sequence import Sequence, TokenLogprobs
-
-__all__ = ["FastSampler", "LogitsStore", "LogitsView", "Sampled", "SamplingConfig", "prompt_logprobs"]
+from archerfish.params import Stage
+from archerfish.runtime.host_sampling import failure
+from archerfish.step import RowEntry, TokenLogprobs
 
 ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
@@ -52,77 +48,55 @@ ROW = np.dtype([
 ], align=True)  # fmt: skip
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 NEVER = np.iinfo(np.int64).max
-K = TypeVar("K", bound=Hashable, contravariant=True)
-V = TypeVar("V")
-
-
-class LogitsStore(Protocol[K, V]):
-    """What `sample_with_cache` asks of a cache of logits."""
-
-    def get(self, key: K, /) -> V | None: ...
-
-    def insert(self, key: K, value: V, /) -> object: ...
 
 
 class FastSampler(Generic[T]):
-    """Samples tokens for sequences that have a row. One thread at a time may use it."""
+    """Samples tokens for sequences, each of which has a row. One thread at a time may use it."""
 
     def __init__(self, ops: Ops[T], vocab_size: int, max_rows: int) -> None:
         self.ops, self.vocab_size, self.max_rows = ops, vocab_size, max_rows
         self._table: npt.NDArray[Any] = np.zeros(max_rows, dtype=ROW)
         self._bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]] = {}  # by row
         self._stop_ids: dict[int, Ids] = {}
-        self._problems: dict[int, str] = {}
-        self._special: set[int] = set()  # rows that ask for more than a draw from the model's logits
-        self._matched: set[int] = set()  # rows with a grammar
+        self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
+        self._names: dict[int, str] = {}  # by row: its request's id
         self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
         self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
         self._batch: SamplingBatch[T] = SamplingBatch()
         self.metrics = SamplingMetrics()
 
-    def add(self, sequence: Sequence) -> None:
-        """Take over a sequence's parameters for its row, whoever had the row before. Its tokens count for the penalties."""
-        row, request, params = sequence.row, sequence.request, sequence.request.params
+    def add(self, entry: RowEntry) -> None:
+        """Take over the parameters of a sequence for its row, which another one may have had before."""
+        row, params = entry.row, entry.params
         self.remove(row)
         self._table[row] = (
-            stream_key(request.seed, sequence.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
+            stream_key(entry.seed, entry.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
             params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
-            sequence.num_prompt + params.min_tokens, False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
+            entry.num_prompt + params.min_tokens, False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
+        self._names[row] = entry.request_id
         if params.stages:
-            self._staged[row] = sequence.num_prompt, params.stages
-        if params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None:
-            self._special.add(row)
-        if request.grammar is not None:
-            self._special.add(row)
-            self._matched.add(row)
+            self._staged[row] = entry.num_prompt, params.stages
+        if params.logprobs is not None:
+            self._num_top[row] = params.logprobs
         if params.logit_bias:
             ids = np.fromiter(params.logit_bias, dtype=np.int64)
             self._bias[row] = ids, np.fromiter(params.logit_bias.values(), dtype=np.float64)
-            if ids.max() >= self.vocab_size:
-                del self._bias[row]
-                self._problems[row] = f"logit_bias names token {ids.max()}; the vocabulary has {self.vocab_size:,} tokens."
         if params.min_tokens:
-            self._stop_ids[row] = self._known(sorted(request.stop_token_ids))
+            self._stop_ids[row] = self._known(entry.stop_token_ids)
         if params.has_penalties:
             if self._counts is None:
                 self._counts = self.ops.new_counts(self.max_rows, self.vocab_size)
-            tokens, num_prompt = sequence.tokens, sequence.num_prompt
-            self.ops.set_counts(self._counts, row, self._known(tokens[:num_prompt]), self._known(tokens[num_prompt:]))
+            prompt, output = entry.tokens[: entry.num_prompt], entry.tokens[entry.num_prompt :]
+            self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
 
     def remove(self, row: int) -> None:
-        """Forget what a row was told."""
-        for known in (self._bias, self._stop_ids, self._problems, self._staged):
+        """Forget the parameters of a row."""
+        for known in (self._bias, self._stop_ids, self._num_top, self._names, self._staged):
             known.pop(row, None)
-        self._special.discard(row)
-        self._matched.discard(row)
         self._table[row] = np.zeros((), dtype=ROW)
         self._batch_key = None
-
-    def is_plain(self, sequences: list[Sequence]) -> bool:
-        """Whether `write_inputs` says all that there is to say of these sequences."""
-        return not self._special or self._special.isdisjoint([sequence.row for sequence in sequences])
 
     def write_inputs(self, words: Ids, rows: Ids) -> bool:
         """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
@@ -147,65 +121,36 @@ class FastSampler(Generic[T]):
         is_cut = (part["top_k"] < self.vocab_size) | (part["top_p"] < 1.0) | (part["min_p"] > 0.0)
         return bool((is_cut & ~is_greedy).any())
 
-    def sample(self, logits: T, sequences: list[Sequence], positions: list[int]) -> Sampled[T]:
-        """One token for each sequence, out of its row of float32 logits, which are left as they are.
+    def sample(self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None) -> Sampled[T]:
+        """One token for each row of float32 logits, which are left as they are.
 
-        positions[i] is the number of tokens before the one to choose. Nothing waits for the device.
+        rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
+        logits a grammar applies to, and the `bits` of `Masks`. Nothing waits for the device.
         """
-        if logits.shape[0] != len(sequences) or logits.shape[1] != self.vocab_size:
+        if logits.shape[0] != len(rows) or logits.shape[1] != self.vocab_size:
             raise ArcherfishError(
-                f"Logits of shape {tuple(logits.shape)} came for {len(sequences)} sequences and {self.vocab_size} tokens."
+                f"Logits of shape {tuple(logits.shape)} came for {len(rows)} sequences and {self.vocab_size} tokens."
             )
         started = time.perf_counter()
-        rows = np.fromiter((sequence.row for sequence in sequences), dtype=np.int64)
-        batch = self._batch_for(rows, np.asarray(positions, dtype=np.int64))
-        problems: dict[int, BaseException] = {}
-        if self._matched:
-            masks, problems = self._masks(sequences)
-            batch = dataclasses.replace(batch, masks=masks)
-        drawn = self.ops.sample(logits, batch)
-        asking = [i for i, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+        ops, batch = self.ops, self._batch_for(rows, positions)
+        if masks is not None:
+            batch = dataclasses.replace(batch, masks=Masks(ops.ids(masks[0]), ops.ids(masks[1])))
+        drawn = ops.sample(logits, batch)
+        wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
         scores = None
-        if asking:
-            num_top = max(sequences[i].request.params.logprobs or 0 for i in asking)
-            some = None if len(asking) == len(sequences) else np.asarray(asking, dtype=np.int64)
-            tokens = drawn.tokens if some is None else self.ops.rows(drawn.tokens, some)
-            scores = self.ops.token_logprobs(logits, tokens, num_top, rows=some)
-        problems |= {i: InvalidInputError(self._problems[s.row]) for i, s in enumerate(sequences) if s.row in self._problems}
-        self.metrics.count(len(sequences), time.perf_counter() - started, is_fast=batch.temperature is None)
-        return Sampled(self.ops, drawn, sequences, asking, scores, problems)
+        if wanted:
+            some = None if len(wanted) == len(rows) else np.fromiter(wanted, dtype=np.int64)
+            tokens = drawn.tokens if some is None else ops.rows(drawn.tokens, some)
+            scores = ops.token_logprobs(logits, tokens, max(wanted.values()), rows=some)
+        self.metrics.count(len(rows), time.perf_counter() - started, is_fast=batch.temperature is None)
+        return Sampled(ops, drawn, self.failures, rows, wanted, scores)
 
-    def sample_optimized(self, logits: T | LogitsView[T], config: SamplingConfig, *, seed: int = 0, position: int = 0) -> int:
-        """A token of one row of float32 logits, or of a view of it, for a seed and a position."""
-        started = time.perf_counter()
-        view = logits if isinstance(logits, LogitsView) else LogitsView(logits)
-        seed, position = whole_number("seed", seed), whole_number("position", position)
-        check_whole("seed", seed, 0, MAX_SEED - 1)
-        check_whole("position", position, 0, int(NEVER) - 1)
-        row = np.zeros(1, dtype=ROW)
-        row["key"], row["temperature"] = stream_key(seed, 0), config.temperature
-        row["top_k"], row["top_p"] = _limits(config.params.top_k, config.top_p, view.stop - view.start)
-        row["repetition"] = 1.0
-        masked = np.asarray([i - view.start for i in view.masked_in_range], dtype=np.int64)
-        batch = self._build(row, np.zeros(1, dtype=np.int64), {0: masked} if len(masked) else {}, {})
-        batch = dataclasses.replace(batch, positions=self.ops.ids(np.asarray([position])))
-        token, outcome = self.ops.to_ids(self.ops.sample(view.values, batch).report)[:, 0].tolist()
-        if outcome != CHOSEN:
-            raise _failure(outcome, "These logits")
-        self.metrics.count(1, time.perf_counter() - started, is_fast=batch.temperature is None)
-        return view.start + int(token)
-
-    def sample_with_cache(
-        self, logits: Callable[[], T], config: SamplingConfig, *, cache: LogitsStore[K, T], cache_key: K, seed: int = 0,
-        position: int = 0,
-    ) -> int:
-        """`sample_optimized` of the logits that a cache has under a key; computed and kept there only if it has none."""
-        known = cache.get(cache_key)
-        self.metrics.cache_hits += known is not None
-        if known is None:
-            known = logits()
-            cache.insert(cache_key, known)
-        return self.sample_optimized(known, config, seed=seed, position=position)
+    def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
+        """Why rows got no token, by index, as a (2, rows) report says."""
+        return {
+            int(i): failure(int(report[1, i]), f"The logits of request {self._names[int(rows[i])]!r}")
+            for i in np.flatnonzero(report[1] != CHOSEN)
+        }
 
     def _known(self, token_ids: SequenceOf[int]) -> Ids:
         ids = np.asarray(token_ids, dtype=np.int64)
@@ -228,7 +173,7 @@ class FastSampler(Generic[T]):
         return dataclasses.replace(self._batch, positions=self.ops.ids(positions))
 
     def _enter_stages(self, rows: Ids, positions: Ids) -> None:
-        """Bring rows whose next token is of another stage up to date: which one it is follows from the position alone."""
+        """Set the parameters of rows that reach another stage. The stage follows from the position alone."""
         for place in np.flatnonzero(positions >= self._table["until"][rows]).tolist():
             row = int(rows[place])
             end, stages = self._staged[row]
@@ -244,15 +189,6 @@ class FastSampler(Generic[T]):
             ):
                 entry[name] = value
             self._batch_key = None
-
-    def _masks(self, sequences: list[Sequence]) -> tuple[Masks[T] | None, dict[int, BaseException]]:
-        """What grammars allow, found while the device computes the logits; and, by place in the batch, who has no way to go."""
-        places = [i for i, sequence in enumerate(sequences) if sequence.row in self._matched]
-        if not places:
-            return None, {}
-        bits, errors = find_masks([sequences[i] for i in places], self.vocab_size)
-        ids = self.ops.ids
-        return Masks(ids(np.asarray(places, dtype=np.int64)), ids(bits)), {places[i]: error for i, error in errors.items()}
 
     def _build(
         self, part: npt.NDArray[Any], rows: Ids, banned: dict[int, Ids], bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]]
@@ -317,12 +253,11 @@ class Sampled(Generic[T]):
     """What a call of `sample` chose. `tokens` stays on the device; asking for anything else waits for it."""
 
     def __init__(
-        self, ops: Ops[T], drawn: Drawn[T], sequences: list[Sequence], asking: list[int], scores: Logprobs[T] | None,
-        problems: dict[int, BaseException],
+        self, ops: Ops[T], drawn: Drawn[T], failures: Callable[[Ids, Ids], dict[int, BaseException]], rows: Ids,
+        wanted: dict[int, int], scores: Logprobs[T] | None,
     ) -> None:
-        self.tokens = drawn.tokens  # (sequences,) int64; 0 where one failed
-        self._fetch_report, self._sequences = ops.fetch(drawn.report), sequences
-        self._asking, self._problems = asking, problems
+        self.tokens = drawn.tokens  # (rows,) int64; 0 where one failed
+        self._fetch_report, self._failures, self._rows, self._wanted = ops.fetch(drawn.report), failures, rows, wanted
         self._fetch_scores = None if scores is None else fetch_logprobs(ops, scores)
 
     @cached_property
@@ -335,29 +270,24 @@ class Sampled(Generic[T]):
 
     @cached_property
     def errors(self) -> dict[int, BaseException]:
-        """Why sequences got no token, by index; the others are not touched by it."""
-        return failures(self._report, self._sequences) | self._problems
+        """Why rows got no token, by index; the others are not touched by it."""
+        return self._failures(self._report, self._rows)
 
     @cached_property
-    def _logprobs(self) -> dict[int, TokenLogprobs]:
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Of the logits as they came, before penalties and temperature; for rows that asked for them and did not fail."""
         if self._fetch_scores is None:
             return {}
         tokens = self.to_host()
-        nums_top = [self._sequences[i].request.params.logprobs or 0 for i in self._asking]
-        found = self._fetch_scores([tokens[i] for i in self._asking], nums_top)
-        return {i: one for i, one in zip(self._asking, found, strict=True) if i not in self.errors}
-
-    def logprobs(self, indices: Collection[int]) -> dict[int, TokenLogprobs]:
-        """Of the logits as they came, before penalties and temperature; for sequences that asked for them and did not fail."""
-        return {i: self._logprobs[i] for i in indices if i in self._logprobs}
+        found = self._fetch_scores([tokens[i] for i in self._wanted], list(self._wanted.values()))
+        return {i: one for i, one in zip(self._wanted, found, strict=True) if i not in self.errors}
 
 
-def failures(report: Ids, sequences: list[Sequence]) -> dict[int, BaseException]:
-    """Why sequences got no token, by index, as a (2, sequences) report says."""
-    return {
-        int(i): _failure(int(report[1, i]), f"The logits of request {sequences[i].request.request_id!r}")
-        for i in np.flatnonzero(report[1] != CHOSEN)
-    }
+def is_plain(entry: RowEntry) -> bool:
+    """Whether `write_inputs` writes all that there is to know of how a sequence is sampled."""
+    params = entry.params
+    is_special = params.logit_bias or params.min_tokens or params.has_penalties or params.logprobs is not None
+    return not (is_special or entry.has_grammar)
 
 
 def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int) -> Callable[[], list[TokenLogprobs]]:
@@ -391,9 +321,3 @@ def rounded(values: npt.NDArray[np.float64]) -> list[Any]:
 def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:
     """top_k and top_p as the op takes them, where off."""
     return top_k if 0 < top_k < size else TOP_K_OFF, top_p if top_p < 1 else float("inf")
-
-
-def _failure(outcome: int, what: str) -> ModelError:
-    if outcome == NONE_LEFT:
-        return ModelError(f"{what} rule out every token: all are -inf.", hint="Check min_tokens and the stop tokens.")
-    return ModelError(f"{what} are not finite.", hint="Compute in a wider type (float32), or check the model's weights.")

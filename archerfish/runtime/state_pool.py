@@ -9,7 +9,7 @@ from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.ops import Ids, Ops, T
 from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentBatch, StateShape
 from archerfish.kernels.sampling import SamplingBatch
-from archerfish.runtime.batch import build_recurrent_batch
+from archerfish.runtime.batch import pack_recurrent_batch
 from archerfish.runtime.pool import MemoryPool
 
 
@@ -28,13 +28,13 @@ class StatePool(MemoryPool[T]):
         if pairs:
             raise InvariantError(f"States are not to be copied, since others can be computed from them: {pairs}.")
 
-    def build_batch(
-        self, *, tokens: Sequence[Sequence[int] | Ids], starts: Sequence[int], blocks: Sequence[Sequence[int]],
-        is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
+    def pack_batch(
+        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
+        num_rows: int = 0, kept_rows: Ids | None = None,
     ) -> RecurrentBatch[T]:
-        return build_recurrent_batch(
-            self.ops, tokens=tokens, starts=starts, blocks=blocks, block_size=self.block_size,
-            is_deterministic=is_deterministic, num_rows=num_rows, kept_rows=kept_rows,
+        return pack_recurrent_batch(
+            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
+            num_rows=num_rows, kept_rows=kept_rows,
         )
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:

@@ -1,4 +1,4 @@
-"""A model that needs no device: for tests, benchmarks and users who try a policy of their own."""
+"""A runner without a model or a device, for tests and for trying a scheduling policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from archerfish.errors import InvariantError
+from archerfish.sched.plan import Plan
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Delta, FinishReason, Plan, Request, Sequence, StepResult, TokenLogprobs
+from archerfish.sequence import Delta, FinishReason, Request, Sequence
+from archerfish.step import PENDING, RowEntry, StepInput, StepResult, TokenLogprobs
 
 EMPTY = -1
 
@@ -20,7 +24,6 @@ class FakeLogits:
     """Stands for a row of logits: a hash of the whole context."""
 
     value: int
-    nbytes: int = 64
 
 
 def fake_logits(tokens: Iterable[int]) -> FakeLogits:
@@ -53,74 +56,113 @@ class FakeRunner:
         self.num_forward_tokens = 0
         self._block_size = block_size
         self._memory = [[EMPTY] * block_size for _ in range(num_blocks)]
-        self._sampled: dict[int, tuple[Sequence, int, int]] = {}  # row -> sequence, position, token
+        self._entries: dict[int, RowEntry] = {}  # by row
+        self._blocks: dict[int, list[int]] = {}  # by row
+        self._sampled: dict[int, tuple[int, int]] = {}  # row -> position, token
+        self._logits: dict[int, FakeLogits] = {}  # by handle
+        self._last_step = -1
 
     def execute(self, plan: Plan) -> StepResult:
+        step = plan.input
+        self._enter(step)
         self._check_shape(plan)
-        for source, target in plan.copies:
+        for source, target in step.copies:
             self._memory[target] = list(self._memory[source])
-        contexts = list(map(self._write, plan.sequences, plan.starts, plan.counts))
-        result = StepResult([EMPTY] * len(contexts))
-        for index, context in enumerate(contexts):
-            self._finish(plan, result, index, context)
-        self.num_forward_tokens += plan.num_tokens
+        result = StepResult(np.full((step.num_sequences, 1), EMPTY, dtype=np.int64))
+        first = 0
+        for index, seq in enumerate(plan.sequences):
+            start, count = int(step.starts[index]), int(step.counts[index])
+            context = self._write(seq, start, step.tokens[first : first + count].tolist())
+            self._check_context(seq, context)
+            self._finish(step, result, index, context)
+            first += count
+        for handle in step.dropped:
+            self._logits.pop(handle, None)
+        self.num_forward_tokens += step.num_tokens
         return result
 
     def spoil(self, plan: Plan) -> None:
-        """As a step does that breaks off: what it was to write is garbage. Call it before the scheduler learns of it."""
-        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        """Make garbage of what a step wrote or was to write, as if it had broken off, before the scheduler learns of it."""
+        self._enter(plan.input)
+        for row, start, count in self._spans(plan.input):
             for position in range(start, start + count):
-                self._memory[seq.blocks[position // self._block_size]][position % self._block_size] = EMPTY
+                self._memory[self._blocks[row][position // self._block_size]][position % self._block_size] = EMPTY
+        self._logits |= {handle: FakeLogits(EMPTY) for _, handle in plan.input.kept}
 
-    def _write(self, seq: Sequence, start: int, count: int) -> list[int]:
+    @property
+    def kept_handles(self) -> set[int]:
+        """Handles of the logits that are kept."""
+        return set(self._logits)
+
+    def _enter(self, step: StepInput) -> None:
+        if step.step <= self._last_step:  # it was executed before it was spoiled
+            return
+        self._last_step = step.step
+        for entry in step.entries:
+            self._entries[entry.row], self._blocks[entry.row] = entry, []
+            self._sampled.pop(entry.row, None)
+        new = zip(step.block_rows.tolist(), step.block_places.tolist(), step.block_ids.tolist(), strict=True)
+        for row, place, block in new:
+            _demand(len(self._blocks[row]) == place, f"row {row}: block {place} follows {len(self._blocks[row])} blocks")
+            self._blocks[row].append(block)
+
+    def _spans(self, step: StepInput) -> list[tuple[int, int, int]]:
+        return list(zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True))
+
+    def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
         """Put the new tokens into the blocks; the whole context up to them."""
-        end, size = start + count, self._block_size
+        end, size, blocks = start + len(new), self._block_size, self._blocks[seq.row]
+        _demand(blocks == seq.blocks, f"{seq.key}: blocks {blocks} in place of {seq.blocks}")
+        _demand(len(blocks) * size >= end, f"{seq.key}: {len(blocks)} blocks for {end} tokens")
         tokens = seq.tokens[:end].tolist()
-        if len(tokens) < end:  # the last one is still in flight
-            owner, position, token = self._sampled[seq.row]
-            _demand(owner is seq and position == len(tokens) == end - 1, f"{seq.key}: no token for position {end - 1}")
-            tokens.append(token)
-        _demand(len(seq.blocks) * size >= end, f"{seq.key}: {len(seq.blocks)} blocks for {end} tokens")
+        if new and new[-1] == PENDING:
+            position, new[-1] = self._sampled[seq.row]
+            _demand(position == end - 1, f"{seq.key}: no token for position {end - 1}")
+            tokens += new[-1:] if len(tokens) < end else []
+        _demand(tokens[start:] == new, f"{seq.key}: tokens {new} in place of {tokens[start:]}")
         for position in range(start, end):
-            self._memory[seq.blocks[position // size]][position % size] = tokens[position]
+            self._memory[blocks[position // size]][position % size] = tokens[position]
         return tokens
 
-    def _finish(self, plan: Plan, result: StepResult, index: int, context: list[int]) -> None:
-        seq, request = plan.sequences[index], plan.sequences[index].request
-        self._check_context(seq, context)
-        if request.params.prompt_logprobs is not None:
-            told = range(plan.starts[index] + 1, min(len(context) + 1, seq.num_prompt))
-            result.prompt_logprobs[index] = [TokenLogprobs(seq.tokens[i], -1.0, 1, []) for i in told]
-        if not plan.samples[index]:
+    def _finish(self, step: StepInput, result: StepResult, index: int, context: list[int]) -> None:
+        row = int(step.rows[index])
+        entry = self._entries[row]
+        if index in step.scored:
+            result.prompt_logprobs[index] = [TokenLogprobs(token, -1.0, 1, []) for token in step.scored[index][1]]
+        if not step.samples[index]:
             return
         logits = fake_logits(context)
-        if not plan.counts[index]:
-            _demand(seq.cached_logits == logits, f"{seq.key}: cached logits of another context")
-        token = fake_token(logits, request.seed, seq.index, self.vocab_size)
-        result.tokens[index] = token
-        self._sampled[seq.row] = seq, len(context), token
-        if index in plan.keeps_logits:
+        if not step.counts[index]:
+            kept = self._logits[dict(step.reused)[index]]
+            _demand(kept == logits, f"row {row}: kept logits of another context")
+        token = fake_token(logits, entry.seed, entry.index, self.vocab_size)
+        result.tokens[index, 0] = token
+        self._sampled[row] = len(context), token
+        for kept_index, handle in step.kept:
+            if kept_index == index:
+                self._logits[handle] = logits
+        if index in step.returned:
             result.logits[index] = logits
-        if request.params.logprobs is not None:
-            result.logprobs[index] = TokenLogprobs(token, -1.0, 1, [])
+        if entry.params.logprobs is not None:
+            result.logprobs[index] = [TokenLogprobs(token, -1.0, 1, [])]
 
     def _check_context(self, seq: Sequence, context: list[int]) -> None:
         seen = [token for block in seq.blocks[: -(-len(context) // self._block_size)] for token in self._memory[block]]
         _demand(seen[: len(context)] == context, f"{seq.key}: its blocks hold another context")
 
     def _check_shape(self, plan: Plan) -> None:
-        counts = plan.counts
-        rows = [seq.row for seq in plan.sequences]
+        step = plan.input
+        rows, counts = step.rows.tolist(), step.counts.tolist()
+        _demand(rows == [seq.row for seq in plan.sequences], f"rows {rows}")
         _demand(len(set(rows)) == len(rows) and min(rows) >= 0, f"rows {rows}")
-        _demand(all(count == 1 for count in counts[: plan.num_decodes]), f"decodes {counts}")
         kinds = [0 if count == 1 else 1 if count else 2 for count in counts]
-        _demand(kinds == sorted(kinds) and kinds.count(0) == plan.num_decodes, f"order of {counts}")
-        _demand(sum(counts) == plan.num_tokens, f"{plan.num_tokens} tokens in {counts}")
+        _demand(kinds == sorted(kinds) and kinds.count(0) == step.num_decodes, f"order of {counts}")
+        _demand(sum(counts) == step.num_tokens, f"{step.num_tokens} tokens in {counts}")
         size = self._block_size
         written: set[int] = set()
-        for seq, start, count in zip(plan.sequences, plan.starts, counts, strict=True):
-            mine = set(seq.blocks[start // size : -(-(start + count) // size)]) if count else set()
-            _demand(not mine & written, f"{seq.key} writes a block that another writes")
+        for row, start, count in self._spans(step):
+            mine = set(self._blocks[row][start // size : -(-(start + count) // size)]) if count else set()
+            _demand(not mine & written, f"row {row} writes a block that another writes")
             written |= mine
 
 
@@ -132,16 +174,18 @@ class FakeStateRunner(FakeRunner):
         self._states: list[list[int] | None] = [None] * num_blocks
 
     def execute(self, plan: Plan) -> StepResult:
-        _demand(not plan.copies, f"states are copied: {plan.copies}")
+        _demand(not plan.input.copies, f"states are copied: {plan.input.copies}")
         return super().execute(plan)
 
     def spoil(self, plan: Plan) -> None:
-        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
-            for block in seq.blocks[start // self._block_size : -(-(start + count) // self._block_size)] if count else ():
+        super().spoil(plan)
+        for row, start, count in self._spans(plan.input):
+            size = self._block_size
+            for block in self._blocks[row][start // size : -(-(start + count) // size)] if count else ():
                 self._states[block] = None
 
-    def _write(self, seq: Sequence, start: int, count: int) -> list[int]:
-        size, tokens = self._block_size, super()._write(seq, start, count)
+    def _write(self, seq: Sequence, start: int, new: list[int]) -> list[int]:
+        size, count, tokens = self._block_size, len(new), super()._write(seq, start, new)
         if start and count:
             _demand(self._states[seq.blocks[(start - 1) // size]] == tokens[:start], f"{seq.key}: no state at {start}")
         for end in [*range(start - start % size + size, start + count, size), start + count] if count else ():

@@ -1,11 +1,10 @@
-"""The blocks of running sequences: where they come from, and what the cache keeps of them."""
+"""The blocks of running sequences: where they come from, and what the cache keeps of them afterwards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
@@ -22,25 +21,32 @@ class Found:
     num_tokens: int
     blocks: list[int]
     node: Node  # ends where the tokens end; locked
-    logits: Any = None  # with these, num_tokens is all of the sequence
+    logits_handle: int = 0  # of kept logits; if there are some, num_tokens is all of the sequence
 
 
 class SequenceMemory:
     """Gives blocks to sequences out of the free list and the cache, and takes them back into the tree.
 
-    A sequence owns a reference to each of its blocks and locks the node up to which its tokens are in the tree, or the root,
-    which keeps nothing from being evicted but tells whether the cache was cleared meanwhile.
+    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the root: a
+    lock on the root protects nothing, but shows whether the cache was cleared meanwhile.
 
-    Where blocks are of use as wholes only (states), the block that a sequence is inside of is its own alone: it never goes into
-    the tree, so that it is never copied either.
+    A state is the whole of its block. So the last block of a sequence, which still changes, never goes into the tree and is
+    never copied.
     """
 
     def __init__(
-        self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, model_state_hash: str, fixed_chunk: int
+        self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, model_state_hash: str,
+        fixed_chunk: int, logits_row_bytes: int,
     ) -> None:
         self.blocks = blocks
         self.cache = cache
-        self._logits_cache = logits_cache
+        self._logits_cache = logits_cache  # of handles: the runner keeps the logits themselves
+        self._row_bytes = logits_row_bytes
+        self._next_handle = 1
+        self._stored: set[int] = set()  # handles that the step being committed has stored
+        self._dropped: list[int] = []  # handles that nothing will ask for any more
+        if logits_cache is not None:
+            logits_cache.on_drop = self._dropped.append
         self.fixed_chunk = fixed_chunk
         self.num_held_tokens = 0  # of sequences that hold blocks
         self.num_held_blocks = 0
@@ -79,19 +85,40 @@ class SequenceMemory:
         self.num_held_blocks += num_blocks
         return True
 
+    # Handles of kept logits
+
+    def new_handle(self) -> int:
+        self._next_handle += 1
+        return self._next_handle - 1
+
+    def take_dropped(self) -> list[int]:
+        """Handles that no step after the next one names."""
+        dropped = self._dropped[:]
+        self._dropped.clear()
+        return dropped
+
+    def drop_unstored(self, kept: list[tuple[int, int]]) -> None:
+        """Drop the logits that a step kept and that did not get into the LogitsCache."""
+        self._dropped += [handle for _, handle in kept if handle not in self._stored]
+        self._stored.clear()
+
+    def drop_again(self, handles: list[int]) -> None:
+        """The step that was to drop these has failed, maybe before it did."""
+        self._dropped += handles
+
     # Admission
 
-    def look_up(self, seq: Sequence, num_told: int) -> Found:
-        """The longest prefix that may be taken from the cache, locked. `num_told`: prompt logprobs handed out already."""
+    def look_up(self, seq: Sequence) -> Found:
+        """The longest prefix that may be taken from the cache, locked."""
         request, num_known = seq.request, len(seq.tokens)
         key = RadixKey(seq.tokens, request.namespace)
         limit = num_known - 1
         if request.params.prompt_logprobs is not None and seq.index == 0:
-            limit = min(limit, num_told)
-        logits = None
+            limit = min(limit, seq.num_reported)
+        handle = 0
         if self.logits_cache is not None and num_known == seq.num_prompt and limit == num_known - 1:
-            logits = self.logits_cache.get(CacheKey(key, num_known, self._state_hash(request.namespace)))
-            limit += logits is not None
+            handle = self.logits_cache.get(CacheKey(key, num_known, self._state_hash(request.namespace))) or 0
+            limit += handle > 0
         if self.fixed_chunk:
             limit = min(limit, seq.num_prompt)
         match = self.cache.match_prefix(key, limit=limit, counts=seq.hit is None)
@@ -99,15 +126,15 @@ class SequenceMemory:
             seq.hit = match.record
         num_tokens, node = match.num_tokens, match.node
         if num_tokens < num_known:
-            logits = None
+            handle = 0
             num_tokens -= num_tokens % self._match_step
         if num_tokens < node.end:  # cut the node there, so that no more is locked than is used
             node = self.cache.insert(RadixKey(seq.tokens[:num_tokens], request.namespace), match.blocks, handle=match)
         self.cache.lock(node)
-        return Found(num_tokens, match.blocks, node, logits)
+        return Found(num_tokens, match.blocks, node, handle)
 
     def num_blocks_wanted(self, seq: Sequence, found: Found) -> int:
-        """Blocks that the sequence needs for all its tokens beside those that it can share."""
+        """Blocks that the sequence needs for all its tokens, without those that it can share."""
         return self.num_blocks_for(len(seq.tokens)) - found.num_tokens // self._block_size
 
     def put_back(self, found: Found) -> None:
@@ -132,7 +159,7 @@ class SequenceMemory:
         self.num_held_blocks += num_full
         self.num_held_tokens += found.num_tokens
         seq.num_computed = found.num_tokens
-        seq.cached_logits = found.logits
+        seq.logits_handle = found.logits_handle
         if not rest:
             return []
         source = found.blocks[num_full]
@@ -143,8 +170,8 @@ class SequenceMemory:
 
     # What the cache keeps
 
-    def store_prompt(self, seq: Sequence, logits: Any) -> None:
-        """The prompt is computed: others may have it now, and its logits where there are any."""
+    def store_prompt(self, seq: Sequence, handle: int) -> None:
+        """The prompt is computed: others may have it now, and its logits if they were kept under a handle."""
         cache, num_tokens = self.cache, self._num_kept(seq.num_prompt)
         if not cache.is_enabled or seq.node.is_stale or not num_tokens:
             return
@@ -156,10 +183,10 @@ class SequenceMemory:
             cache.lock(node)
             cache.unlock(seq.node)
             seq.node = node
-        if logits is not None and self.logits_cache is not None and num_tokens == seq.num_prompt:
-            state_hash = self._state_hash(seq.request.namespace)
-            num_bytes = int(getattr(logits, "nbytes", 0))
-            self.logits_cache.insert(CacheKey(key, num_tokens, state_hash), logits, num_bytes, node)
+        if handle and self.logits_cache is not None and num_tokens == seq.num_prompt:
+            wanted = CacheKey(key, num_tokens, self._state_hash(seq.request.namespace))
+            if self.logits_cache.insert(wanted, handle, self._row_bytes, node):
+                self._stored.add(handle)
 
     def _num_kept(self, num_tokens: int) -> int:
         """How many of a sequence's tokens can go into the tree."""
@@ -179,7 +206,8 @@ class SequenceMemory:
         self.num_held_tokens -= seq.num_computed
         self.num_held_blocks -= len(seq.blocks)
         seq.blocks = []
-        seq.node = seq.cached_logits = None
+        seq.node = None
+        seq.logits_handle = seq.num_sent = 0
         seq.num_computed = 0
 
     def forget_computed(self, seq: Sequence, num_left: int) -> None:

@@ -1,4 +1,4 @@
-"""Who runs next. A policy is a key function over requests; the named ones are below, and users register their own."""
+"""The order in which requests run. A policy is a key function over requests; users can register their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SchedulingPolicy:
     """
 
     is_static: ClassVar[bool] = False
-    counts_service: ClassVar[bool] = False  # whether `charge` wants to be told of every token
+    counts_service: ClassVar[bool] = False  # whether `charge` is called for every token
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = time.monotonic
@@ -83,7 +83,7 @@ class LongestPrefixFirst(SchedulingPolicy):
     """What the cache knows most of first, so that it is used before it is evicted.
 
     Of the `window` oldest requests at most `max_lookups` are looked up per call, those looked up longest ago first. A request
-    that has waited `patience_s` goes before all others, so that nobody starves.
+    that has waited `patience_s` goes before all others, so that none starves.
     """
 
     def __init__(self, *, window: int = 256, max_lookups: int = 16, patience_s: float = 10.0) -> None:

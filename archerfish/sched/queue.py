@@ -1,4 +1,4 @@
-"""Sequences that wait, in the order of a policy."""
+"""Sequences that wait: in the order of a policy, or for another sequence that computes the same prefix."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sequence import Request, Sequence
 
 Entry = tuple[Any, int, Sequence]  # key, order of arrival, sequence
+MAX_LEADERS = 16  # running sequences that a waiting one is compared with
+MAX_WAITS = 4  # times that one sequence waits for another
 
 
 class WaitingQueue(Protocol):
@@ -24,7 +26,7 @@ class WaitingQueue(Protocol):
     def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
         """At most the first `limit` sequences (of each group)."""
 
-    def __iter__(self) -> Iterator[Sequence]: ...
+    def __contains__(self, seq: object) -> bool: ...
 
     def __len__(self) -> int: ...
 
@@ -68,8 +70,8 @@ class GroupedQueue:
             if index < min(limit, len(entries)):
                 heapq.heappush(heads, (group_key(group), *entries[index][:2], group, index))
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._entries)
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,8 +110,8 @@ class PolicyQueue:
             for _, seq in self._sequences.get(request, ()):
                 yield seq
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._orders)
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._orders
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -118,3 +120,51 @@ class PolicyQueue:
 def queue_for(policy: SchedulingPolicy) -> WaitingQueue:
     has_own_schedule = type(policy).schedule is not SchedulingPolicy.schedule
     return GroupedQueue(policy) if policy.is_static and not has_own_schedule else PolicyQueue(policy)
+
+
+class PrefixSharing:
+    """Of many prompts that begin alike and arrive together, one is computed and the others take its KV from the cache.
+
+    A sequence waits if a leader (running, its prompt not yet in the tree) will have at least half of what it must compute.
+    """
+
+    def __init__(self, min_tokens: int) -> None:
+        self._min_tokens = min_tokens
+        self._leaders: dict[Sequence, int] = {}  # -> tokens that it took from the cache
+        self._behind: dict[Sequence, tuple[Sequence, int]] = {}  # the leader that a sequence waits for, and its number of waits
+
+    def start(self, seq: Sequence, num_cached: int) -> None:
+        """An admitted sequence begins to compute its prompt."""
+        self._behind.pop(seq, None)
+        if len(seq.tokens) - num_cached >= self._min_tokens:
+            self._leaders[seq] = num_cached
+
+    def stop(self, seq: Sequence) -> None:
+        """Its prompt is in the tree, or it runs no longer."""
+        self._leaders.pop(seq, None)
+
+    def forget(self, seq: Sequence) -> None:
+        self._behind.pop(seq, None)
+
+    def must_wait(self, seq: Sequence) -> bool:
+        if not self._leaders:
+            return False
+        leader, num_waits = self._behind.get(seq, (None, 0))
+        if leader in self._leaders:
+            return True
+        if num_waits >= MAX_WAITS or (seq.request.params.prompt_logprobs is not None and seq.index == 0):
+            return False
+        for index, (candidate, num_cached) in enumerate(self._leaders.items()):
+            if index == MAX_LEADERS:
+                break
+            if self._gains(seq, candidate, num_cached):
+                self._behind[seq] = candidate, num_waits + 1
+                return True
+        return False
+
+    def _gains(self, seq: Sequence, leader: Sequence, num_cached: int) -> bool:
+        ours, theirs = seq.tokens, leader.tokens
+        end = num_cached + max(self._min_tokens, (len(ours) - num_cached) // 2)
+        if end >= len(ours) or end > leader.num_prompt or seq.request.namespace != leader.request.namespace:
+            return False
+        return ours[num_cached] == theirs[num_cached] and ours[:end] == theirs[:end]

@@ -251,6 +251,8 @@ class ResponseErrorEvent(ResponseEvent):
     param: str | None
 
 
+RESPONSE_EVENTS: list[type[Schema]] = [ResponseStatusEvent, OutputItemEvent, ItemMemberEvent, ResponseErrorEvent]
+
 # Anthropic: messages
 
 
@@ -329,6 +331,11 @@ class MessageDelta(Schema, kw_only=True):
 
 class MessageStop(Schema):
     type: Literal["message_stop"] = "message_stop"
+
+
+MESSAGE_EVENTS: list[type[Schema]] = [
+    MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop
+]  # fmt: skip
 
 
 class TokenCount(Schema):

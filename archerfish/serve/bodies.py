@@ -138,6 +138,14 @@ class Body(BaseModel):
         return {name: value for name, value in data.items() if name not in cls.unsupported}
 
 
+class GenerationBody(Body):
+    """What the bodies of all routes that generate have."""
+
+    priority: int = Field(0, description="Higher runs first.")
+    deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
+    stream: bool | None = False
+
+
 # JSON
 
 

@@ -19,6 +19,7 @@ from archerfish.serve.bodies import (
     UNUSED,
     Body,
     Checked,
+    GenerationBody,
     Values,
     bounded,
     check_inputs,
@@ -81,7 +82,7 @@ GuidedJSON = Annotated[
 ]
 
 
-class TextBody(Body):
+class TextBody(GenerationBody):
     """What all routes for text take: the engine's sampling parameters, beside those of the API that they follow."""
 
     format_param: ClassVar[str] = "response_format"  # the route's own parameter for the format of an answer
@@ -105,9 +106,6 @@ class TextBody(Body):
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="A grammar in Lark's notation.")
     guided_choice: list[str] | None = None
-    priority: int = Field(0, description="Higher runs first.")
-    deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
-    stream: bool | None = False
 
     def sampling(self) -> dict[str, Any]:
         """The SamplingParams that the body states."""

@@ -309,7 +309,7 @@ class Client:
     def __init__(self, address: str, **options: Any) -> None:
         """options: those of AsyncClient."""
         self._client = AsyncClient(address, **options)
-        self._loop = new_event_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="archerfish-client", daemon=True)
         self._thread.start()
 
@@ -350,15 +350,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop, which is several times faster, or of asyncio if uvloop is not installed."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def open_socket(kind: int) -> zmq.Socket[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, short_value, with_param
 from archerfish.text.tokenizer import Tokenizer
-from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at, tool_schemas
+from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
 
 # Response formats
 
@@ -168,29 +167,12 @@ def inner_schemas(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any
             yield f"{place}.{keyword}", held
 
 
-def find_word(schema: Any, word: str) -> str | None:
-    """The first place from the top where a schema has a word, as a keyword or as a value."""
-    pending = deque([("", schema)])
-    while pending:
-        place, value = pending.popleft()
-        if isinstance(value, str) and value.removeprefix("#") == word:
-            return place
-        if isinstance(value, dict):
-            if word in value:
-                return f"{place}.{word}".lstrip(".")
-            pending += [(f"{place}.{key}".lstrip("."), inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            pending += [(f"{place}[{index}]", inner) for index, inner in enumerate(value)]
-    return None
-
-
 # Tools
 
 GRAMMAR_ERROR = re.compile(
     r"^The grammar of kind lark is not valid: (?:at (?P<line>\d+)\(\d+\): )?(?:failed to compile JSON schema: )?"
     r"(?P<reason>.*?)\.?$", re.DOTALL,
 )  # fmt: skip
-WORDS = re.compile(r"""["']([^"']+)["']|: (\w\S*)$""")  # words of a schema in an error message of llguidance
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +209,9 @@ class ToolUse:
         found = GRAMMAR_ERROR.search(error.message)
         if found is None or self.grammar is None:
             return error
-        schemas, reason = tool_schemas(self.tools), found["reason"]
         name = tool_at(str(self.grammar["value"]), int(found["line"] or 0))
         what = "The schema of a tool" if name is None else f"The schema of the tool {name!r}"
-        words = [word for pair in WORDS.findall(reason) for word in pair if word]
-        places = [place for word in words if name is not None and (place := find_word(schemas[name], word))]
-        where = f" (at {places[0]})" if places else ""
         return RemoteError(
-            f"{what} cannot be followed{where}: {reason}.", code=error.code, status=error.status, param="tools",
+            f"{what} cannot be followed: {found['reason']}.", code=error.code, status=error.status, param="tools",
             hint='Leave that out of the schema, or let the model choose: tool_choice "auto".',
         )

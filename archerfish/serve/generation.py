@@ -18,6 +18,7 @@ from archerfish.engine.request_options import check_option_values, check_vocabul
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, OpenAIFinish, StopReason, TokenLogprob, Usage
+from archerfish.serve.bodies import GenerationBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.chat_bodies import ToolBody
 from archerfish.serve.client import RemoteError
@@ -152,6 +153,7 @@ class Generation:
     choices: list[Choice] = field(init=False)
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
+    is_cut: bool = False  # all choices have ended, and the engine does not know it of at least one
 
     def __post_init__(self) -> None:
         tokenizer, params = self.text.tokenizer, self.params
@@ -171,17 +173,14 @@ class Generation:
     def num_output(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
-    @property
-    def needs_no_more(self) -> bool:
-        """Whether all choices have ended and the engine does not know it."""
-        return any(choice.was_cut for choice in self.choices) and all(choice.finish_reason for choice in self.choices)
-
     def add(self, message: Chunk | Generated, end_sequence: Callable[[int], None] | None) -> list[ChoiceDelta]:
         """Add a message of the backend. `end_sequence` is called for a choice that a stop string has ended."""
         self.num_cached = message.num_cached_tokens or self.num_cached
-        gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
-        if isinstance(message, Generated):
-            self.prompt_logprobs = message.prompt_logprobs
+        gains: Sequence[Chunk | Output]
+        if isinstance(message, Chunk):
+            gains = (message,)
+        else:
+            gains, self.prompt_logprobs = message.outputs, message.prompt_logprobs
         deltas: list[ChoiceDelta] = []
         for gain in gains:
             choice = self.choices[gain.index]
@@ -192,6 +191,8 @@ class Generation:
             deltas.append(choice.add(gain))
             if choice.was_cut and end_sequence is not None:
                 end_sequence(gain.index)
+            if gain.finish_reason is not None or choice.was_cut:
+                self.is_cut = any(each.was_cut for each in self.choices) and all(each.finish_reason for each in self.choices)
         return deltas
 
     def chosen_logprobs(self, logprobs: Sequence[Logprob] | None) -> list[ChosenLogprob]:
@@ -242,17 +243,6 @@ class EventWriter(Protocol):
 
     def end(self) -> bytes: ...
     def error(self, error: Exception) -> bytes: ...
-
-
-class GenerationBody(Protocol):
-    """What bodies of all routes that generate have."""
-
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_s(self) -> float | None: ...
-    @property
-    def stream(self) -> bool | None: ...
 
 
 class TextService:
@@ -326,7 +316,7 @@ class TextService:
                 async for message in messages:
                     num_tokens = sum(len(output.token_ids) for output in getattr(message, "outputs", ()))
                     await in_thread(partial(generation.add, message, end_sequence), num_tokens)
-                    if generation.needs_no_more:
+                    if generation.is_cut:
                         break
 
         await unless_gone(request, run_all([run(generation) for generation in generations]))
@@ -350,7 +340,7 @@ class TextService:
                             data = writer.delta(number, delta)
                             if data:
                                 outbox.put(data)
-                        if generation.needs_no_more:
+                        if generation.is_cut:
                             break
                         if outbox.is_full:
                             await outbox.wait_for_room()
@@ -430,11 +420,9 @@ def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str
 
 def check_can_be_sent(values: dict[str, Any], names: dict[str, str]) -> None:
     """Refuse values that msgpack cannot encode."""
-    try:
-        msgspec.msgpack.encode(values)
-    except UNSENDABLE as error:
-        if len(values) > 1:
-            for name, value in values.items():
-                check_can_be_sent({name: value}, names)
-        shown = names.get(next(iter(values)), next(iter(values)))
-        raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None
+    for name, value in values.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except UNSENDABLE as error:
+            shown = names.get(name, name)
+            raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None

@@ -29,7 +29,7 @@ from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import ComputeThread, Waker, WakingExecutor
 from archerfish.serve.health import HangWatch, HealthCheck
-from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator, tenant_of_key
+from archerfish.serve.host_config import Callers, HostConfig, check_address, start_authenticator
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.limits import RateLimits
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
@@ -75,12 +75,11 @@ class Listener:
         self._clients: dict[int, bytes] = {}  # by the file descriptor of their connection
         self._disconnected: list[bytes] = []
 
-    def open(self, poller: zmq.Poller) -> str:
-        """Listen on all addresses; return the one for front ends, with its real port."""
+    def open(self, poller: zmq.Poller) -> list[str]:
+        """Listen on all configured addresses and return them, with their real ports."""
         if self._config.client_keys:
             self._authenticator = start_authenticator(self._config.client_keys)
-        addresses = [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
-        return addresses[0]
+        return [self._open(address, poller) for address in (self._config.address, self._config.open_address) if address]
 
     def _open(self, address: str, poller: zmq.Poller) -> str:
         opened = open_socket(zmq.ROUTER)
@@ -164,13 +163,10 @@ class Listener:
 class EngineHost:
     """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
-    def __init__(
-        self, config: HostConfig, *, tenant_of: Callable[[str], str] = tenant_of_key,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         check_address(config)
         self.config = config
-        self.address = config.address
+        self.address, self.open_address = config.address, config.open_address
         self.clock = clock
         self.figures, self.front_end_metrics = MetricsCollector(), FrontEndMetrics(clock)
         self.waker = Waker()
@@ -185,7 +181,7 @@ class EngineHost:
         self.health = HealthCheck(self.models, self.compute, self.watch, self, clock)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
-        self.callers = Callers(config, tenant_of)
+        self.callers = Callers(config)
         self.rates, self.limits = RateLimits(clock), AdmissionLimits(**config.admission)
         self.num_lost_clients = 0
         self._listener = Listener(config)
@@ -259,7 +255,9 @@ class EngineHost:
         """Listen; return the address for front ends, with its real port."""
         self._is_open = True
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
-        return self._listener.open(self._poller)
+        self.address, *others = self._listener.open(self._poller)
+        self.open_address = others[0] if others else ""
+        return self.address
 
     def run(self) -> None:
         """Serve until `stop`; running requests are finished first."""
@@ -346,7 +344,7 @@ class EngineHost:
         self.waker.close()
 
     def __enter__(self) -> Self:
-        self.address = self.open()
+        self.open()
         self._thread = threading.Thread(target=self.run, name="archerfish-host", daemon=True)
         self._thread.start()
         return self

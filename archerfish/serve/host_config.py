@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -101,7 +101,7 @@ def check_address(config: HostConfig) -> None:
         raise InvalidOptionError("The ZMQ server needs both CURVE keys, the public and the secret one, or none.")
     if config.client_keys and not config.secret_key:
         raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
-    for address in filter(None, (config.address or "none", config.open_address)):
+    for address in (config.address, config.open_address) if config.open_address else (config.address,):
         scheme, _, rest = address.partition("://")
         if scheme not in ("ipc", "tcp", "inproc") or not rest:
             raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
@@ -152,11 +152,10 @@ def tenant_of_key(credentials: str) -> str:
 class Callers:
     """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials."""
 
-    def __init__(self, config: HostConfig, tenant_of: Callable[[str], str]) -> None:
+    def __init__(self, config: HostConfig) -> None:
         self.tenants = read_tenants(config.api_keys_file)
         self._pass = config.front_end_pass.encode()
         self._is_private = not self._pass and not config.open_address and config.address.startswith(("ipc:", "inproc:"))
-        self._tenant_of = tenant_of
 
     def is_front_end(self, credentials: str) -> bool:
         return bool(self._pass) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), self._pass)
@@ -170,7 +169,7 @@ class Callers:
         if self.tenants.has_keys:
             caller = self.tenants.find(credentials)
             return caller.name, caller
-        own = self._tenant_of(credentials)
+        own = tenant_of_key(credentials)
         return own, replace(ANONYMOUS, name=own)
 
     def check_operator(self, credentials: str) -> None:

@@ -10,19 +10,19 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.counts import engine_counts
-from archerfish.engine.live_request import LiveRequest
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput, TextDelta
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
 from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams
-from archerfish.sequence import Namespace, TokenLogprobs
+from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane
 from archerfish.serve.limits import RefusedError
 from archerfish.serve.model_cards import is_tts
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
+from archerfish.step import TokenLogprobs
 
 PROBE_TENANT = "\0probe"  # cannot be the name of a tenant
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
@@ -108,7 +108,7 @@ class HostedLLM:
             self.figures.refused(self.name, error.code)
             raise
 
-    def _prepare(self, generation: Generation) -> LiveRequest:
+    def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
         message, request = generation.message, generation.request
         params = read_params(message.params)
@@ -132,20 +132,20 @@ class HostedLLM:
             namespace=Namespace(request.tenant), deadline_s=request.left_s(self.host.clock()),
         )  # fmt: skip
 
-    def _start(self, live: LiveRequest, generation: Generation) -> None:
+    def _start(self, live: Request, generation: Generation) -> None:
         generation.live, admitted = live, generation.admitted
         if not self.engine.has_work:
             self.controller.begin_work()
         try:
             if admitted is not None:
-                admitted.set_prompt_tokens(len(live.request.prompt_token_ids))
+                admitted.set_prompt_tokens(len(live.prompt_token_ids))
             self.engine.submit(live)
         except OverloadedError as error:
             self.figures.refused(self.name, error.code)
             raise
-        generation.is_sent_by_loop = not live.has_text
-        generation.request.end_sequence = lambda index: self.engine.abort(live.request.request_id, index)
-        generation.request.release = lambda: self._release(live.request.request_id, admitted)
+        generation.is_sent_by_loop = not live.collector.has_text
+        generation.request.end_sequence = lambda index: self.engine.abort(live.request_id, index)
+        generation.request.release = lambda: self._release(live.request_id, admitted)
 
     def _release(self, request_id: str, admitted: AdmittedRequest | None) -> None:
         self.engine.abort(request_id)
@@ -232,7 +232,7 @@ class Generation:
     model: HostedLLM
     request: PendingRequest
     message: GenerationRequest
-    live: LiveRequest | None = None
+    live: Request | None = None
     admitted: AdmittedRequest | None = None
     last_token_at: float = 0.0
     is_sent_by_loop: bool = False  # a request without text: its deltas are sent at the end of a step
@@ -278,8 +278,8 @@ class Generation:
             chunk.text = delta.text
         if delta.logprobs is not None:
             chunk.logprobs = as_tuples(delta.logprobs)
-        if is_first and self.live is not None and 0 in self.live.sequences:
-            chunk.num_cached_tokens = self.live.sequences[0].num_cached
+        if is_first and self.live is not None and 0 in self.live.collector.sequences:
+            chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
         if delta.finish_reason == "deadline" and not self.last_token_at:
             chunk.retry_after_s = self.model.controller.retry_after_s()
         return chunk

@@ -10,22 +10,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from archerfish.serve.answers import (
-    BlockInput,
-    BlockText,
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
-    MessageDelta,
-    MessageEnd,
-    MessageObject,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    TextBlock,
-    TokenCount,
-    ToolUseBlock,
-)
+from archerfish.serve import answers
 from archerfish.serve.bodies import (
     STRING,
     UNUSED,
@@ -54,6 +39,7 @@ from archerfish.serve.formats import nested_grammar
 from archerfish.serve.generation import Choice, ChoiceDelta, Generation, TextService, checked_params, new_id
 from archerfish.serve.sse import MARK, TextEvent, named_event
 
+Block = answers.TextBlock | answers.ToolUseBlock
 TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
 
@@ -202,7 +188,7 @@ class MessagesRoutes:
         await self.service.complete(request, generation)
         [choice] = generation.choices
         end = message_end(choice)
-        return json_response(MessageObject(
+        return json_response(answers.MessageObject(
             id=new_id("msg"), model=generation.model, content=content_blocks(choice), stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence, usage=message_usage(generation),
         ))  # fmt: skip
@@ -217,34 +203,34 @@ class MessagesRoutes:
         token_ids = await text.encode_chat(messages, "messages", options)
         await set_right(self.service.catalog, request, charged, len(token_ids))
         num_start = len(await text.encode(start, "messages", False, plain=True)) if start else 0
-        return json_response(TokenCount(input_tokens=len(token_ids) + num_start))
+        return json_response(answers.TokenCount(input_tokens=len(token_ids) + num_start))
 
 
-def content_blocks(choice: Choice) -> list[TextBlock | ToolUseBlock]:
-    blocks: list[TextBlock | ToolUseBlock] = []
+def content_blocks(choice: Choice) -> list[Block]:
+    blocks: list[Block] = []
     if choice.text or not choice.calls:
-        blocks.append(TextBlock(text=choice.text))
+        blocks.append(answers.TextBlock(text=choice.text))
     for call in choice.calls:
         arguments: Any = None
         with contextlib.suppress(ValueError, RecursionError):  # the call was cut off, or is not JSON
             arguments = json.loads(call.arguments or "{}")
         given = arguments if isinstance(arguments, dict) else {}
-        blocks.append(ToolUseBlock(id=new_id("toolu"), name=call.name, input=given))
+        blocks.append(answers.ToolUseBlock(id=new_id("toolu"), name=call.name, input=given))
     return blocks
 
 
-def message_end(choice: Choice) -> MessageEnd:
+def message_end(choice: Choice) -> answers.MessageEnd:
     """Why a message ended, in Anthropic's words."""
     if choice.finish_reason != "stop":
-        return MessageEnd(stop_reason="max_tokens")
+        return answers.MessageEnd(stop_reason="max_tokens")
     if isinstance(choice.stop_reason, str):
-        return MessageEnd(stop_reason="stop_sequence", stop_sequence=choice.stop_reason)
-    return MessageEnd(stop_reason="tool_use" if choice.calls else "end_turn")
+        return answers.MessageEnd(stop_reason="stop_sequence", stop_sequence=choice.stop_reason)
+    return answers.MessageEnd(stop_reason="tool_use" if choice.calls else "end_turn")
 
 
-def message_usage(generation: Generation) -> MessageUsage:
+def message_usage(generation: Generation) -> answers.MessageUsage:
     num_cached = generation.num_cached
-    return MessageUsage(
+    return answers.MessageUsage(
         input_tokens=len(generation.prompt_ids) - num_cached, cache_read_input_tokens=num_cached,
         output_tokens=generation.num_output,
     )
@@ -256,13 +242,14 @@ class MessageEvents:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._num_blocks = 0
-        self._open: type[TextBlock] | type[ToolUseBlock] | None = None  # the type of the open block
+        self._open: type[Block] | None = None  # the type of the open block
         self._delta: TextEvent | None = None  # of the open block
 
     def start(self) -> bytes:
         usage = message_usage(self._generation)
         usage.output_tokens = 0
-        return named_event(MessageStart(message=MessageObject(id=new_id("msg"), model=self._generation.model, usage=usage)))
+        message = answers.MessageObject(id=new_id("msg"), model=self._generation.model, usage=usage)
+        return named_event(answers.MessageStart(message=message))
 
     def delta(self, number: int, delta: ChoiceDelta) -> bytes:
         if delta.parts is None:
@@ -272,31 +259,35 @@ class MessageEvents:
             if part.kind == "text":
                 written += self._write_text(part.text)
             elif part.kind == "name":
-                written += self._start_block(ToolUseBlock(id=new_id("toolu"), name=part.text), BlockInput(partial_json=MARK))
+                block = answers.ToolUseBlock(id=new_id("toolu"), name=part.text)
+                written += self._start_block(block, answers.BlockInput(partial_json=MARK))
             elif self._delta is not None:
                 written += self._delta.write(part.text)
         return written
 
     def _write_text(self, text: str) -> bytes:
-        started = b"" if self._open is TextBlock else self._start_block(TextBlock(), BlockText(text=MARK))
+        started = b"" if self._open is answers.TextBlock else self._start_text()
         assert self._delta is not None
         return started + self._delta.write(text)
 
-    def _start_block(self, block: TextBlock | ToolUseBlock, delta: BlockText | BlockInput) -> bytes:
+    def _start_text(self) -> bytes:
+        return self._start_block(answers.TextBlock(), answers.BlockText(text=MARK))
+
+    def _start_block(self, block: Block, delta: answers.BlockText | answers.BlockInput) -> bytes:
         written, index = self._stop_block(), self._num_blocks
         self._num_blocks += 1
         self._open = type(block)
-        self._delta = TextEvent(named_event(ContentBlockDelta(index=index, delta=delta)))
-        return written + named_event(ContentBlockStart(index=index, content_block=block))
+        self._delta = TextEvent(named_event(answers.ContentBlockDelta(index=index, delta=delta)))
+        return written + named_event(answers.ContentBlockStart(index=index, content_block=block))
 
     def _stop_block(self) -> bytes:
         was_open, self._open = self._open, None
-        return named_event(ContentBlockStop(index=self._num_blocks - 1)) if was_open else b""
+        return named_event(answers.ContentBlockStop(index=self._num_blocks - 1)) if was_open else b""
 
     def end(self) -> bytes:
-        written = b"" if self._num_blocks else self._start_block(TextBlock(), BlockText(text=MARK))
-        end = MessageDelta(delta=message_end(self._generation.choices[0]), usage=message_usage(self._generation))
-        return written + self._stop_block() + named_event(end) + named_event(MessageStop())
+        written = b"" if self._num_blocks else self._start_text()
+        end = answers.MessageDelta(delta=message_end(self._generation.choices[0]), usage=message_usage(self._generation))
+        return written + self._stop_block() + named_event(end) + named_event(answers.MessageStop())
 
     def error(self, error: Exception) -> bytes:
         return named_event(failure_body(error, ANTHROPIC_PATH))

@@ -1,4 +1,4 @@
-"""What the files of a model say of it, before it is loaded."""
+"""Describes a model by its files, before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import locate
 from archerfish.engine.llm_loading import ModelFacts, read_facts
 from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
-from archerfish.models.encoder import encoder_class
 from archerfish.serve.host_config import ModelSpec
 from archerfish.store.format import ARROW_NAME
 from archerfish.store.metadata import read_metadata
@@ -22,14 +22,14 @@ from archerfish.types import no_progress
 
 @dataclass(frozen=True)
 class Description:
-    """card: as a front end is told; num_bytes: about what the model takes once it is loaded."""
+    """card: what front ends get to know of a model; num_bytes: about how much memory it takes when it is loaded."""
 
     card: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
 
 
 def describe(spec: ModelSpec, hub: HubConfig) -> Description:
-    """Read the files of a model, which are fetched and converted if they have not been; no weights are loaded."""
+    """Read the files of a model, which are fetched and converted first if necessary. No weights are loaded."""
     if spec.kind == "generation":
         engine = EngineConfig(**spec.options)
         facts = read_facts(engine, hub, no_progress)
@@ -52,7 +52,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> Description:
 
 
 def is_tts(facts: ModelFacts) -> bool:
-    """Whether a model was made to speak: an RWKV-7 whose vocabulary has room for TTS, without a tokenizer of its own."""
+    """Whether a model generates speech: an RWKV-7 whose vocabulary has TTS tokens, without a tokenizer of its own."""
     return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
 
 

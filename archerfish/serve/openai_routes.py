@@ -13,21 +13,7 @@ from starlette.responses import Response
 
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
-from archerfish.serve.answers import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    FunctionCall,
-    ListedLogprobs,
-    PromptLogprobs,
-    ToolCall,
-)
+from archerfish.serve import answers
 from archerfish.serve.bodies import BodyRoute
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.chat_bodies import ChatBody, CompletionBody
@@ -70,7 +56,7 @@ class OpenAIRoutes:
             return await self.service.stream(request, [generation], ChatEvents(generation, head, body.include_usage))
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice) for choice in generation.choices]
-        answer = ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
+        answer = answers.ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
         if generation.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(generation)
         return json_response(answer)
@@ -99,41 +85,42 @@ class OpenAIRoutes:
         if body.stream:
             return await self.service.stream(request, generations, CompletionEvents(generations, head, body, echoes))
         await self.service.complete(request, *generations)
-        choices: list[CompletionChoice] = []
+        choices: list[answers.CompletionChoice] = []
         for generation, echo in zip(generations, echoes, strict=True):
             choices += [completion_choice(generation, choice, echo, body, len(choices)) for choice in generation.choices]
         usage = usage_of(generations, is_output_hidden=body.max_tokens == 0)
-        return json_response(Completion(**head, choices=choices, usage=usage))
+        return json_response(answers.Completion(**head, choices=choices, usage=usage))
 
 
 # Chat
 
 
-def chat_choice(generation: Generation, choice: Choice) -> ChatChoice:
-    message = ChatMessage(content=choice.text)
+def chat_choice(generation: Generation, choice: Choice) -> answers.ChatChoice:
+    message = answers.ChatMessage(content=choice.text)
     if choice.calls:
         message.content = choice.text or None
+        functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
         message.tool_calls = [
-            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in choice.calls
+            answers.ToolCall(id=call.id, type="function", function=function)
+            for call, function in zip(choice.calls, functions, strict=True)
         ]
-    return ChatChoice(
+    return answers.ChatChoice(
         index=choice.index, message=message, logprobs=chat_logprobs(generation, choice.logprobs),
         finish_reason=choice.openai_reason, stop_reason=choice.shown_stop_reason,
     )
 
 
-def chat_logprobs(generation: Generation, logprobs: Sequence[Logprob]) -> ChatLogprobs | None:
-    return None if generation.params.logprobs is None else ChatLogprobs(content=generation.chosen_logprobs(logprobs))
+def chat_logprobs(generation: Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
+    return None if generation.params.logprobs is None else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
 
 
-def prompt_logprobs(generation: Generation) -> PromptLogprobs:
+def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
     """Logprobs of each token of the prompt, in vLLM's form: null for the first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
 
-    shown: PromptLogprobs = [None]
+    shown: answers.PromptLogprobs = [None]
     for token_id, logprob, rank, top in generation.prompt_logprobs or ():
         entries = {str(likely): entry(likely, value, place) for place, (likely, value) in enumerate(top, 1)}
         shown.append({**entries, str(token_id): entry(token_id, logprob, rank)})
@@ -145,16 +132,16 @@ class ChatEvents:
 
     def __init__(self, generation: Generation, head: dict[str, Any], include_usage: bool) -> None:
         self._generation, self._head, self._include_usage = generation, head, include_usage
-        self._text_events = [TextEvent(self._event(choice, ChatDelta(content=MARK))) for choice in generation.choices]
+        self._text_events = [TextEvent(self._event(choice, answers.ChatDelta(content=MARK))) for choice in generation.choices]
 
-    def _event(self, choice: Choice, delta: ChatDelta, logprobs: ChatLogprobs | None = None) -> bytes:
-        return self._chunk([ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs)])
+    def _event(self, choice: Choice, delta: answers.ChatDelta, logprobs: answers.ChatLogprobs | None = None) -> bytes:
+        return self._chunk([answers.ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs)])
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> bytes:
-        return data_event(ChatChunk(**self._head, choices=choices, usage=None if self._include_usage else UNSET))
+    def _chunk(self, choices: list[answers.ChatChunkChoice]) -> bytes:
+        return data_event(answers.ChatChunk(**self._head, choices=choices, usage=None if self._include_usage else UNSET))
 
     def start(self) -> bytes:
-        first = ChatDelta(role="assistant", content="")
+        first = answers.ChatDelta(role="assistant", content="")
         return b"".join(self._event(choice, first) for choice in self._generation.choices)
 
     def delta(self, number: int, delta: ChoiceDelta) -> bytes:
@@ -164,33 +151,33 @@ class ChatEvents:
         deltas = self._deltas(delta)
         logprobs = chat_logprobs(self._generation, delta.logprobs) if delta.logprobs else None
         if logprobs is not None and not deltas:
-            deltas = [ChatDelta(content="")]
+            deltas = [answers.ChatDelta(content="")]
         events = [self._event(choice, each, logprobs if each is deltas[0] else None) for each in deltas]
         if choice.finish_reason is not None:
-            reason, stop = choice.openai_reason, choice.shown_stop_reason
-            last = ChatChunkChoice(index=choice.index, delta=ChatDelta(), finish_reason=reason, stop_reason=stop)
+            last = answers.ChatChunkChoice(index=choice.index, delta=answers.ChatDelta())
+            last.finish_reason, last.stop_reason = choice.openai_reason, choice.shown_stop_reason
             events.append(self._chunk([last]))
         return b"".join(events)
 
-    def _deltas(self, delta: ChoiceDelta) -> list[ChatDelta]:
+    def _deltas(self, delta: ChoiceDelta) -> list[answers.ChatDelta]:
         if delta.parts is None:
-            return [ChatDelta(content=delta.text)] if delta.text else []
-        deltas: list[ChatDelta] = []
+            return [answers.ChatDelta(content=delta.text)] if delta.text else []
+        deltas: list[answers.ChatDelta] = []
         for part in delta.parts:
             if part.kind == "text":
-                deltas.append(ChatDelta(content=part.text))
+                deltas.append(answers.ChatDelta(content=part.text))
                 continue
-            call = ToolCall(index=part.index, function=FunctionCall(arguments=part.text))
+            call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
             if part.kind == "name":
                 pending: PendingCall = delta.choice.calls[part.index]
-                call.id, call.type, call.function = pending.id, "function", FunctionCall(name=part.text, arguments="")
-            deltas.append(ChatDelta(tool_calls=[call]))
+                call.id, call.type, call.function = pending.id, "function", answers.FunctionCall(name=part.text, arguments="")
+            deltas.append(answers.ChatDelta(tool_calls=[call]))
         return deltas
 
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return data_event(ChatChunk(**self._head, choices=[], usage=usage_of([self._generation]))) + DONE
+        return data_event(answers.ChatChunk(**self._head, choices=[], usage=usage_of([self._generation]))) + DONE
 
     def error(self, error: Exception) -> bytes:
         return data_event(failure_body(error))
@@ -207,9 +194,9 @@ def echo_text(text: ModelText, prompt: str | list[int]) -> str:
 
 def completion_choice(
     generation: Generation, choice: Choice, echo: str, body: CompletionBody, num_before: int
-) -> CompletionChoice:
+) -> answers.CompletionChoice:
     is_hidden = body.max_tokens == 0
-    shown = CompletionChoice(
+    shown = answers.CompletionChoice(
         index=num_before + choice.index, text=echo + ("" if is_hidden else choice.text), finish_reason=choice.openai_reason,
         stop_reason=choice.shown_stop_reason,
     )
@@ -233,7 +220,7 @@ def added_token(generation: Generation, echo: str) -> str:
     return name if is_added else ""
 
 
-def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset: int = 0) -> ListedLogprobs:
+def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset: int = 0) -> answers.ListedLogprobs:
     """Logprobs in four lists; the first token of a prompt has none."""
     tokens = [text.token(entry[0])[0] for entry in logprobs]
     offsets: list[int] = []
@@ -245,7 +232,7 @@ def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset
         for entry in logprobs
     ]
     values = [None if entry[1] is None else max(entry[1], LEAST_LOGPROB) for entry in logprobs]
-    return ListedLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
+    return answers.ListedLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
 
 
 class CompletionEvents:
@@ -257,11 +244,11 @@ class CompletionEvents:
         self._generations, self._head, self._body, self._echoes = generations, head, body, echoes
         self._num_each = generations[0].params.n
         num_choices = len(generations) * self._num_each
-        self._text_events = [TextEvent(self._event(CompletionChoice(index=i, text=MARK))) for i in range(num_choices)]
+        self._text_events = [TextEvent(self._event(answers.CompletionChoice(index=i, text=MARK))) for i in range(num_choices)]
         self._offsets = [0] * num_choices
 
-    def _event(self, choice: CompletionChoice) -> bytes:
-        return data_event(Completion(**self._head, choices=[choice], usage=None if self._body.include_usage else UNSET))
+    def _event(self, choice: answers.CompletionChoice) -> bytes:
+        return data_event(answers.Completion(**self._head, choices=[choice], usage=None if self._body.include_usage else UNSET))
 
     def start(self) -> bytes:
         echoes = [self._echoes[index // self._num_each] for index in range(len(self._text_events))]
@@ -273,7 +260,7 @@ class CompletionEvents:
         text = "" if is_hidden else delta.text
         if choice.finish_reason is None and not delta.logprobs and not self._body.return_token_ids:
             return self._text_events[index].write(text) if text else b""
-        shown = CompletionChoice(index=index, text=text)
+        shown = answers.CompletionChoice(index=index, text=text)
         if delta.logprobs and not is_hidden:
             shown.logprobs = listed_logprobs(self._generations[number].text, delta.logprobs, self._offsets[index])
             self._offsets[index] += sum(map(len, shown.logprobs.tokens))
@@ -287,7 +274,7 @@ class CompletionEvents:
         if not self._body.include_usage:
             return DONE
         usage = usage_of(self._generations, is_output_hidden=self._body.max_tokens == 0)
-        return data_event(Completion(**self._head, choices=[], usage=usage)) + DONE
+        return data_event(answers.Completion(**self._head, choices=[], usage=usage)) + DONE
 
     def error(self, error: Exception) -> bytes:
         return data_event(failure_body(error))

@@ -10,34 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
-from archerfish.serve.answers import (
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
-    Detokenized,
-    Embeddings,
-    Failing,
-    Health,
-    ItemMemberEvent,
-    MessageDelta,
-    MessageObject,
-    MessageStart,
-    MessageStop,
-    Model,
-    Models,
-    OutputItemEvent,
-    Ranking,
-    ResponseErrorEvent,
-    ResponseObject,
-    ResponseStatusEvent,
-    Similarities,
-    TokenCount,
-    Tokens,
-    TTSAnswer,
-)
+from archerfish.serve import answers
 from archerfish.serve.bodies import NULL, STRING, BodyRoute
 from archerfish.serve.errors import AnthropicError, Error, Schema, is_anthropic
 
@@ -57,24 +30,34 @@ OBJECT = dict[str, Any]  # figures or options by name
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 # By method and path: the type of a success (a media type if it is not JSON), and the statuses of errors.
 ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {
-    ("post", "/v1/chat/completions"): (ChatCompletion, GENERATING), ("post", "/v1/completions"): (Completion, GENERATING),
-    ("post", "/v1/responses"): (ResponseObject, GENERATING), ("post", "/v1/messages"): (MessageObject, GENERATING),
-    ("post", "/v1/messages/count_tokens"): (TokenCount, COMPUTING), ("post", "/v1/embeddings"): (Embeddings, COMPUTING),
-    ("post", "/v1/rerank"): (Ranking, COMPUTING), ("post", "/similarity"): (Similarities, COMPUTING),
-    ("post", "/tokenize"): (Tokens, COMPUTING), ("post", "/detokenize"): (Detokenized, COMPUTING),
-    ("post", "/v1/tts/tokens"): (TTSAnswer, GENERATING), ("post", "/v1/cache/explain"): (OBJECT, COMPUTING),
-    ("get", "/v1/models"): (Models, (401, 503)), ("get", "/v1/models/{model_id}"): (Model, (401, 404, 503)),
-    ("get", "/health"): (Health, ()), ("get", "/ready"): (Health, ()),
-    ("get", "/stats"): (OBJECT, FIGURES), ("get", "/metrics"): (METRICS, FIGURES),
-    ("get", "/admin/optimization"): (OBJECT, OPERATING), ("patch", "/admin/optimization"): (OBJECT, OPERATING),
-}  # fmt: skip
+    ("post", "/v1/chat/completions"): (answers.ChatCompletion, GENERATING),
+    ("post", "/v1/completions"): (answers.Completion, GENERATING),
+    ("post", "/v1/responses"): (answers.ResponseObject, GENERATING),
+    ("post", "/v1/messages"): (answers.MessageObject, GENERATING),
+    ("post", "/v1/messages/count_tokens"): (answers.TokenCount, COMPUTING),
+    ("post", "/v1/embeddings"): (answers.Embeddings, COMPUTING),
+    ("post", "/v1/rerank"): (answers.Ranking, COMPUTING),
+    ("post", "/similarity"): (answers.Similarities, COMPUTING),
+    ("post", "/tokenize"): (answers.Tokens, COMPUTING),
+    ("post", "/detokenize"): (answers.Detokenized, COMPUTING),
+    ("post", "/v1/tts/tokens"): (answers.TTSAnswer, GENERATING),
+    ("post", "/v1/cache/explain"): (OBJECT, COMPUTING),
+    ("get", "/v1/models"): (answers.Models, (401, 503)),
+    ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503)),
+    ("get", "/health"): (answers.Health, ()),
+    ("get", "/ready"): (answers.Health, ()),
+    ("get", "/stats"): (OBJECT, FIGURES),
+    ("get", "/metrics"): (METRICS, FIGURES),
+    ("get", "/admin/optimization"): (OBJECT, OPERATING),
+    ("patch", "/admin/optimization"): (OBJECT, OPERATING),
+}
 EVENTS: dict[str, list[type[Schema]]] = {  # the types of a stream's events, by path
-    "/v1/chat/completions": [ChatChunk], "/v1/completions": [Completion], "/v1/tts/tokens": [TTSAnswer],
-    "/v1/responses": [ResponseStatusEvent, OutputItemEvent, ItemMemberEvent, ResponseErrorEvent],
-    "/v1/messages": [
-        MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop, AnthropicError
-    ],
-}  # fmt: skip
+    "/v1/chat/completions": [answers.ChatChunk],
+    "/v1/completions": [answers.Completion],
+    "/v1/tts/tokens": [answers.TTSAnswer],
+    "/v1/responses": answers.RESPONSE_EVENTS,
+    "/v1/messages": [*answers.MESSAGE_EVENTS, AnthropicError],
+}
 MODEL_PARAMETER = {"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}
 OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
 # What operations have beside responses and the bodies of BodyRoutes.
@@ -112,9 +95,9 @@ def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
 
 def answer_schemas() -> dict[str, Any]:
     """The schemas of all answers and events."""
-    answers = {answer for answer, _ in ANSWERS.values() if isinstance(answer, type)}
+    successes = {answer for answer, _ in ANSWERS.values() if isinstance(answer, type)}
     events = {event for each in EVENTS.values() for event in each}
-    types = sorted({Error, AnthropicError, Failing, *answers, *events}, key=lambda kind: kind.__name__)
+    types = sorted({Error, AnthropicError, answers.Failing, *successes, *events}, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(types, ref_template=PREFIX + "{name}")
     for schema in schemas.values():  # members with a default are always written
         members = schema["properties"]
@@ -131,8 +114,8 @@ def responses_of(method: str, path: str) -> dict[str, Any]:
     error = json_content(AnthropicError if is_anthropic(path) else Error)
     found = {"200": {"description": "The answer.", "content": success}}
     found |= {str(status): {"description": DESCRIPTIONS[status], "content": error} for status in statuses}
-    if answer is Health:
-        found["503"] = {"description": "No computation succeeds now.", "content": json_content(Failing)}
+    if answer is answers.Health:
+        found["503"] = {"description": "No computation succeeds now.", "content": json_content(answers.Failing)}
     return found
 
 

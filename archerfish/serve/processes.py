@@ -23,7 +23,7 @@ from typing import BinaryIO, Self, TypeVar
 
 import msgspec
 
-from archerfish.errors import ArcherfishError, MachineError, StoppedError
+from archerfish.errors import MachineError, StoppedError
 from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, check_address
 
 logger = logging.getLogger("archerfish.serve")
@@ -108,7 +108,7 @@ class KeptProcess:
             started_at = self._clock()
             try:
                 self._run()
-            except (ArcherfishError, OSError) as error:
+            except Exception as error:
                 if not self._first_report.done():
                     self._first_report.set_exception(error)
                     return
@@ -270,7 +270,7 @@ def stop_all(processes: Sequence[KeptProcess]) -> None:
 
 
 def kill_all(processes: Sequence[KeptProcess]) -> None:
-    """End processes at once. Front ends get a moment in which they tell their clients."""
+    """End processes at once. Front ends get a moment to send errors to their clients."""
     for process in processes:
         process.force()
     end = time.monotonic() + 2 * LAST_S

@@ -11,33 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve.answers import (
-    FunctionCallItem,
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemMemberEvent,
-    ItemStatus,
-    MessageItem,
-    OutputItemEvent,
-    OutputTextPart,
-    OutputTokensDetails,
-    ResponseErrorEvent,
-    ResponseEvent,
-    ResponseFailure,
-    ResponseObject,
-    ResponseStatusEvent,
-    ResponseUsage,
-)
+from archerfish.serve import answers
 from archerfish.serve.bodies import STRING, UNUSED, Body, BodyRoute, Checked, Values, bounded, check_text, wrong_value
 from archerfish.serve.chat_bodies import OBJECTS, Stop, ToolBody, read_message, template_call
-from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type
+from archerfish.serve.errors import Error, UnsupportedParameterError, encode_json, failure_body, json_response, json_type
 from archerfish.serve.formats import nested_grammar
 from archerfish.serve.generation import Choice, ChoiceDelta, Generation, Logprob, PendingCall, TextService, new_id
-from archerfish.serve.sse import named_event
+from archerfish.serve.sse import MARK, TextEvent, named_event
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
-Item = MessageItem | FunctionCallItem
+TEXT_DELTA = "response.output_text.delta"
+Item = answers.MessageItem | answers.FunctionCallItem
 
 
 def read_input(value: Any, where: str) -> list[dict[str, Any]]:
@@ -143,10 +128,10 @@ class ResponsesRoutes:
         return json_response(ended(response, generation, output))
 
 
-def empty_response(body: ResponsesBody, generation: Generation) -> ResponseObject:
+def empty_response(body: ResponsesBody, generation: Generation) -> answers.ResponseObject:
     """The response before anything is generated."""
     choice = body.tool_choice or "auto"
-    return ResponseObject(
+    return answers.ResponseObject(
         id=new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
         max_output_tokens=body.max_output_tokens, model=generation.model,
         parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
@@ -156,30 +141,30 @@ def empty_response(body: ResponsesBody, generation: Generation) -> ResponseObjec
     )  # fmt: skip
 
 
-def ended(response: ResponseObject, generation: Generation, output: list[Item]) -> ResponseObject:
+def ended(response: answers.ResponseObject, generation: Generation, output: list[Item]) -> answers.ResponseObject:
     """The whole response."""
     num_input, num_output = len(generation.prompt_ids), generation.num_output
-    usage = ResponseUsage(
-        input_tokens=num_input, input_tokens_details=InputTokensDetails(cached_tokens=generation.num_cached),
-        output_tokens=num_output, output_tokens_details=OutputTokensDetails(), total_tokens=num_input + num_output,
+    usage = answers.ResponseUsage(
+        input_tokens=num_input, input_tokens_details=answers.InputTokensDetails(cached_tokens=generation.num_cached),
+        output_tokens=num_output, output_tokens_details=answers.OutputTokensDetails(), total_tokens=num_input + num_output,
     )
     status = status_of(generation.choices[0])
-    details = None if status == "completed" else IncompleteDetails()
+    details = None if status == "completed" else answers.IncompleteDetails()
     return msgspec.structs.replace(response, status=status, incomplete_details=details, output=output, usage=usage)
 
 
-def status_of(choice: Choice) -> ItemStatus:
+def status_of(choice: Choice) -> answers.ItemStatus:
     """The status of a response, and of its last item."""
     return "completed" if choice.finish_reason in (None, "stop") else "incomplete"
 
 
-def message_item(generation: Generation, text: str, logprobs: list[Logprob]) -> MessageItem:
-    part = OutputTextPart(text=text, logprobs=generation.chosen_logprobs(logprobs))
-    return MessageItem(id=new_id("msg"), status="completed", content=[part])
+def message_item(generation: Generation, text: str, logprobs: list[Logprob]) -> answers.MessageItem:
+    part = answers.OutputTextPart(text=text, logprobs=generation.chosen_logprobs(logprobs))
+    return answers.MessageItem(id=new_id("msg"), status="completed", content=[part])
 
 
-def call_item(call: PendingCall) -> FunctionCallItem:
-    return FunctionCallItem(
+def call_item(call: PendingCall) -> answers.FunctionCallItem:
+    return answers.FunctionCallItem(
         id=new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
     )
 
@@ -187,7 +172,7 @@ def call_item(call: PendingCall) -> FunctionCallItem:
 class ResponseEvents:
     """A response in its events: items are added, grow and are done, one after the other."""
 
-    def __init__(self, generation: Generation, response: ResponseObject) -> None:
+    def __init__(self, generation: Generation, response: answers.ResponseObject) -> None:
         self._generation, self._response = generation, response
         self._number = 0
         self._output: list[Item] = []  # the last one is open, if `_is_open`
@@ -195,6 +180,7 @@ class ResponseEvents:
         self._texts: list[str] = []  # of the open message
         self._logprobs: list[Logprob] = []
         self._call: PendingCall | None = None  # of the open item, if that is a call
+        self._delta_head, self._delta_text = b"", TextEvent(encode_json(MARK))  # how the open message writes text
 
     def start(self) -> bytes:
         return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
@@ -214,12 +200,15 @@ class ResponseEvents:
         return written
 
     def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
-        is_open = self._is_open and isinstance(self._output[-1], MessageItem)
+        is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
         written = b"" if is_open else self._close() + self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs or ()
-        shown = self._generation.chosen_logprobs(logprobs) if logprobs else []
-        return written + self._member("response.output_text.delta", content_index=0, delta=text, logprobs=shown)
+        if logprobs:
+            shown = self._generation.chosen_logprobs(logprobs)
+            return written + self._member(TEXT_DELTA, content_index=0, delta=text, logprobs=shown)
+        self._number += 1
+        return written + self._delta_head % (self._number - 1) + self._delta_text.write(text)
 
     def _open(self, item: Item) -> bytes:
         self._is_open = True
@@ -228,8 +217,12 @@ class ResponseEvents:
 
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
-        added = self._open(MessageItem(id=new_id("msg"), status="in_progress"))
-        return added + self._member("response.content_part.added", content_index=0, part=OutputTextPart())
+        added = self._open(answers.MessageItem(id=new_id("msg"), status="in_progress"))
+        item_id, index = self._output[-1].id, len(self._output) - 1
+        delta = answers.ItemMemberEvent(TEXT_DELTA, 0, item_id, index, content_index=0, delta=MARK, logprobs=[])
+        head, number, tail = named_event(delta).partition(b'"sequence_number":0')
+        self._delta_head, self._delta_text = head + number[:-1] + b"%d", TextEvent(tail)
+        return added + self._member("response.content_part.added", content_index=0, part=answers.OutputTextPart())
 
     def _open_call(self, call: PendingCall) -> bytes:
         self._call = call
@@ -237,14 +230,14 @@ class ResponseEvents:
         item.arguments, item.status = "", "in_progress"
         return self._open(item)
 
-    def _close(self, status: ItemStatus = "completed") -> bytes:
+    def _close(self, status: answers.ItemStatus = "completed") -> bytes:
         """The events at the end of the open item."""
         if not self._is_open:
             return b""
         item = self._output[-1]
         item.status = status
-        if isinstance(item, MessageItem):
-            part = OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
+        if isinstance(item, answers.MessageItem):
+            part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
             item.content = [part]
             written = self._member("response.output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
             written += self._member("response.content_part.done", content_index=0, part=part)
@@ -264,21 +257,21 @@ class ResponseEvents:
         body = failure_body(error)
         assert isinstance(body, Error)
         code, message = body.error.code, body.error.message
-        failure = ResponseFailure(code=code, message=message)
+        failure = answers.ResponseFailure(code=code, message=message)
         failed = msgspec.structs.replace(self._response, status="failed", error=failure)
-        written = self._event(ResponseErrorEvent("error", self._number, code=code, message=message, param=body.error.param))
-        return written + self._status("response.failed", failed)
+        event = answers.ResponseErrorEvent("error", self._number, code=code, message=message, param=body.error.param)
+        return self._event(event) + self._status("response.failed", failed)
 
-    def _status(self, kind: str, response: ResponseObject) -> bytes:
-        return self._event(ResponseStatusEvent(kind, self._number, response=response))
+    def _status(self, kind: str, response: answers.ResponseObject) -> bytes:
+        return self._event(answers.ResponseStatusEvent(kind, self._number, response=response))
 
     def _item(self, kind: str) -> bytes:
-        return self._event(OutputItemEvent(kind, self._number, output_index=len(self._output) - 1, item=self._output[-1]))
+        return self._event(answers.OutputItemEvent(kind, self._number, len(self._output) - 1, self._output[-1]))
 
     def _member(self, kind: str, **members: Any) -> bytes:
         item_id, index = self._output[-1].id, len(self._output) - 1
-        return self._event(ItemMemberEvent(kind, self._number, item_id, index, **members))
+        return self._event(answers.ItemMemberEvent(kind, self._number, item_id, index, **members))
 
-    def _event(self, event: ResponseEvent) -> bytes:
+    def _event(self, event: answers.ResponseEvent) -> bytes:
         self._number += 1
         return named_event(event)

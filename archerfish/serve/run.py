@@ -21,7 +21,7 @@ from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, ModelSpec, check_address, is_loopback, read_tenants
 from archerfish.serve.page import curl, examples
 from archerfish.serve.processes import KeptProcess, engine_process, front_process, kill_all, stop_all, stop_on_signals
-from archerfish.store.bundled import STORY_MODEL
+from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
 STOPPING = f"Stopping: running requests have {GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."

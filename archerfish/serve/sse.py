@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from archerfish.errors import ArcherfishError
@@ -21,6 +22,7 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"
+encode_text = msgspec.json.Encoder().encode
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -53,12 +55,13 @@ async def disconnected(request: Request) -> None:
 
 
 def data_event(data: Any) -> bytes:
-    return b"data: %b\n\n" % encode_json(data)
+    return b"data: " + encode_json(data) + b"\n\n"
 
 
 def named_event(data: Any) -> bytes:
     """An event that is named by the type of its data."""
-    return b"event: %b\ndata: %b\n\n" % (data.type.encode(), encode_json(data))
+    name: bytes = data.type.encode()
+    return b"event: " + name + b"\ndata: " + encode_json(data) + b"\n\n"
 
 
 class TextEvent:
@@ -68,13 +71,13 @@ class TextEvent:
         self._before, self._after = event.split(encode_json(MARK))
 
     def write(self, text: str) -> bytes:
-        return self._before + encode_json(text) + self._after
+        return self._before + encode_text(text) + self._after
 
 
 class Outbox:
     """Bytes on their way to one client."""
 
-    def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []
         self._num_bytes = 0
@@ -122,7 +125,7 @@ class Outbox:
             await self._room.wait()
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """An answer in events that `produce` puts into an Outbox.
 
     `start` waits for the first event, so that an error before it is an ordinary error answer; `write_error` makes an event of
@@ -131,27 +134,20 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, produce: Callable[[Outbox], Awaitable[None]], write_error: Callable[[Exception], bytes],
-        outbox: Outbox | None = None, *, keep_alive_s: float = 0.0,
+        self, produce: Callable[[Outbox], Coroutine[Any, Any, None]], write_error: Callable[[Exception], bytes], *,
+        keep_alive_s: float = 0.0, max_waiting_bytes: int = MAX_WAITING_BYTES,
     ) -> None:
-        super().__init__(None, headers=HEADERS, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._outbox = outbox or Outbox()
-        self._produce, self._write_error = produce, write_error
+        super().__init__(self._take_all(), headers=HEADERS, media_type="text/event-stream")
+        self._outbox = Outbox(max_waiting_bytes)
+        self._produce, self._write_error, self._keep_alive_s = produce, write_error, keep_alive_s
         self._producer: asyncio.Task[None] | None = None
-        self._gone: asyncio.Task[None] | None = None  # ends when the client has gone
-        self._keep_alive_s = keep_alive_s
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, request: Request) -> EventStream:
         self._producer = asyncio.create_task(self._run())
         self._set_timer()
-        self._gone = asyncio.create_task(disconnected(request))
-        self._gone.add_done_callback(lambda _: self._leave())
         try:
-            if not await self._outbox.has_bytes():
-                if self._gone.done():
-                    raise ClientGoneError
+            if not await unless_gone(request, self._outbox.has_bytes()):
                 await self._producer  # raises the error that ended it
         except BaseException:
             await self._end()
@@ -183,23 +179,17 @@ class EventStream(Response):
                 self._timer.cancel()
             self._outbox.close()
 
+    async def _take_all(self) -> AsyncIterator[bytes]:
+        while await self._outbox.has_bytes():
+            yield self._outbox.take()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self._producer is not None, "start() comes first"
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            while await self._outbox.has_bytes():
-                await send({"type": "http.response.body", "body": self._outbox.take(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await super().__call__(scope, receive, send)
         finally:
             await self._end()
 
     async def _end(self) -> None:
-        assert self._producer is not None and self._gone is not None
-        self._leave()
-        self._gone.cancel()
-        await asyncio.gather(self._gone, self._producer, return_exceptions=True)
-
-    def _leave(self) -> None:
-        assert self._producer is not None
+        assert self._producer is not None, "start() comes first"
         self._producer.cancel()
-        self._outbox.close()
+        await asyncio.gather(self._producer, return_exceptions=True)

@@ -30,6 +30,7 @@ from archerfish.serve.bodies import (
     Body,
     BodyRoute,
     Checked,
+    GenerationBody,
     bounded,
     check_text,
     check_token_ids,
@@ -181,7 +182,7 @@ def voice(kind: str) -> Any:
     return Field(getattr(TTSRequest, kind), json_schema_extra={"enum": [*PROPERTIES[kind]]})
 
 
-class TTSBody(Body):
+class TTSBody(GenerationBody):
     """POST /v1/tts/tokens: a text, and the voice that speaks it."""
 
     text: Annotated[str, Checked(check_text, {**STRING, "minLength": 1, "pattern": r"\S"})]
@@ -203,9 +204,6 @@ class TTSBody(Body):
     top_k: int | None = bounded(minimum=-1)
     max_tokens: int | None = bounded(None, f"Semantic tokens; never more than {MAX_SEMANTIC:,}.", minimum=1)
     seed: int | None = bounded(minimum=MIN_SEED, maximum=MAX_SEED - 1)
-    priority: int = Field(0, description="Higher runs first.")
-    deadline_s: float | None = Field(None, description="Seconds after which the request is given up.")
-    stream: bool | None = False
 
     @field_validator(*PROPERTIES, mode="before")
     @classmethod

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.answers import DocumentText, Embedding, Embeddings, Ranked, Ranking, Similarities, VectorUsage
+from archerfish.serve import answers
 from archerfish.serve.bodies import (
     INPUTS,
     STRING,
@@ -126,11 +126,11 @@ class VectorRoutes:
         rows = shorten(rows, body.dimensions)
         is_base64 = body.encoding_format == "base64"
         data: Any = await encode_items(
-            Embedding(index=index, embedding=base64_floats(row) if is_base64 else row.tolist())
+            answers.Embedding(index=index, embedding=base64_floats(row) if is_base64 else row.tolist())
             for index, row in enumerate(rows)
         )
         usage = self.usage("/v1/embeddings", len(rows), num_tokens)
-        return json_response(Embeddings(data=data, model=card.id, usage=usage))
+        return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
     async def rerank(self, request: Request, body: RerankBody) -> Response:
         """Documents by their relevance to a query, best first: by a cross-encoder where one is served, else by cosine."""
@@ -145,12 +145,12 @@ class VectorRoutes:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
             scores = rows[1:] @ rows[0]
         order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-        results = [Ranked(index=i, relevance_score=float(scores[i])) for i in order]
+        results = [answers.Ranked(index=i, relevance_score=float(scores[i])) for i in order]
         if body.return_documents:
             for result in results:
-                result.document = DocumentText(text=body.documents[result.index])
+                result.document = answers.DocumentText(text=body.documents[result.index])
         usage = self.usage("/v1/rerank", len(body.documents), num_tokens)
-        return json_response(Ranking(model=card.id, results=results, usage=usage))
+        return json_response(answers.Ranking(model=card.id, results=results, usage=usage))
 
     async def similarity(self, request: Request, body: SimilarityBody) -> Response:
         """Cosines: a list for one source, a list per source for several."""
@@ -163,7 +163,7 @@ class VectorRoutes:
         is_single = isinstance(body.source, str)
         shown: Any = cosines[0].tolist() if is_single else await encode_items(row.tolist() for row in cosines)
         usage = self.usage("/similarity", num_texts, num_tokens)
-        return json_response(Similarities(similarities=shown, model=card.id, usage=usage))
+        return json_response(answers.Similarities(similarities=shown, model=card.id, usage=usage))
 
     async def embed(
         self, request: Request, card: ModelCard, texts: Sequence[str | list[int]], deadline_s: float | None
@@ -186,10 +186,10 @@ class VectorRoutes:
                 hint="Send several requests: they share batches.",
             )
 
-    def usage(self, route: str, num_texts: int, num_tokens: int) -> VectorUsage:
+    def usage(self, route: str, num_texts: int, num_tokens: int) -> answers.VectorUsage:
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
-        return VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 def shorten(rows: Array, dimensions: int | None) -> Array:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
-from archerfish.errors import InvalidOptionError, UnsupportedModelError, ValidationError, did_you_mean
-from archerfish.store.files import HashingFile, check_free_space, new_directory, sha256_of, write_errors, write_file
+from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
+from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, write_errors, write_file
 from archerfish.store.format import (
     ARROW_NAME,
+    FLOAT_DTYPES,
     ITEM_BYTES,
     METADATA_NAME,
     PARQUET_NAME,
@@ -23,16 +27,20 @@ from archerfish.store.format import (
     ParquetWriter,
     Row,
     TensorInfo,
+    as_bytes,
     check_parquet_fits,
     check_parquet_order,
+    needs_large,
     read_parquet_rows,
-)
-from archerfish.store.mapping import finish_arrow, needs_large
-from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata
-from archerfish.store.source import ModelSource, SourceTensor
-from archerfish.store.sources import open_source
-from archerfish.store.validate import cast, compare, stored_dtype_of
+)  # fmt: skip
+from archerfish.store.loader import WeightLoader, arrow_record, file_record
+from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata, is_converted
 from archerfish.types import Progress, no_progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from archerfish.store.source import ModelSource, SourceTensor
 
 __all__ = ["ConversionResult", "ModelConverter"]
 
@@ -76,9 +84,11 @@ class ModelConverter:
     ) -> ConversionResult:
         """Write `output_dir` from a directory, a file, a built-in name or a Hugging Face id.
 
-        `model_type` is a hint that is checked against what is found. The directory appears whole, after every tensor has been
-        compared with its source, or not at all.
+        Raises an error when `model_type` is not "auto" and differs from the kind of the model. The directory appears only after
+        every tensor has been compared with its source.
         """
+        from archerfish.store.sources import open_source
+
         started = time.perf_counter()
         if model_type not in MODEL_TYPES:
             raise InvalidOptionError(f"Unknown model_type {model_type!r}.", hint=did_you_mean(model_type, MODEL_TYPES))
@@ -103,14 +113,14 @@ class ModelConverter:
         return self._result(target, metadata, source, time.perf_counter() - started)
 
     def _stored_info(self, tensor: SourceTensor) -> TensorInfo:
-        """How a source tensor will be stored; the parts of a kept quantised one are known when it is read."""
+        """How a source tensor will be stored. For a kept quantised tensor, the details are known when it is read."""
         if self.config.keep_quantized and tensor.load_quantized is not None:
             return tensor.info
         dtype = stored_dtype_of(tensor.info.dtype, tensor.info.shape, self.config.stored_dtype())
         return TensorInfo(tensor.info.name, dtype, tensor.info.shape)
 
     def _stored_bytes(self, tensor: SourceTensor) -> int:
-        """About how many bytes a tensor will take; a kept quantised one has at most 8.5 bits per value."""
+        """About how many bytes a tensor will take. A kept quantised tensor has at most 8.5 bits per value."""
         info = self._stored_info(tensor)
         if self.config.keep_quantized and tensor.load_quantized is not None:
             return info.num_params * 17 // 16
@@ -140,52 +150,36 @@ class ModelConverter:
     def _write_weights(
         self, source: ModelSource, infos: list[TensorInfo], directory: Path, progress: Progress
     ) -> tuple[list[TensorInfo], dict[str, FileRecord]]:
-        """Write both files in one pass over the source, one tensor in memory at a time (Parquet: one row group)."""
-        files: list[HashingFile] = []
-        writers: list[ArrowWriter | ParquetWriter] = []
+        """Write both files in one pass over the source, with one tensor (of Parquet: one row group) in memory at a time."""
+        arrow, parquet = directory / ARROW_NAME, directory / PARQUET_NAME
         written: list[TensorInfo] = []
-        try:
-            files.append(HashingFile(directory / ARROW_NAME))
-            writers.append(ArrowWriter(files[0], large=needs_large(infos)))
+        with ExitStack() as stack:
+            writers: list[ArrowWriter | ParquetWriter] = [stack.enter_context(ArrowWriter(arrow, large=needs_large(infos)))]
             if self.config.write_parquet:
-                files.append(HashingFile(directory / PARQUET_NAME))
-                writers.append(ParquetWriter(files[1], self.config.compression))
+                writers.append(stack.enter_context(ParquetWriter(parquet, self.config.compression)))
             for index, row in enumerate(self._rows(source)):
                 progress(index, len(infos), f"writing {row.info.name}")
                 for writer in writers:
                     writer.write(row)
                 written.append(row.info)
-            for writer in writers:
-                writer.close()
-            for file in files:
-                file.sync()
-        finally:
-            for writer in writers:
-                if isinstance(writer, ParquetWriter):
-                    writer.abandon()
-            for file in files:
-                file.close()
         progress(len(infos), len(infos), "writing")
-        records = {ARROW_NAME: finish_arrow(files[0])}
+        records = {ARROW_NAME: arrow_record(arrow)}
         if self.config.write_parquet:
-            records[PARQUET_NAME] = FileRecord(files[1].num_bytes, files[1].sha256)
+            records[PARQUET_NAME] = file_record(parquet)
         return written, records
 
     def _rows(self, source: ModelSource) -> Iterator[Row]:
-        from archerfish.store.torch_source import as_bytes
-
         for tensor in source.tensors:
             if self.config.keep_quantized and tensor.load_quantized is not None:
                 parts = tensor.load_quantized()
                 minima = None if parts.zero_points is None else parts.zero_points.view("uint8")
-                yield Row(parts.info, parts.data.reshape(-1), parts.scales.view("uint8"), minima)
+                info = parts.info._replace(name=tensor.info.name)
+                yield Row(info, parts.data.reshape(-1), parts.scales.view("uint8"), minima)
             else:
                 info = self._stored_info(tensor)
                 yield Row(info, as_bytes(cast(info.name, tensor.load(), info.dtype)))
 
-    def _result(
-        self, target: Path, metadata: StoreMetadata, source: ModelSource, seconds: float
-    ) -> ConversionResult:
+    def _result(self, target: Path, metadata: StoreMetadata, source: ModelSource, seconds: float) -> ConversionResult:
         main_name = PARQUET_NAME if self.config.write_parquet else ARROW_NAME
         num_bytes = metadata.files[main_name].num_bytes
         return ConversionResult(
@@ -211,7 +205,7 @@ def model_name(given: str | os.PathLike[str], path: Path) -> str:
 
 
 def check_output(target: Path, *, overwrite: bool) -> None:
-    """Refuse an output that would destroy something: a model unless `overwrite`, anything else always."""
+    """Raise an error when the conversion would destroy other files, or a model without `overwrite`."""
     if target.exists() and not target.is_dir():
         raise InvalidOptionError(f"The output {target} is a file.", hint="Choose a directory.")
     if not target.is_dir() or not any(target.iterdir()):
@@ -224,7 +218,7 @@ def check_output(target: Path, *, overwrite: bool) -> None:
 
 
 def check_hint(source: ModelSource, model_type: str) -> None:
-    """Compare what the caller said about the model with what was found."""
+    """Raise an error when the source is not of the kind that the caller expects."""
     architectures = source.config.get("architectures") or []
     is_classifier = any("ForSequenceClassification" in str(name) for name in architectures)
     holds = {
@@ -245,16 +239,11 @@ def check_hint(source: ModelSource, model_type: str) -> None:
 def tokenizer_records(directory: Path) -> dict[str, FileRecord]:
     folder = directory / TOKENIZER_NAME
     paths = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-    return {
-        path.relative_to(directory).as_posix(): FileRecord(path.stat().st_size, sha256_of(path, no_progress, ""))
-        for path in paths
-    }
+    return {path.relative_to(directory).as_posix(): file_record(path) for path in paths}
 
 
 def validate_directory(directory: Path, source: ModelSource, progress: Progress) -> None:
-    """Read everything back: weights.arrow against the source, weights.parquet bit for bit against weights.arrow."""
-    from archerfish.store.loader import WeightLoader
-
+    """Compare weights.arrow with the source, and weights.parquet bit for bit with weights.arrow."""
     with WeightLoader(directory) as loader:
         names = loader.get_layer_names()
         if names != [tensor.info.name for tensor in source.tensors]:
@@ -270,7 +259,135 @@ def validate_directory(directory: Path, source: ModelSource, progress: Progress)
         progress(len(names), len(names), "validating")
 
 
-def compare_row(loader: Any, row: Row) -> None:
-    for stored, written in zip(loader.get_buffers(row.info.name), (row.data, row.scales, row.zero_points), strict=True):
+def compare_row(loader: WeightLoader, row: Row) -> None:
+    for stored, written in zip(loader.get_buffers(row.info.name), row[1:], strict=True):
         if (stored is None) != (written is None) or (stored is not None and stored != memoryview(written).cast("B")):
             raise ValidationError(f"The tensor {row.info.name!r} differs between {PARQUET_NAME} and {ARROW_NAME}.")
+
+
+CONVERSION_VERSION = 2  # raise this when the result of a conversion changes, so that cached models are converted again
+
+
+def ensure_converted(
+    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress, keep_quantized: bool = False
+) -> Path:
+    """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
+
+    `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
+    depends on the names, sizes and times of the source's files, so that a changed source is converted again.
+    """
+    if is_converted(source):
+        return source
+    if source.name in (ARROW_NAME, PARQUET_NAME) and is_converted(source.parent):
+        return source.parent
+    if not source.exists():
+        raise ModelNotFoundError(f"{source} does not exist.")
+    hub = hub or HubConfig()
+    config = ConversionConfig(dtype=dtype, write_parquet=False, keep_quantized=keep_quantized)
+    target = hub.cache_path() / "converted" / cached_name(source, config)
+    if (target / METADATA_NAME).is_file():
+        return target
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with lock_or_write_error(target.with_name(f"{target.name}.lock"), target):
+        if not (target / METADATA_NAME).is_file():
+            ModelConverter(config, hub=hub).convert(source, target, progress=progress)
+    return target
+
+
+def cached_name(source: Path, config: ConversionConfig) -> str:
+    kind = config.stored_dtype() + ("-quantized" if config.keep_quantized else "")
+    parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
+    fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    stem = source.stem if source.is_file() else source.resolve().name
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{kind}-{fingerprint}"
+
+
+def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and modification times of the files that a conversion depends on."""
+    root, paths = source.parent, [source]
+    if source.suffix != ".gguf" or source.is_dir():
+        root = source if source.is_dir() else source.parent
+        paths = [path for path in (*root.glob("*"), *root.glob("[!.]*/*")) if path.is_file()]
+    stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+CHUNK_PARAMS = 1 << 24
+
+
+def stored_dtype_of(source_dtype: str, shape: tuple[int, ...], target_dtype: str) -> str:
+    """The type in which a source tensor is stored: matrices in the chosen type, integers as they are.
+
+    Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
+    """
+    if source_dtype not in FLOAT_DTYPES:
+        return source_dtype
+    return target_dtype if len(shape) > 1 else "float32"
+
+
+# The next functions compare stored tensors with their sources. Rounding to a type with p bits of significand is off by at most
+# 2^-p of the value, or near zero by half of the smallest subnormal number. A type that holds every value of the source's type
+# must hold it exactly.
+def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor in its stored type. NaN in the source and overflow are errors that name the tensor."""
+    import torch
+
+    result = source.to(getattr(torch, dtype)).contiguous()
+    if not result.is_floating_point() or is_finite(result):
+        return result
+    before, after = source.reshape(-1), result.view(-1)
+    is_nan = torch.isnan(before)
+    if bool(is_nan.any()):
+        position = int(is_nan.nonzero()[0])
+        raise ValidationError(f"The tensor {name!r} of the source holds NaN (first at position {position}).")
+    is_overflown = torch.isinf(after) & torch.isfinite(before)
+    if bool(is_overflown.any()):
+        value = float(before[is_overflown][0])
+        raise ValidationError(f"The tensor {name!r} holds {value:g}, which {dtype} cannot hold.")
+    return result
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite, in one pass without temporaries."""
+    import torch
+
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raise a ValidationError when a stored tensor differs from its source by more than the rounding of its type."""
+    import torch
+
+    if source.shape != stored.shape:
+        raise ValidationError(f"The tensor {name!r} was written with shape {tuple(stored.shape)}, not {tuple(source.shape)}.")
+    is_exact = torch.promote_types(source.dtype, stored.dtype) == stored.dtype or not source.is_floating_point()
+    relative = absolute = 0.0
+    if not is_exact:
+        limits = torch.finfo(stored.dtype)
+        relative, absolute = limits.eps / 2, limits.smallest_normal * limits.eps / 2
+    is_double = source.dtype == torch.float64 or (not is_exact and stored.dtype == torch.float32)
+    wide = torch.float64 if is_double else torch.float32
+    for start in range(0, source.numel(), CHUNK_PARAMS):
+        before = source.reshape(-1)[start : start + CHUNK_PARAMS]
+        after = stored.reshape(-1)[start : start + CHUNK_PARAMS]
+        if is_exact and torch.equal(before, after.to(before.dtype)):
+            continue
+        check_chunk(name, before.to(wide), after.to(wide), start, relative, absolute)
+
+
+def check_chunk(
+    name: str, before: torch.Tensor, after: torch.Tensor, start: int, relative: float, absolute: float
+) -> None:
+    """Raise a ValidationError when two chunks, which begin at the position `start`, differ by more than the bounds."""
+    is_close = (after - before).abs() <= before.abs().mul(relative).clamp(min=absolute)
+    is_wrong = ~(is_close | (before == after))
+    if bool(is_wrong.any()):
+        position = int(is_wrong.nonzero()[0])
+        raise ValidationError(
+            f"The tensor {name!r} was written as {float(after[position]):g} at position {start + position}, "
+            f"where the source has {float(before[position]):g}."
+        )

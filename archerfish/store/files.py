@@ -1,9 +1,7 @@
-"""Files that appear whole or not at all: hashing writers, directories that replace each other, locks."""
+"""Files and directories that appear whole or not at all, and locks across processes."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 import secrets
@@ -11,77 +9,30 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from archerfish.errors import WriteError
 from archerfish.types import Progress
 
 HASH_CHUNK_BYTES = 4 * 2**20
-AT_FDCWD = -100
-RENAME_EXCHANGE = 2
-
-
-class HashingFile:
-    """A binary file opened for writing that knows its length and SHA-256; also a sink for pyarrow."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_bytes = 0
-        self._hash = hashlib.sha256()
-        self._file: BinaryIO = path.open("xb")
-
-    def write(self, data: Any) -> int:
-        self._file.write(data)
-        self._hash.update(data)
-        num_bytes = memoryview(data).nbytes
-        self.num_bytes += num_bytes
-        return num_bytes
-
-    def tell(self) -> int:
-        return self.num_bytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
-
-    def sync(self) -> None:
-        """Flush to the disk itself."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file through to the disk."""
-    file = HashingFile(path)
-    try:
+    with path.open("xb") as file:
         file.write(data)
-        file.sync()
-    finally:
-        file.close()
+        sync(file)
+
+
+def sync(file: BinaryIO) -> None:
+    """Flush an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    temporary = sibling(path, "tmp")
     try:
         write_file(temporary, data)
         temporary.replace(path)
@@ -91,7 +42,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sha256_of(path: Path, progress: Progress, what: str) -> str:
-    """SHA-256 of a whole file, read in chunks."""
+    """SHA-256 of a whole file."""
     total = path.stat().st_size
     digest = hashlib.sha256()
     done = 0
@@ -114,7 +65,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of writing below `path` into a WriteError that says which file and why."""
+    """Turn an OSError of writing below `path` into a WriteError that names the file and the reason."""
     try:
         yield
     except OSError as error:
@@ -132,12 +83,9 @@ def check_free_space(directory: Path, needed_bytes: int) -> None:
         raise WriteError(f"Cannot write {directory}: it needs about {needed} and the disk has {free} free.")
 
 
-def temporary_sibling(target: Path) -> Path:
-    return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def set_aside_sibling(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
+def sibling(target: Path, kind: str) -> Path:
+    """A new hidden path next to `target`; `kind` is tmp for what is being written, old for what was replaced."""
+    return target.with_name(f".{target.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def siblings(target: Path, kind: str) -> list[Path]:
@@ -148,22 +96,22 @@ def siblings(target: Path, kind: str) -> list[Path]:
 
 
 def recover(target: Path) -> None:
-    """Finish what a killed process left at `target`; the caller holds the lock of `target`."""
-    for aside in siblings(target, "old"):
+    """Clean up after a process that was killed while it wrote `target`. The caller holds the lock of `target`."""
+    for old in siblings(target, "old"):
         if target.exists():
-            shutil.rmtree(aside)
+            shutil.rmtree(old)
         else:
-            aside.rename(target)
+            old.rename(target)
     for stale in siblings(target, "tmp"):
         shutil.rmtree(stale)
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A temporary sibling that takes the place of `target` when the block ends well, and vanishes when it does not.
+    """A temporary directory that replaces `target` when the block succeeds, and is deleted when it fails.
 
-    At every moment there is either the old directory or the new one at `target`, or `recover` can tell which it was. Two
-    processes that write the same target take turns.
+    The old directory or the new one is at `target`, or `recover` puts it there. A lock keeps other processes from writing the
+    same target at the same time.
     """
     target = target.absolute()
     with write_errors(target):
@@ -172,7 +120,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     with lock_or_write_error(lock_path, target):
         with write_errors(target):
             recover(target)
-            temporary = temporary_sibling(target)
+            temporary = sibling(target, "tmp")
             temporary.mkdir()
         try:
             yield temporary
@@ -186,7 +134,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_or_write_error(lock_path: Path, target: Path) -> Iterator[None]:
-    """Hold a lock file across processes and remove it at the end, while it is still held."""
+    """Hold a lock file across processes. The file is removed at the end, while the lock is still held."""
     from filelock import FileLock
 
     lock = FileLock(lock_path)
@@ -200,30 +148,10 @@ def lock_or_write_error(lock_path: Path, target: Path) -> Iterator[None]:
 
 
 def swap_in(new: Path, target: Path) -> None:
-    """Put the directory `new` at `target`; what was there is afterwards at `new`, or gone."""
-    if not target.exists():
-        new.rename(target)
-    elif not exchange(new, target):
-        if not any(target.iterdir()):
-            target.rmdir()
-            new.rename(target)
-        else:
-            aside = set_aside_sibling(target)
-            target.rename(aside)
-            new.rename(target)
-            shutil.rmtree(aside, ignore_errors=True)
+    """Move the directory `new` to `target` and delete what was there. `recover` finishes what a kill interrupts."""
+    old = sibling(target, "old")
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
     sync_directory(target.parent)
-
-
-def exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step where the kernel and the file system can; false where they cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    if renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(code, os.strerror(code), str(second))

@@ -1,8 +1,8 @@
-"""The columns of a converted model and their two files.
+"""The two files of weights of a converted model, which have the same columns.
 
-`weights.arrow` is an uncompressed Arrow IPC file with one record batch (one row) per tensor, in which the bytes of every
-tensor begin at a multiple of 64: that file is mapped. `weights.parquet` has the same columns, compressed, for interchange.
-Arrow has no bfloat16, so `data` holds plain little-endian bytes and `dtype` says what they are.
+`weights.arrow` is an uncompressed Arrow IPC file with one record batch (one row) per tensor. The bytes of every tensor begin at
+a multiple of 64, so that the file can be mapped. `weights.parquet` is compressed, for interchange. Arrow has no bfloat16:
+the column `data` holds plain little-endian bytes, and `dtype` says of which type.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store.files import sync
+
+if TYPE_CHECKING:
+    import torch
 
 ARROW_NAME = "weights.arrow"
 PARQUET_NAME = "weights.parquet"
@@ -20,7 +25,7 @@ METADATA_NAME = "metadata.json"
 TOKENIZER_NAME = "tokenizer"
 
 ALIGNMENT_BYTES = 64
-LARGE_TENSOR_BYTES = 2**31  # from here on an Arrow `binary` (int32 offsets) no longer holds a tensor
+LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 ROW_GROUP_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 16
 
@@ -29,9 +34,8 @@ ITEM_BYTES: dict[str, int] = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-COLUMN_NAMES = (
-    "layer_name", "shape", "dtype", "data", "num_params", "quant_type", "scales", "zero_points", "quant_axis", "group_size",
-)  # fmt: skip
+INFO_COLUMNS = ("layer_name", "dtype", "shape", "quant_type", "quant_axis", "group_size")
+BUFFER_COLUMNS = ("data", "scales", "zero_points")
 
 
 class Quantization(NamedTuple):
@@ -43,7 +47,7 @@ class Quantization(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """What one row says about its tensor. A quantised tensor's `dtype` is the one that dequantising gives."""
+    """Name, type, shape and quantisation of a tensor. The `dtype` of a quantised tensor is the type after dequantising."""
 
     name: str
     dtype: str
@@ -56,7 +60,7 @@ class TensorInfo(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tensor on its way into a file; the three buffers hold plain bytes."""
+    """One tensor that is written to a file; the three buffers hold plain bytes."""
 
     info: TensorInfo
     data: Any
@@ -111,6 +115,15 @@ def binary_array(value: Any, kind: Any) -> Any:
     return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(offsets), buffer])
 
 
+def as_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor in C order, sharing its memory when it is contiguous."""
+    import torch
+
+    if tensor.numel() == 0:
+        return b""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
 def row_batch(row: Row, schema: Any) -> Any:
     """One row as a record batch that shares the row's memory."""
     import pyarrow as pa
@@ -132,24 +145,24 @@ def row_batch(row: Row, schema: Any) -> Any:
 
 
 class ArrowWriter:
-    """Writes weights.arrow to an open binary file, one aligned record batch per row.
+    """Writes a new weights.arrow, one aligned record batch per row; use it in a `with` block.
 
-    Arrow aligns buffers to 8 bytes inside a message, so each message carries a custom metadata entry whose length moves its
-    body to where the tensor's bytes start at a multiple of 64 in the file.
+    Arrow aligns buffers to 8 bytes inside a message. Each message therefore carries a custom metadata entry, whose length moves
+    the tensor's bytes to a multiple of 64 in the file.
     """
 
-    def __init__(self, sink: Any, *, large: bool) -> None:
+    def __init__(self, path: Path, *, large: bool) -> None:
         import pyarrow as pa
 
-        self._sink = sink
         self._schema = make_schema(large=large)
         self._offsets_bytes = 16 if large else 8
         self._header_bytes, self._prefix_bytes = self._measure(pa)
-        self._writer = pa.ipc.new_file(sink, self._schema)
+        self._file = path.open("xb")
+        self._writer = pa.ipc.new_file(self._file, self._schema)
         self._is_first = True
 
     def write(self, row: Row) -> None:
-        start = self._header_bytes if self._is_first else self._sink.tell()
+        start = self._header_bytes if self._is_first else self._file.tell()
         self._is_first = False
         before_data = start + self._body_prefix_bytes(row.info)
         for pad, prefix_bytes in self._prefix_bytes.items():
@@ -158,8 +171,14 @@ class ArrowWriter:
                 return
         raise AssertionError("no padding aligns this batch")
 
-    def close(self) -> None:
-        self._writer.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._file:
+            if kind is None:
+                self._writer.close()
+                sync(self._file)
 
     def _body_prefix_bytes(self, info: TensorInfo) -> int:
         texts = padded(len(info.name.encode())) + padded(len(info.dtype.encode()))
@@ -191,45 +210,55 @@ def padded(num_bytes: int) -> int:
 
 
 class ParquetWriter:
-    """Writes weights.parquet to an open binary file; a row group is flushed whenever it has about 64 MiB."""
+    """Writes a new weights.parquet in row groups of about 64 MiB; use it in a `with` block."""
 
-    def __init__(self, sink: Any, compression: str) -> None:
+    def __init__(self, path: Path, compression: str) -> None:
         import pyarrow.parquet as pq
 
         self._schema = make_schema(large=False)
+        self._file = path.open("xb")
         self._writer = pq.ParquetWriter(
-            sink, self._schema, compression=compression, use_dictionary=False, write_statistics=False, write_page_checksum=True
-        )
+            self._file, self._schema, compression=compression, use_dictionary=False, write_statistics=False,
+            write_page_checksum=True,
+        )  # fmt: skip
         self._batches: list[Any] = []
         self._pending_bytes = 0
 
     def write(self, row: Row) -> None:
-        """Take one row; its memory must stay as it is until the next flush."""
+        """Add one row. Its memory must not change before its row group is written."""
         self._batches.append(row_batch(row, self._schema))
         self._pending_bytes += memoryview(row.data).nbytes
         if self._pending_bytes >= ROW_GROUP_BYTES:
-            self.flush()
+            self._write_group()
 
-    def flush(self) -> None:
+    def _write_group(self) -> None:
         import pyarrow as pa
 
-        if self._batches:
-            table = pa.Table.from_batches(self._batches, self._schema)
-            self._writer.write_table(table, row_group_size=max(len(self._batches), 1))
+        table = pa.Table.from_batches(self._batches, self._schema)
+        self._writer.write_table(table, row_group_size=max(len(self._batches), 1))
         self._batches, self._pending_bytes = [], 0
 
-    def close(self) -> None:
-        self.flush()
-        self._writer.close()
+    def __enter__(self) -> Self:
+        return self
 
-    def abandon(self) -> None:
-        """Give up after a failure: without this pyarrow would still write the footer when the writer is collected."""
-        self._batches = []
-        self._writer.is_open = False
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._file:
+            if kind is None:
+                if self._batches:
+                    self._write_group()
+                self._writer.close()
+                sync(self._file)
+            else:
+                self._writer.is_open = False  # otherwise pyarrow writes the footer when it frees the writer
+
+
+def needs_large(infos: Iterable[TensorInfo]) -> bool:
+    """Whether the `data` column must be large_binary."""
+    return any(info.num_params * ITEM_BYTES[info.dtype] >= LARGE_TENSOR_BYTES for info in infos)
 
 
 def check_parquet_fits(stored_bytes: Mapping[str, int]) -> None:
-    """Refuse what a Parquet page cannot hold, given the stored bytes of each tensor."""
+    """Raise an error for a tensor that a Parquet page cannot hold, given the stored bytes of each tensor."""
     for name, num_bytes in stored_bytes.items():
         if num_bytes >= LARGE_TENSOR_BYTES:
             hint = "Convert with write_parquet=False: weights.arrow has no such limit."
@@ -237,7 +266,7 @@ def check_parquet_fits(stored_bytes: Mapping[str, int]) -> None:
 
 
 def read_parquet_rows(path: Path) -> Iterator[Row]:
-    """The rows of a weights.parquet, one row group in memory at a time; page checksums are verified."""
+    """The rows of a weights.parquet, with one row group in memory at a time. Page checksums are verified."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -252,7 +281,7 @@ def read_parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def check_parquet_order(path: Path, infos: Sequence[TensorInfo], rows: Iterable[Row]) -> Iterator[Row]:
-    """Pass the rows on while they are the tensors that are expected, in that order."""
+    """Yield the rows, and raise an error when they are not the expected tensors in their order."""
     expected = iter(infos)
     for row in rows:
         if row.info != next(expected, None):
@@ -264,34 +293,27 @@ def check_parquet_order(path: Path, infos: Sequence[TensorInfo], rows: Iterable[
 
 
 def check_columns(path: Path, schema: Any) -> None:
-    missing = [name for name in COLUMN_NAMES if name not in schema.names]
-    if missing:
-        raise CorruptFileError(f"{path} has no column {missing[0]!r}.")
-    for field in make_schema(large=False):
+    for field, large in zip(make_schema(large=False), make_schema(large=True), strict=True):
+        if field.name not in schema.names:
+            raise CorruptFileError(f"{path} has no column {field.name!r}.")
         found = schema.field(field.name).type
-        wanted = (field.type, make_schema(large=True).field(field.name).type)
-        same_list = field.name == "shape" and str(found).startswith("list<") and str(found).endswith(": int32>")
-        if found not in wanted and not same_list:
+        if found not in (field.type, large.type):
             raise CorruptFileError(f"{path} has the column {field.name!r} of type {found}, not {field.type}.")
 
 
 def batch_rows(path: Path, batch: Any) -> Iterator[Row]:
-    """The rows of a record batch of either file, their values checked; buffers are slices, not copies."""
-    columns = {name: batch.column(name) for name in COLUMN_NAMES}
-    plain = [name for name in COLUMN_NAMES if name not in ("data", "scales", "zero_points")]
+    """The rows of a record batch of either file, with their values checked. Buffers are slices, not copies."""
     for index in range(batch.num_rows):
-        values = {name: columns[name][index] for name in plain}
-        fields = [values[name].as_py() for name in ("layer_name", "dtype", "shape", "quant_type", "quant_axis", "group_size")]
+        fields = [batch.column(name)[index].as_py() for name in INFO_COLUMNS]
         info = make_info(f"{path}, row {index}", *fields)
-        if values["num_params"].as_py() != info.num_params:
+        if batch.column("num_params")[index].as_py() != info.num_params:
             raise CorruptFileError(f"{path}: {info.name!r} has shape {info.shape}, which is not its num_params.")
-        data = cell_buffer(columns["data"], index)
+        data, scales, zero_points = (cell_buffer(batch.column(name), index) for name in BUFFER_COLUMNS)
         if data is None:
             raise CorruptFileError(f"{path}: {info.name!r} has no data.")
-        row = Row(info, data, cell_buffer(columns["scales"], index), cell_buffer(columns["zero_points"], index))
         if info.quantization is None and data.size != info.num_params * ITEM_BYTES[info.dtype]:
             raise CorruptFileError(f"{path}: {info.name!r} of shape {info.shape} and type {info.dtype} has {data.size} bytes.")
-        yield row
+        yield Row(info, data, scales, zero_points)
 
 
 def cell_buffer(array: Any, index: int) -> Any:
@@ -310,7 +332,7 @@ def cell_buffer(array: Any, index: int) -> Any:
 def make_info(
     where: str, name: Any, dtype: Any, shape: Any, quant_type: Any = None, axis: Any = None, group_size: Any = None
 ) -> TensorInfo:
-    """A TensorInfo from values that were read, none of which is trusted."""
+    """A TensorInfo from values of a file, which are checked."""
     if not isinstance(name, str) or not name:
         raise CorruptFileError(f"{where}: {name!r} is not the name of a tensor.")
     if dtype not in ITEM_BYTES:
@@ -330,30 +352,26 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def read_arrow_rows(path: Path, memory: Any) -> tuple[list[Row], list[RowSpans]]:
-    """The rows of a mapped weights.arrow and where their buffers lie, read through Arrow itself."""
+def read_arrow_rows(path: Path, memory: Any) -> list[tuple[TensorInfo, RowSpans]]:
+    """The tensors of a mapped weights.arrow, and where their buffers lie, as Arrow itself reads them."""
     import pyarrow as pa
 
+    whole = pa.py_buffer(memory)
+    rows: list[Row] = []
     try:
-        whole = pa.py_buffer(memory)
         with pa.ipc.open_file(whole) as reader:
             check_columns(path, reader.schema)
-            rows: list[Row] = []
             for index in range(reader.num_record_batches):
                 batch = reader.get_batch(index)
                 batch.validate(full=True)
                 rows.extend(batch_rows(path, batch))
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound Arrow file: {first_line(error)}") from error
-    spans: list[RowSpans] = []
-    for row in rows:
-        found = [span_of(buffer, whole.address) for buffer in (row.data, row.scales, row.zero_points)]
-        assert found[0] is not None
-        spans.append(RowSpans(found[0], found[1], found[2]))
-    return rows, spans
+    return [(row.info, RowSpans(*(span_of(buffer, whole.address) for buffer in row[1:]))) for row in rows]
 
 
-def span_of(buffer: Any, base: int) -> Span | None:
+def span_of(buffer: Any, base: int) -> Any:
+    """Where a buffer lies, as a Span; None for no buffer."""
     if buffer is None:
         return None
     return Span(buffer.address - base if buffer.size else 0, buffer.size)

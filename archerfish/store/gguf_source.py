@@ -1,28 +1,277 @@
-"""Reader of GGUF files: which architecture one has, its configuration, tensors and tokenizer."""
+"""Reader of GGUF files. Tensors get their Hugging Face names and layout, and are dequantised when they are read."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from archerfish.errors import UnsupportedModelError
-from archerfish.store.files import write_file
-from archerfish.store.gguf_names import CONFIG_TENSORS, GGUFFacts, find_architecture, make_config, make_embedding
-from archerfish.store.gguf_reader import field_value, make_tensor, open_reader
-from archerfish.store.gguf_tokenizer import make_tokenizer_files
-from archerfish.store.rwkv_source import read_rwkv_gguf
-from archerfish.store.source import ModelSource
+from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store.format import TensorInfo, first_line
+from archerfish.store.quants import LAYOUTS, QuantizedTensor, dequantize, split_blocks
+from archerfish.store.source import ModelSource, SourceTensor, make_embedding, source_info
+from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
 
 
-def open_gguf(path: Path) -> ModelSource:
-    """Open a GGUF file; its tensors are mapped, and dequantised one at a time when they are read."""
-    reader = open_reader(path)
-    fields = {name: field_value(path, field) for name, field in reader.fields.items()}
+
+def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Names of the tensors of every layer: GGUF's to Hugging Face's, with # for the number of the layer."""
+    return {f"blk.#.{name}": f"{prefix}.#.{target}" for name, target in names.items()}
+
+
+DECODER_TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    **layer_tensors("model.layers", {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }),
+}  # fmt: skip
+HEAD_NORM_TENSORS = layer_tensors("model.layers", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"})
+GEMMA_TENSORS = {
+    **DECODER_TENSORS,
+    **layer_tensors("model.layers", {
+        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }),
+}  # fmt: skip
+PHI3_TENSORS = {
+    **{name: target for name, target in DECODER_TENSORS.items() if name != "blk.#.ffn_gate"},
+    **layer_tensors("model.layers", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+}
+BERT_TENSORS = {
+    "token_embd": "embeddings.word_embeddings", "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings", "token_embd_norm": "embeddings.LayerNorm",
+    **layer_tensors("encoder.layer", {
+        "attn_q": "attention.self.query", "attn_k": "attention.self.key", "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm",
+    }),
+}  # fmt: skip
+# Tensors that are configuration in Hugging Face's files, not weights.
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+SHARED_KEYS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}  # fmt: skip
+DECODER_KEYS = {
+    **SHARED_KEYS, "context_length": "max_position_embeddings", "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.key_length": "head_dim", "rope.freq_base": "rope_theta",
+}  # fmt: skip
+GEMMA_KEYS = {
+    **DECODER_KEYS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
+REQUIRED_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one GGUF architecture becomes a Hugging Face model."""
+
+    model_type: str
+    class_name: str
+    tensors: Mapping[str, str]
+    keys: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    permuted: bool = False  # q and k rows are in GGUF's interleaved rotary order
+    norm_plus_one: bool = False  # norms are stored as 1 + weight
+    finish: Callable[[dict[str, Any], GGUFFacts], None] | None = None  # adds to the configuration
+
+
+@dataclass(frozen=True)
+class GGUFFacts:
+    """What a GGUF file says about the model."""
+
+    name: str
+    fields: Mapping[str, Any]  # metadata; keys are without the prefix of the architecture
+    shapes: Mapping[str, tuple[int, ...]]
+    constants: Mapping[str, list[float]]  # values of CONFIG_TENSORS
+
+
+def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
+    factors = facts.constants.get("rope_freqs.weight")
+    if factors is not None:
+        config["rope_scaling"] = llama3_scaling(config, facts.name, factors)
+
+
+def llama3_scaling(config: dict[str, Any], name: str, factors: list[float]) -> dict[str, Any]:
+    """Llama 3's rotary scaling. GGUF keeps only the resulting factors, which are compared with those of Llama 3."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    theta, factor, low, high, original = config.get("rope_theta", 10000.0), max(factors), 1.0, 4.0, 8192
+    for index, found in enumerate(factors):
+        wave_length = 2 * math.pi * theta ** (2 * index / head_dim)
+        if wave_length < original / high:
+            expected = 1.0
+        elif wave_length > original / low:
+            expected = factor
+        else:
+            smooth = (original / wave_length - low) / (high - low)
+            expected = 1 / ((1 - smooth) / factor + smooth)
+        if abs(found - expected) > 1e-3 * expected:
+            raise UnsupportedModelError(f"{name} has rotary factors (rope_freqs) that are not those of Llama 3.")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def finish_gemma(config: dict[str, Any], facts: GGUFFacts) -> None:
+    # The 27B models scale queries by their width per head, the others by head_dim. GGUF does not say which.
+    is_27b = config["num_hidden_layers"] == (46 if config["model_type"] == "gemma2" else 62)
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = per_head if is_27b else config.get("head_dim", per_head)
+
+
+def finish_phi3(config: dict[str, Any], facts: GGUFFacts) -> None:
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    rotary = facts.fields.get("rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
+    window = facts.fields.get("attention.sliding_window")
+    config["sliding_window"] = window or None
+    long, short = (facts.constants.get(f"rope_factors_{kind}.weight") for kind in ("long", "short"))
+    original = facts.fields.get("rope.scaling.original_context_length")
+    if original is not None:
+        config["original_max_position_embeddings"] = original
+    if long is not None and short is not None:
+        config["rope_scaling"] = {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
+
+
+def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
+    config["max_position_embeddings"] = facts.shapes.get("position_embd.weight", (facts.fields.get("context_length", 512),))[0]
+    config["type_vocab_size"] = facts.shapes.get("token_types.weight", (2,))[0]
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, permuted=True, finish=finish_llama
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}),
+    "qwen3": Architecture(
+        "qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS, {"hidden_act": "silu"}
+    ),
+    "gemma2": Architecture(
+        "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
+        {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}, norm_plus_one=True, finish=finish_gemma,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", {**GEMMA_TENSORS, **HEAD_NORM_TENSORS}, GEMMA_KEYS,
+        {"hidden_activation": "gelu_pytorch_tanh", "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
+        norm_plus_one=True, finish=finish_gemma,
+    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, finish=finish_phi3),
+    "bert": Architecture(
+        "bert", "BertModel", BERT_TENSORS, BERT_KEYS, {"hidden_act": "gelu", "position_embedding_type": "absolute"},
+        finish=finish_bert,
+    ),
+}  # fmt: skip
+POOLING_TYPES = {0: "mean", 1: "mean", 2: "cls", 3: "lasttoken"}
+BLOCK_NUMBER = re.compile(r"^blk\.(\d+)\.")
+
+
+def find_architecture(name: str, architecture: Any) -> Architecture:
+    found = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if found is None:
+        raise UnsupportedModelError(
+            f"{name} has the architecture {architecture!r}, which is not supported.",
+            hint=f"Supported in GGUF: {', '.join(ARCHITECTURES)}.",
+        )
+    return found
+
+
+def tensor_name(architecture: Architecture, name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor; None when there is none."""
+    match = BLOCK_NUMBER.match(name)
+    number = match.group(1) if match else ""
+    stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", name).rpartition(".")
+    target = architecture.tensors.get(stem)
+    if target is None or suffix not in ("weight", "bias"):
+        return None
+    return f"{target.replace('#', number)}.{suffix}"
+
+
+def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
+    """config.json from the metadata of a GGUF file."""
+    config: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        **architecture.constants,
+    }
+    for key, target in architecture.keys.items():
+        if key in facts.fields:
+            config[target] = facts.fields[key]
+    for target in REQUIRED_KEYS:
+        value = config.get(target)
+        if type(value) is not int or value < 1:
+            raise CorruptFileError(f"{facts.name}: the metadata gives {target} as {value!r}.")
+    if config["hidden_size"] % config["num_attention_heads"] and "head_dim" not in config:
+        raise CorruptFileError(f"{facts.name}: hidden_size is not a multiple of the number of heads.")
+    embedding = facts.shapes.get("token_embd.weight")
+    if embedding is None or len(embedding) != 2 or embedding[1] != config["hidden_size"]:
+        raise CorruptFileError(f"{facts.name}: token_embd.weight is missing or has the shape {embedding}.")
+    config["vocab_size"] = embedding[0]
+    if architecture.class_name.endswith("ForCausalLM"):
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config["tie_word_embeddings"] = "output.weight" not in facts.shapes
+    for role in ("bos", "eos", "pad"):
+        # An explicit None where the file says nothing: the defaults of transformers belong to other vocabularies.
+        config[f"{role}_token_id"] = facts.fields.get(f"tokenizer.ggml.{'padding' if role == 'pad' else role}_token_id")
+    add_rope_scaling(config, facts)
+    if architecture.finish is not None:
+        architecture.finish(config, facts)
+    return config
+
+
+def add_rope_scaling(config: dict[str, Any], facts: GGUFFacts) -> None:
+    kind = facts.fields.get("rope.scaling.type")
+    factor = facts.fields.get("rope.scaling.factor", facts.fields.get("rope.scale_linear"))
+    if kind in (None, "linear") and factor is not None and factor not in (0.0, 1.0):
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        original = facts.fields.get("rope.scaling.original_context_length")
+        config["rope_scaling"] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    elif kind not in (None, "none", "linear", "longrope"):
+        raise UnsupportedModelError(f"{facts.name} has the rotary scaling {kind!r}, which is not supported.")
+
+
+def read_embedding_settings(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any] | None:
+    """The `embedding` entry of metadata.json for an encoder."""
+    if architecture.model_type != "bert":
+        return None
+    kind = facts.fields.get("pooling_type", 1)
+    if kind not in POOLING_TYPES:
+        raise UnsupportedModelError(f"{facts.name} has the pooling type {kind!r}, which is not supported.")
+    pooling, settings = {"pooling_mode": POOLING_TYPES[kind]}, {"max_seq_length": facts.fields.get("context_length")}
+    # GGUF does not say whether vectors are normalised. Programs that read it always normalise them.
+    return make_embedding(Path(facts.name), pooling, settings, {}, normalize=True)
+
+
+def is_rwkv(reader: Any) -> bool:
+    """Whether an opened file holds a model of the RWKV family, which has a reader of its own."""
+    architecture = reader.fields.get("general.architecture")
+    return architecture is not None and b"rwkv" in bytes(architecture.parts[-1])
+
+
+def open_gguf(path: Path, reader: Any) -> ModelSource:
+    """The source of an opened GGUF file."""
+    fields = read_fields(path, reader)
     kind = fields.get("general.architecture")
-    if "rwkv" in str(kind):
-        return read_rwkv_gguf(path, reader)
     architecture = find_architecture(str(path), kind)
     by_name = {str(tensor.name): tensor for tensor in reader.tensors}
     if fields.get("split.count", 0) not in (0, 1):
@@ -47,7 +296,7 @@ def open_gguf(path: Path) -> ModelSource:
         config=config,
         tensors=tuple(tensors),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
-        embedding=make_embedding(architecture, facts),
+        embedding=read_embedding_settings(architecture, facts),
     )
 
 
@@ -57,8 +306,145 @@ def load_constant(path: Path, tensor: Any) -> list[float]:
     return [float(value) for value in tensor.data]
 
 
-def write_files(files: Mapping[str, bytes], target: Path) -> None:
-    if files:
-        target.mkdir()
-    for name, data in files.items():
-        write_file(target / name, data)
+PLAIN_TYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+}  # fmt: skip
+
+
+def open_reader(path: Path) -> Any:
+    """A GGUFReader. Raises CorruptFileError when a tensor does not lie inside the file."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        """A reader that slices plain arrays: it makes about 100,000 slices, which are several times as fast as of a memmap."""
+
+        @property
+        def data(self) -> Any:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._plain = np.asarray(mapped)
+
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise CorruptFileError(f"{path} is not a GGUF file.")
+    try:
+        reader = Reader(path)
+    except Exception as error:  # the reader has no checks of its own, so any error in it means a damaged file
+        raise CorruptFileError(f"{path} is cut off or altered: it has {file_bytes} bytes, {first_line(error)}.") from error
+    for tensor in reader.tensors:
+        end = int(tensor.data_offset) + int(tensor.n_bytes)
+        if end > file_bytes or tensor.data.nbytes != int(tensor.n_bytes):
+            raise CorruptFileError(f"{path} is cut off: {tensor.name!r} ends at byte {end}, the file at {file_bytes}.")
+    return reader
+
+
+def read_fields(path: Path, reader: Any) -> dict[str, Any]:
+    """All metadata fields as plain Python values."""
+    return {name: field_value(path, field) for name, field in reader.fields.items()}
+
+
+def field_value(path: Path, field: Any) -> Any:
+    import gguf
+
+    string, array = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
+    try:
+        if not field.types:
+            return None
+        if field.types[0] == array:
+            if len(field.types) > 1 and field.types[-1] == string:
+                return [bytes(field.parts[index]).decode() for index in field.data]
+            return [value for index in field.data for value in field.parts[index].tolist()]
+        if field.types[0] == string:
+            return bytes(field.parts[-1]).decode()
+        value = field.parts[-1][0]
+        # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
+        return float(str(value)) if field.types[0] == gguf.GGUFValueType.FLOAT32 else value.item()
+    except (UnicodeDecodeError, IndexError) as error:
+        raise CorruptFileError(f"{path}: the metadata field {field.name!r} cannot be read: {error}.") from error
+
+
+def make_tensor(
+    path: Path, architecture: Architecture, config: Mapping[str, Any], tensor: Any, shape: tuple[int, ...]
+) -> SourceTensor:
+    """A tensor of a known architecture under its Hugging Face name and in that layout."""
+    name = tensor_name(architecture, tensor.name)
+    if name is None:
+        raise UnsupportedModelError(
+            f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
+        )
+    order = row_order(path, architecture, config, name, shape)
+    minus_one = architecture.norm_plus_one and name.endswith("norm.weight")
+    return read_tensor(path, tensor, name, shape, order, minus_one=minus_one)
+
+
+def read_tensor(
+    path: Path, tensor: Any, name: str, shape: tuple[int, ...], order: npt.NDArray[np.int64] | None = None,
+    *, minus_one: bool = False,
+) -> SourceTensor:  # fmt: skip
+    """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
+    kind = tensor.tensor_type.name
+    if kind not in PLAIN_TYPES:
+        check_dequantizable(path, tensor)
+    info = source_info(path, name, PLAIN_TYPES.get(kind, "float32"), list(shape))
+    load = functools.partial(load_values, tensor, info, order, minus_one)
+    if kind in LAYOUTS and not minus_one:
+        return SourceTensor(info, load, functools.partial(load_quantized, tensor, info, order))
+    return SourceTensor(info, load)
+
+
+def check_dequantizable(path: Path, tensor: Any) -> None:
+    import gguf
+    import numpy as np
+
+    _, type_size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    try:
+        gguf.quants.dequantize(np.zeros((1, type_size), np.uint8), tensor.tensor_type)
+    except NotImplementedError:
+        kind = tensor.tensor_type.name
+        raise UnsupportedModelError(f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised.") from None
+
+
+def row_order(
+    path: Path, architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> npt.NDArray[np.int64] | None:
+    """Which row of the GGUF tensor each row of the Hugging Face tensor is; None when they are the same.
+
+    GGUF keeps llama's rotary pairs side by side, Hugging Face keeps all first halves before all second halves.
+    """
+    import numpy as np
+
+    if not architecture.permuted or not (".q_proj." in name or ".k_proj." in name):
+        return None
+    num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+    if shape[0] % (2 * num_heads):
+        raise CorruptFileError(f"{path}: {name!r} has {shape[0]} rows for {num_heads} heads.")
+    rows = np.arange(shape[0]).reshape(num_heads, shape[0] // num_heads // 2, 2)
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+
+
+def load_values(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None, minus_one: bool) -> torch.Tensor:
+    import gguf
+    import numpy as np
+    import torch
+
+    kind = tensor.tensor_type.name
+    if kind in PLAIN_TYPES:
+        values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
+    elif kind in LAYOUTS:
+        values = torch.from_numpy(dequantize(split_blocks(info.name, info.shape, kind, tensor.data)))
+    else:
+        wide = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        values = torch.from_numpy(np.ascontiguousarray(wide)).view(info.shape)
+    if order is not None:
+        values = values[torch.from_numpy(order)]
+    return values - 1 if minus_one else values
+
+
+def load_quantized(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> QuantizedTensor:
+    blocks = tensor.data if order is None else tensor.data[order]
+    return split_blocks(info.name, info.shape, tensor.tensor_type.name, blocks)

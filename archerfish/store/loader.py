@@ -1,50 +1,49 @@
-"""WeightLoader: the tensors of a converted directory, mapped and not copied."""
+"""WeightLoader: the tensors of a converted directory as views of the mapped weights.arrow."""
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
+import secrets
+import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
-from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
-from archerfish.store.files import lock_or_write_error, recover, siblings
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, WriteError, did_you_mean
+from archerfish.store.files import lock_or_write_error, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
 from archerfish.store.format import (
+    ALIGNMENT_BYTES,
     ARROW_NAME,
     METADATA_NAME,
     PARQUET_NAME,
     TOKENIZER_NAME,
+    ArrowWriter,
+    Row,
     RowSpans,
     Span,
     TensorInfo,
+    check_parquet_order,
+    needs_large,
     read_arrow_rows,
-)
-from archerfish.store.mapping import check_whole_file, ensure_arrow, map_file
-from archerfish.store.metadata import StoreMetadata, read_metadata
+    read_parquet_rows,
+)  # fmt: skip
+from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata, read_metadata
 from archerfish.store.quants import QuantizedTensor, dequantize, from_buffers
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
     import torch
 
-
-class TensorView(NamedTuple):
-    """The bytes of a tensor inside the mapping; `data` is read-only and keeps the mapping alive."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    data: memoryview
-
-
 class WeightLoader:
-    """Opens a converted directory (or its weights.arrow or weights.parquet) and hands out its tensors.
+    """Opens a converted directory (or its weights.arrow or weights.parquet) and gives its tensors.
 
     Tensors are views of the mapped weights.arrow: nothing is read before it is used, and processes that open the same model
-    share its pages. They must not be written to. A tensor stays valid after `close`.
+    share its pages. A write to a tensor stays in this process. A tensor stays valid after `close`.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class WeightLoader:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The directory with tokenizer.json and its companions; it may be missing."""
+        """The directory of tokenizer.json. It does not exist for a model without a tokenizer."""
         return self.directory / TOKENIZER_NAME
 
     @property
@@ -83,34 +82,16 @@ class WeightLoader:
         """The contents of metadata.json."""
         return self.metadata.as_dict()
 
-    def get_info(self, name: str) -> TensorInfo:
-        """Name, type, shape and quantisation of a tensor."""
-        return self._row(name)[0]
-
     def get_shape(self, name: str) -> tuple[int, ...]:
         return self._row(name)[0].shape
 
     def get_dtype(self, name: str) -> str:
         return self._row(name)[0].dtype
 
-    def get_num_bytes(self, name: str) -> int:
-        """Bytes that a tensor takes in the file, scales and zero points included."""
-        return sum(span.num_bytes for span in self._spans(name))
-
-    def get_array(self, name: str) -> TensorView:
-        """The stored bytes of a tensor without torch; for a quantised one use get_quantized."""
-        info, spans = self._row(name)
-        if info.quantization is not None:
-            import numpy as np
-
-            values = np.ascontiguousarray(dequantize(self.get_quantized(name)))
-            return TensorView(name, info.shape, info.dtype, memoryview(values.tobytes()))
-        return TensorView(name, info.shape, info.dtype, self._view(spans.data))
-
     def get_buffers(self, name: str) -> tuple[memoryview, memoryview | None, memoryview | None]:
-        """The stored bytes of a tensor as they are: data, scales and zero points."""
+        """The stored bytes of a tensor: data, scales and zero points."""
         spans = self._row(name)[1]
-        scales, zero_points = (None if span is None else self._view(span) for span in (spans.scales, spans.zero_points))
+        scales, zero_points = (None if span is None else self._view(span) for span in spans[1:])
         return self._view(spans.data), scales, zero_points
 
     def get_quantized(self, name: str) -> QuantizedTensor:
@@ -138,21 +119,19 @@ class WeightLoader:
         return {name: self.get_layer(name) for name in self._rows}
 
     def release(self, names: Iterable[str] | None = None) -> None:
-        """Let go of the resident pages of some tensors (all of them by default), for instance once they are repacked.
+        """Free the resident pages of some tensors (of all by default), for instance after they were packed for a backend.
 
-        The tensors stay valid: pages come back from the file when they are touched again.
+        The tensors stay valid: the system reads pages from the file again when they are used.
         """
-        memory = self._open_memory()
-        page_bytes = mmap.PAGESIZE
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
         for name in self._rows if names is None else names:
-            for span in self._spans(name):
-                begin = -(-span.offset // page_bytes) * page_bytes
-                end = (span.offset + span.num_bytes) // page_bytes * page_bytes
-                if begin < end and hasattr(mmap, "MADV_DONTNEED"):
-                    memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            for span in self._row(name)[1]:
+                if span is not None:
+                    self._release_pages(span)
 
     def check_tokenizer(self) -> None:
-        """Compare the tokenizer's files with their checksums, so that whoever parses them later finds them whole."""
+        """Compare the tokenizer's files with their checksums."""
         records = {name: record for name, record in self.metadata.files.items() if name.startswith(f"{TOKENIZER_NAME}/")}
         if not records:
             raise CorruptFileError(f"{self.directory} has no tokenizer.", hint="Convert it again from a source that has one.")
@@ -160,18 +139,17 @@ class WeightLoader:
             check_whole_file(self.directory / name, record, no_progress)
 
     def verify(self, progress: Progress = no_progress) -> None:
-        """Read every file completely and compare it with its checksum; CorruptFileError names the one that differs."""
+        """Compare every file with its checksum. The CorruptFileError names the file that differs."""
         check_whole_file(self.arrow_path, self.metadata.files[ARROW_NAME], progress)
         for name, record in self.metadata.files.items():
             if name != ARROW_NAME:
                 check_whole_file(self.directory / name, record, progress)
-        rows, spans = read_arrow_rows(self.arrow_path, self._open_memory())
-        if [(row.info, span) for row, span in zip(rows, spans, strict=True)] != list(self._rows.values()):
+        if read_arrow_rows(self.arrow_path, self._open_memory()) != list(self._rows.values()):
             raise CorruptFileError(f"{self.arrow_path} does not hold the tensors that its {METADATA_NAME} lists.")
 
     def close(self) -> None:
-        """Drop this loader's hold on the mapping, which ends when the last tensor made from it is gone."""
-        self._memory = None  # never mmap.close(): torch refers to the mapping without an export that would forbid it
+        """Release the mapping. It ends when its last tensor is freed."""
+        self._memory = None  # mmap.close() would unmap the memory of tensors: torch holds no export of the buffer
 
     def __enter__(self) -> Self:
         return self
@@ -186,9 +164,11 @@ class WeightLoader:
             hint = did_you_mean(name, self._rows)
             raise UnknownLayerError(f"{self.directory} has no tensor {name!r}.", hint=hint) from None
 
-    def _spans(self, name: str) -> list[Span]:
-        spans = self._row(name)[1]
-        return [span for span in (spans.data, spans.scales, spans.zero_points) if span is not None]
+    def _release_pages(self, span: Span) -> None:
+        begin = -(-span.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (span.offset + span.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._open_memory().madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _view(self, span: Span) -> memoryview:
         return memoryview(self._open_memory())[span.offset : span.offset + span.num_bytes].toreadonly()
@@ -200,7 +180,10 @@ class WeightLoader:
 
 
 def open_mapped(directory: Path, hub: HubConfig, progress: Progress) -> tuple[Path, StoreMetadata, mmap.mmap]:
-    """Metadata and mapping that belong together, even if a conversion replaces the directory between the two."""
+    """The directory of weights.arrow, its metadata and its mapping.
+
+    They belong together, even when a conversion replaces the directory meanwhile.
+    """
     metadata = read_metadata(directory)
     while True:
         try:
@@ -224,3 +207,123 @@ def find_directory(path: Path) -> Path:
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}.")
     return path
+
+
+def map_file(path: Path, record: FileRecord) -> mmap.mmap:
+    """Map a weights.arrow, and check its size and every byte that belongs to no tensor. Tensors are not read."""
+    memory = map_any(path)
+    if len(memory) != record.num_bytes:
+        raise CorruptFileError(f"{path} has {len(memory)} bytes instead of {record.num_bytes}: it was cut off or replaced.")
+    if outside_crc32(memory, record.spans) != record.outside_crc32:
+        raise CorruptFileError(f"{path} was altered: the checksum of its headers does not match.")
+    return memory
+
+
+def map_any(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing to a tensor copies its page
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path} is missing.") from None
+    except ValueError:
+        raise CorruptFileError(f"{path} is empty.") from None
+    except OSError as error:
+        raise CorruptFileError(f"{path} cannot be read: {error.strerror}.", hint="Check its permissions.") from error
+
+
+def outside_crc32(memory: mmap.mmap, spans: Iterable[RowSpans]) -> int:
+    """CRC-32 of the bytes of a mapped file that lie in no tensor's buffers."""
+    inside = sorted(span for row in spans for span in row if span is not None and span.num_bytes)
+    crc = position = 0
+    with memoryview(memory) as view:
+        for offset, num_bytes in inside:
+            crc = zlib.crc32(view[position:offset], crc)
+            position = offset + num_bytes
+        return zlib.crc32(view[position:], crc)
+
+
+def arrow_record(path: Path) -> FileRecord:
+    """The record of a new weights.arrow, which is read back through Arrow."""
+    memory = map_any(path)
+    spans = tuple(spans for _, spans in read_arrow_rows(path, memory))
+    for row in spans:
+        if row.data.offset % ALIGNMENT_BYTES:
+            raise AssertionError(f"{path}: a tensor lies at {row.data.offset}, which is not aligned")
+    return file_record(path)._replace(outside_crc32=outside_crc32(memory, spans), spans=spans)
+
+
+def file_record(path: Path) -> FileRecord:
+    return FileRecord(path.stat().st_size, sha256_of(path, no_progress, ""))
+
+
+def write_arrow(path: Path, infos: Iterable[TensorInfo], rows: Iterable[Row]) -> FileRecord:
+    """Write a whole weights.arrow; `infos` describe the rows in advance."""
+    with ArrowWriter(path, large=needs_large(infos)) as writer:
+        for row in rows:
+            writer.write(row)
+    return arrow_record(path)
+
+
+def has_arrow(directory: Path, metadata: StoreMetadata) -> bool:
+    return ARROW_NAME in metadata.files and (directory / ARROW_NAME).is_file()
+
+
+def ensure_arrow(
+    directory: Path, metadata: StoreMetadata, hub: HubConfig, progress: Progress = no_progress
+) -> tuple[Path, StoreMetadata]:
+    """The directory of a converted model's weights.arrow, and the metadata that describes it.
+
+    If the model has only weights.parquet, weights.arrow is made once, in its directory, or in the cache when the directory is
+    read-only.
+    """
+    if has_arrow(directory, metadata):
+        return directory, metadata
+    if PARQUET_NAME not in metadata.files or not (directory / PARQUET_NAME).is_file():
+        raise CorruptFileError(f"{directory} has neither {ARROW_NAME} nor {PARQUET_NAME}.")
+    if os.access(directory, os.W_OK):
+        try:
+            return build_arrow(directory, directory, progress)
+        except WriteError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+    key = hashlib.sha256(metadata.files[PARQUET_NAME].sha256.encode() + encode_metadata(metadata)).hexdigest()[:32]
+    return build_arrow(directory, hub.cache_path() / "mapped" / key, progress)
+
+
+def build_arrow(directory: Path, target: Path, progress: Progress) -> tuple[Path, StoreMetadata]:
+    """Make target/weights.arrow from directory/weights.parquet, then the metadata.json that names it."""
+    with write_errors(target):
+        target.mkdir(parents=True, exist_ok=True)
+        with lock_or_write_error(target / f".{ARROW_NAME}.lock", target):
+            described = target if (target / METADATA_NAME).is_file() else directory
+            metadata = read_metadata(described)
+            if has_arrow(target, metadata):
+                return target, metadata
+            metadata = read_metadata(directory)
+            parquet = directory / PARQUET_NAME
+            check_whole_file(parquet, metadata.files[PARQUET_NAME], progress)
+            for stale in target.glob(f".{ARROW_NAME}.tmp-*"):
+                stale.unlink()
+            temporary = target / f".{ARROW_NAME}.tmp-{secrets.token_hex(4)}"
+            try:
+                rows = check_parquet_order(parquet, metadata.tensors, read_parquet_rows(parquet))
+                record = write_arrow(temporary, metadata.tensors, rows)
+                temporary.replace(target / ARROW_NAME)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(target)
+            metadata = replace(metadata, files={**metadata.files, ARROW_NAME: record})
+            replace_file(target / METADATA_NAME, encode_metadata(metadata))
+            return target, metadata
+
+
+def check_whole_file(path: Path, record: FileRecord, progress: Progress) -> None:
+    """Compare the size and the SHA-256 of a whole file with its record."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != record.num_bytes:
+            raise CorruptFileError(f"{path} has {num_bytes} bytes instead of {record.num_bytes}: it was cut off or replaced.")
+        if sha256_of(path, progress, f"checking {path.name}") != record.sha256:
+            raise CorruptFileError(f"{path} was altered: its SHA-256 does not match.")
+    except OSError as error:
+        raise CorruptFileError(f"{path} cannot be read: {error.strerror}.") from error

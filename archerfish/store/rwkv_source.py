@@ -1,7 +1,7 @@
-"""Reader of RWKV-7: BlinkDL's checkpoints, Hugging Face's layout and GGUF, all given as `models/rwkv7.py` takes them.
+"""Reader of RWKV-7 in BlinkDL's checkpoints, in Hugging Face's layout and in GGUF, in the form that `models/rwkv7.py` takes.
 
-Tensors get their Hugging Face names and the layout of linear maps (outputs first); vectors are flat. The norm of the embedding
-is applied to the table here, in float32, so that no step computes it.
+Tensors get their Hugging Face names. Matrices have one row per output, and vectors have one dimension. The norm of the
+embedding is applied to the embedding table here, in float32, so that no step computes it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.gguf_names import Architecture
-from archerfish.store.gguf_reader import field_value, make_tensor, open_reader
-from archerfish.store.sidecars import optional_json
-from archerfish.store.source import ModelSource, SourceTensor
+from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.store.gguf_source import read_fields, read_tensor
+from archerfish.store.source import ModelSource, SourceTensor, optional_json
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from archerfish.store.weight_files import find_weights, read_tensors
 
 if TYPE_CHECKING:
     import torch
 
-    from archerfish.store.quants import QuantizedTensor
-
 WORLD_VOCAB_SIZE = 65536
-WORLD_END = 0  # the World vocabulary's end of text
-MIXES = "rwkvag"  # GGUF's order in its fused tensor
+WORLD_END = 0  # end of text in the World vocabulary
+MIXES = "rwkvag"  # in the order of GGUF's fused tensor
 PRE_NORM = "model.layers.0.pre_norm"
 EMBEDDING = "model.embeddings.weight"
 BLINK_TOP = {"emb": "model.embeddings", "ln_out": "model.norm", "head": "lm_head"}
@@ -46,41 +42,32 @@ GGUF_PARTS = {
 GGUF_VECTORS = {
     "time_mix_k_k": "attn.k_k", "time_mix_k_a": "attn.k_a", "time_mix_r_k": "attn.r_k", "channel_mix_lerp_k": "ffn.x_k",
 }
-LORA_PARTS = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # what follows w, a, v or g: offset, way down, way up
+LORA_PARTS = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # by the digit after w, a, v or g: bias, down, up
 VECTOR = re.compile(r"\.(x_[rwkvag]|k_k|k_a|r_k)$")
 BLOCK = re.compile(r"^(?:blocks|blk|model\.layers)\.(\d+)\.(.+)$")
-FIRST_VALUES = re.compile(r"^model\.layers\.0\.attn\.v_lora\.")  # some files have them; the first layer has nothing to mix
+FIRST_VALUES = re.compile(r"^model\.layers\.0\.attn\.v_lora\.")  # some files have these tensors; the first layer ignores them
 RANKS = {"w": "decay_low_rank_dim", "a": "a_low_rank_dim", "v": "v_low_rank_dim", "g": "gate_low_rank_dim"}
-OLDER = (  # version, and what only it and later ones have in the names of tensors
-    (6, re.compile(r"time_maa|\.attn\.(w_proj|x_proj|bonus)|time_decay_w1|time_mix_decay_w1")),
-    (5, re.compile(r"\.(att|attention)\.ln_x\.")),
-    (4, re.compile(r"\.(att|attention)\.time_decay")),
-)
 IS_SEVEN = re.compile(r"\.(att|attn)\.(r_k|k_k)$")
-GGUF_OLDER = {"rwkv6": "RWKV-6", "rwkv6qwen2": "a Qwen2 with RWKV-6 layers", "arwkv7": "a Qwen2 with RWKV-7 layers"}
+ONLY_SEVEN = "Of the RWKV family only RWKV-7 is supported."
+GGUF_KEYS = {
+    "num_hidden_layers": "rwkv7.block_count", "head_dim": "rwkv7.wkv.head_size",
+    "norm_eps": "rwkv7.attention.layer_norm_epsilon", "max_position_embeddings": "rwkv7.context_length",
+}
 
 
 def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Configuration and weights of a directory or a file."""
-    source = open_rwkv7(path)
-    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
-
-
-def open_rwkv7(path: Path) -> ModelSource:
-    """Open a directory or a file of weights, checking that it is RWKV-7 and complete."""
-    if not path.exists():
-        raise ModelNotFoundError(f"{path} does not exist.")
+    """Configuration and weights of a safetensors or torch model."""
     weights = find_weights(path) if path.is_dir() else path
-    if weights.suffix == ".gguf":
-        return read_rwkv_gguf(weights, open_reader(weights))
-    return read_rwkv_tensors(path, weights, *read_tensors(weights))
+    source = read_rwkv_tensors(path, weights, *read_tensors(weights))
+    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
 
 
 def read_rwkv_tensors(
     path: Path, weights: Path, kind: str, files: tuple[Path, ...], tensors: Sequence[SourceTensor]
 ) -> ModelSource:
-    """The source at a path, out of the tensors of its safetensors or torch files."""
-    check_version(weights, [tensor.info.name for tensor in tensors])
+    """The source of safetensors or torch tensors; `weights` is the file or index that they are from."""
+    if not any(IS_SEVEN.search(tensor.info.name) for tensor in tensors):
+        raise UnsupportedModelError(f"{weights} is an RWKV model of a version before 7.", hint=ONLY_SEVEN)
     is_blink = any(tensor.info.name.startswith("blocks.") for tensor in tensors)
     named = [from_blink(weights, tensor) if is_blink else from_hub(weights, tensor) for tensor in tensors]
     head_dims = [tensor.info.shape[-1] for tensor in tensors if tensor.info.name.endswith(".r_k")]
@@ -90,41 +77,21 @@ def read_rwkv_tensors(
 
 
 def read_rwkv_gguf(path: Path, reader: Any) -> ModelSource:
-    """The source at a path, out of an opened GGUF file."""
-    fields = {name: field_value(path, field) for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    """The source of an opened GGUF file."""
+    fields = read_fields(path, reader)
     kind = fields.get("general.architecture")
     if kind != "rwkv7":
-        what = GGUF_OLDER.get(str(kind), f"of the architecture {kind!r}")
-        raise UnsupportedModelError(f"{path} is {what}.", hint="Of the RWKV family only RWKV-7 is supported.")
-    own = {name.removeprefix("rwkv7."): value for name, value in fields.items()}
-    stems = {BLOCK.sub(lambda found: f"blk.#.{found[2]}", str(tensor.name)).rpartition(".")[0] for tensor in reader.tensors}
-    architecture = Architecture("rwkv7", "RWKV7ForCausalLM", {stem: stem for stem in stems}, {})
+        raise UnsupportedModelError(f"{path} has the architecture {kind!r}.", hint=ONLY_SEVEN)
     tensors = [
-        make_tensor(path, architecture, {}, tensor, tuple(int(n) for n in reversed(tensor.shape))) for tensor in reader.tensors
+        read_tensor(path, tensor, str(tensor.name), tuple(int(n) for n in reversed(tensor.shape))) for tensor in reader.tensors
     ]
     named = [each for tensor in tensors for each in from_gguf(path, tensor)]
-    keys = {
-        "num_hidden_layers": "block_count", "head_dim": "wkv.head_size", "norm_eps": "attention.layer_norm_epsilon",
-        "max_position_embeddings": "context_length",
-    }
-    stated = {name: own[key] for name, key in keys.items() if key in own}
+    stated = {name: fields[key] for name, key in GGUF_KEYS.items() if key in fields}
     return make_source("gguf", path, (path,), named, stated, path)
 
 
-def check_version(path: Path, names: Sequence[str]) -> None:
-    """Refuse what is not RWKV-7, saying what it is."""
-    if any(IS_SEVEN.search(name) for name in names):
-        return
-    for version, pattern in OLDER:
-        if any(pattern.search(name) for name in names):
-            raise UnsupportedModelError(
-                f"{path} is an RWKV-{version} model.", hint="Of the RWKV family only RWKV-7 is supported."
-            )
-    raise UnsupportedModelError(f"{path} is not an RWKV-7 model: no tensor of its time mix is there.")
-
-
 def from_blink(path: Path, tensor: SourceTensor) -> SourceTensor:
-    """A tensor of a checkpoint as BlinkDL publishes them (blocks.0.att.w1 ...)."""
+    """A tensor of BlinkDL's layout (blocks.0.att.w1 ...)."""
     name = tensor.info.name
     block = BLOCK.match(name)
     if block is None:
@@ -133,7 +100,8 @@ def from_blink(path: Path, tensor: SourceTensor) -> SourceTensor:
     layer, rest = f"model.layers.{block[1]}.", block[2]
     found = re.fullmatch(r"att\.([wavg])([012])", rest)
     if found:
-        return adapted(tensor, f"{layer}attn.{found[1]}_lora.lora.{LORA_PARTS[found[2]]}", flat if found[2] == "0" else turned)
+        name = f"{layer}attn.{found[1]}_lora.lora.{LORA_PARTS[found[2]]}"
+        return adapted(tensor, name, flat if found[2] == "0" else transposed)
     if VECTOR.search(rest):
         return adapted(tensor, layer + rest.replace("att.", "attn."), flat)
     stem, _, suffix = rest.rpartition(".")
@@ -146,13 +114,13 @@ def from_hub(path: Path, tensor: SourceTensor) -> SourceTensor:
     name = tensor.info.name
     if name.endswith(".attn.x_x"):
         raise UnsupportedModelError(
-            f"{path}: {name!r} is of the first version of this layout.", hint="Load and save it once with a newer fla package."
+            f"{path}: {name!r} has the layout of an old version.", hint="Load and save it once with a newer fla package."
         )
     return adapted(tensor, name, flat) if VECTOR.search(name) else tensor
 
 
 def from_gguf(path: Path, tensor: SourceTensor) -> list[SourceTensor]:
-    """The tensors that one of llama.cpp's (blk.0.time_mix_w1.weight ...) stands for."""
+    """The tensors that one tensor of llama.cpp's layout (blk.0.time_mix_w1.weight ...) holds."""
     stem, _, suffix = tensor.info.name.rpartition(".")
     block = BLOCK.match(stem)
     if block is None:
@@ -174,16 +142,17 @@ def from_gguf(path: Path, tensor: SourceTensor) -> list[SourceTensor]:
 def rename(path: Path, tensor: SourceTensor, stem: str | None, suffix: str) -> SourceTensor:
     if stem is None:
         name = tensor.info.name
-        what = "DeepEmbed, a variant that is not supported" if ".ffn.s" in name else "not part of RWKV-7"
+        what = "part of DeepEmbed, a variant that is not supported" if ".ffn.s" in name else "not part of RWKV-7"
         raise UnsupportedModelError(f"{path}: the tensor {name!r} is {what}.")
     return adapted(tensor, stem + suffix)
 
 
-def flat(tensor: Any) -> Any:  # of torch or numpy, and so are the next
+# The next three take tensors of torch and arrays of numpy.
+def flat(tensor: Any) -> Any:
     return tensor.reshape(-1)
 
 
-def turned(tensor: Any) -> Any:
+def transposed(tensor: Any) -> Any:
     return tensor.squeeze().T
 
 
@@ -192,19 +161,13 @@ def row_of(num_rows: int, row: int, tensor: Any) -> Any:
 
 
 def adapted(tensor: SourceTensor, name: str, change: Callable[[Any], Any] | None = None) -> SourceTensor:
-    """The tensor under another name, and in another shape once it is loaded."""
+    """The tensor under another name and, with `change`, in another shape."""
     if change is None:
-        quantized = None if tensor.load_quantized is None else functools.partial(renamed_parts, tensor.load_quantized, name)
-        return replace(tensor, info=tensor.info._replace(name=name), load_quantized=quantized)
+        return replace(tensor, info=tensor.info._replace(name=name))
     import numpy as np
 
-    shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape  # sizes are read where torch is missing, too
+    shape = change(np.broadcast_to(np.int8(0), tensor.info.shape)).shape  # `archerfish doctor` reads shapes without torch
     return SourceTensor(tensor.info._replace(name=name, shape=shape), functools.partial(load_changed, tensor, change))
-
-
-def renamed_parts(load: Callable[[], QuantizedTensor], name: str) -> QuantizedTensor:
-    parts = load()
-    return parts._replace(info=parts.info._replace(name=name))
 
 
 def load_changed(tensor: SourceTensor, change: Callable[[Any], Any]) -> torch.Tensor:
@@ -217,7 +180,6 @@ def make_source(
 ) -> ModelSource:
     by_name = {tensor.info.name: tensor for tensor in tensors if not FIRST_VALUES.match(tensor.info.name)}
     config = make_config(weights, by_name, stated)
-    check_complete(weights, by_name, config["num_hidden_layers"])
     fold_pre_norm(by_name, config["norm_eps"])
     directory = weights.parent
     return ModelSource(
@@ -227,7 +189,7 @@ def make_source(
 
 
 def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json out of the shapes of tensors, and what a file states beside them."""
+    """config.json from the shapes of the tensors and the values that the files state."""
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in tensors or len(tensors[name].info.shape) != 2:
@@ -250,38 +212,14 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
     for name in ("head_dim", "norm_eps", "max_position_embeddings", "eos_token_id", "bos_token_id"):
         if stated.get(name) is not None:
             config[name] = stated[name]
-    told = stated.get("num_hidden_layers")
-    if told is not None and told != num_layers:
-        raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {told}.")
+    stated_layers = stated.get("num_hidden_layers")
+    if stated_layers is not None and stated_layers != num_layers:
+        raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {stated_layers}.")
     return config
 
 
-def expected_names(num_layers: int) -> list[str]:
-    names = [EMBEDDING, "model.norm.weight", "model.norm.bias", "lm_head.weight"]
-    parts = [f"attn.x_{mix}" for mix in MIXES] + ["attn.k_k", "attn.k_a", "attn.r_k", "ffn.x_k"]
-    parts += [f"attn.{each}_proj.weight" for each in "rkvo"] + ["ffn.key.weight", "ffn.value.weight"]
-    parts += [f"{norm}.{end}" for norm in ("attn_norm", "ffn_norm", "attn.g_norm") for end in ("weight", "bias")]
-    for layer in range(num_layers):
-        letters = "wavg" if layer else "wag"
-        ranked = [f"attn.{each}_lora.lora.{end}" for each in letters for end in LORA_PARTS.values()]
-        ranked.remove("attn.g_lora.lora.2.bias")  # gates have none
-        names += [f"model.layers.{layer}.{part}" for part in (*parts, *ranked)]
-    return names
-
-
-def check_complete(path: Path, tensors: Mapping[str, SourceTensor], num_layers: int) -> None:
-    expected = expected_names(num_layers)
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        raise CorruptFileError(f"{path} is not complete: {len(missing)} tensors are missing, such as {missing[0]!r}.")
-    known = {*expected, f"{PRE_NORM}.weight", f"{PRE_NORM}.bias"}
-    foreign = [name for name in tensors if name not in known]
-    if foreign:
-        raise UnsupportedModelError(f"{path}: the tensor {foreign[0]!r} is not part of RWKV-7.")
-
-
 def fold_pre_norm(tensors: dict[str, SourceTensor], eps: float) -> None:
-    """Apply the norm of the embedding, where there is one, to the table."""
+    """Apply the norm of the embedding, if the model has one, to the embedding table."""
     weight, bias = (tensors.pop(f"{PRE_NORM}.{end}", None) for end in ("weight", "bias"))
     if weight is None or bias is None:
         return

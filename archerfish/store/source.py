@@ -1,13 +1,14 @@
-"""What a reader of some format gives to the converter."""
+"""A model as it was published: what its reader gives to the converter, and the settings in its JSON files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.errors import UnsupportedModelError
+from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.format import ITEM_BYTES, TensorInfo, make_info
 
 if TYPE_CHECKING:
@@ -15,10 +16,9 @@ if TYPE_CHECKING:
 
     from archerfish.store.quants import QuantizedTensor
 
-
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a source. `load` reads it in the source's precision, dequantised if need be."""
+    """A tensor of a source. `load` reads it in the source's type; a quantised tensor is dequantised to float32."""
 
     info: TensorInfo
     load: Callable[[], torch.Tensor]
@@ -27,7 +27,7 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened source."""
+    """A model that its reader has opened."""
 
     kind: str  # safetensors, torch or gguf
     path: Path
@@ -37,7 +37,7 @@ class ModelSource:
     write_tokenizer: Callable[[Path], None]
     embedding: dict[str, Any] | None = None
     generation_config: dict[str, Any] | None = None
-    skipped: tuple[str, ...] = field(default=())
+    skipped: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,144 @@ class ModelSource:
 
 
 def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
-    """A TensorInfo of a source; a type that cannot be stored is refused."""
+    """The TensorInfo of a source's tensor. Raises UnsupportedModelError for a type that the store does not have."""
     if dtype not in ITEM_BYTES:
         raise UnsupportedModelError(f"{path}: the tensor {name!r} has the type {dtype}, which is not supported.")
     return make_info(str(path), name, dtype, shape)
+
+
+LEGACY_POOLING = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLING_MODES = tuple(LEGACY_POOLING.values())
+EMBEDDING_MODEL = "SentenceTransformer"
+SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
+MODULE_ORDERS = (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{path} does not hold a JSON object.")
+    return value
+
+
+def read_any_json(path: Path) -> Any:
+    """The JSON value of a file, of any type."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not valid JSON: {error}.") from error
+    except OSError as error:
+        raise CorruptFileError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def optional_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object of a file, or None when there is no such file."""
+    return read_json(path) if path.is_file() else None
+
+
+def read_modules(root: Path) -> list[tuple[str, Path]]:
+    """Kind and directory of each module of a sentence-transformers model; empty when there is no modules.json."""
+    path = root / "modules.json"
+    if not path.is_file():
+        return []
+    entries = read_any_json(path)
+    if not isinstance(entries, list):
+        raise CorruptFileError(f"{path} does not hold a list of modules.")
+    modules = []
+    for entry in entries:
+        kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
+            raise CorruptFileError(f"{path} describes a module without a type and a path below it.")
+        modules.append((kind.rpartition(".")[2], root / folder))
+    kinds = [kind for kind, _ in modules]
+    for kind in kinds:
+        if kind not in SUPPORTED_MODULES:
+            raise UnsupportedModelError(
+                f"{root} has the sentence-transformers module {kind!r}, which is not supported.",
+                hint=f"Supported modules: {', '.join(SUPPORTED_MODULES)}.",
+            )
+    if kinds not in MODULE_ORDERS:
+        raise UnsupportedModelError(f"{root} has its sentence-transformers modules in an unknown order: {', '.join(kinds)}.")
+    return modules
+
+
+def transformer_directory(root: Path) -> Path:
+    """Where weights and config.json are: usually `root`, in old sentence-transformers models a directory below it."""
+    for kind, folder in read_modules(root):
+        if kind == "Transformer":
+            if not folder.is_dir():
+                raise CorruptFileError(f"{folder} is missing; modules.json of {root} names it.")
+            return folder
+    return root
+
+
+def read_embedding(root: Path) -> dict[str, Any] | None:
+    """Pooling, normalisation, lengths and prompts of a sentence-transformers model; None when the files describe none."""
+    modules = dict(read_modules(root))
+    transformer = modules.get("Transformer", root)
+    pooling = modules.get("Pooling", root / "1_Pooling") / "config.json"
+    settings = next((read_json(path) for path in sorted(transformer.glob("sentence_*_config.json"))), None)
+    prompts = optional_json(root / "config_sentence_transformers.json")
+    if not modules and settings is None and prompts is None and not pooling.is_file():
+        return None
+    if prompts is not None and prompts.get("model_type", EMBEDDING_MODEL) != EMBEDDING_MODEL:
+        return None
+    pooling_config = optional_json(pooling)
+    if pooling_config is None and "Pooling" in modules:
+        raise CorruptFileError(f"{pooling} is missing; modules.json of {root} names it.")
+    normalize = "Normalize" in modules if modules else (root / "2_Normalize").is_dir()
+    return make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize)
+
+
+def add_cross_encoder_settings(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """The configuration, with a cross-encoder's activation in it, where sentence-transformers 4 kept it.
+
+    Version 5 keeps the activation in config_sentence_transformers.json.
+    """
+    settings = optional_json(root / "config_sentence_transformers.json") or {}
+    activation = settings.get("activation_fn")
+    if settings.get("model_type") != "CrossEncoder" or activation is None or "sentence_transformers" in config:
+        return config
+    return {**config, "sentence_transformers": {"activation_fn": activation}}
+
+
+def make_embedding(
+    root: Path, pooling: dict[str, Any], settings: dict[str, Any], prompts: dict[str, Any], *, normalize: bool
+) -> dict[str, Any]:
+    max_seq_length = settings.get("max_seq_length")
+    if max_seq_length is not None and (type(max_seq_length) is not int or max_seq_length < 1):
+        raise CorruptFileError(f"{root}: max_seq_length is {max_seq_length!r}.")
+    named = prompts.get("prompts") or {}
+    if not isinstance(named, dict) or not all(isinstance(text, str | None) for text in named.values()):
+        raise CorruptFileError(f"{root}/config_sentence_transformers.json: 'prompts' must map names to texts.")
+    return {
+        "pooling_mode": pooling_mode(root, pooling),
+        "normalize": normalize,
+        "max_seq_length": max_seq_length,
+        "do_lower_case": bool(settings.get("do_lower_case", False)),
+        "include_prompt": bool(pooling.get("include_prompt", True)),
+        "prompts": {name: text for name, text in named.items() if text is not None},
+        "default_prompt_name": prompts.get("default_prompt_name"),
+        "similarity_fn_name": prompts.get("similarity_fn_name"),
+    }
+
+
+def pooling_mode(root: Path, pooling: dict[str, Any]) -> str:
+    """The pooling mode, from the old or the new style of configuration. The default is mean, as in sentence-transformers."""
+    named = pooling.get("pooling_mode")
+    if named is None:
+        named = [mode for key, mode in LEGACY_POOLING.items() if pooling.get(key)] or ["mean"]
+    modes = [named] if isinstance(named, str) else named
+    if not isinstance(modes, list) or not all(mode in POOLING_MODES for mode in modes):
+        raise UnsupportedModelError(f"{root} has the unknown pooling mode {named!r}.")
+    if len(modes) != 1:
+        raise UnsupportedModelError(f"{root} concatenates several pooling modes ({', '.join(modes)}), which is not supported.")
+    return str(modes[0])

@@ -1,7 +1,7 @@
-"""Models as they come: the files of a source, its configuration, and its tensors one at a time.
+"""Opening a model as it was published: safetensors, torch or GGUF files, of RWKV-7 or of another model.
 
-Every reader checks the whole structure of its files (headers, offsets, shards) before the first tensor is read, so that a
-truncated or inconsistent source is refused before anything is written.
+Every reader checks the whole structure of its files (headers, offsets, shards) before it reads a tensor, so that a truncated or
+inconsistent source is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.gguf_source import open_gguf
+from archerfish.store.gguf_source import is_rwkv, open_gguf, open_reader
 from archerfish.store.metadata import is_converted
-from archerfish.store.rwkv_source import read_rwkv_tensors
-from archerfish.store.sidecars import add_cross_encoder_settings, optional_json, read_embedding, transformer_directory
-from archerfish.store.source import ModelSource, SourceTensor
+from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
+from archerfish.store.source import (
+    ModelSource,
+    SourceTensor,
+    add_cross_encoder_settings,
+    optional_json,
+    read_embedding,
+    transformer_directory,
+)  # fmt: skip
 from archerfish.store.tokenizer_files import write_tokenizer_files
 from archerfish.store.weight_files import find_weights, read_tensors
 
-# As BlinkDL and Hugging Face name them; the last two of versions before 7, which are refused by name.
+# Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the reader
+# of RWKV refuses.
 RWKV_TENSOR = re.compile(
     r"^blocks\.\d+\.att\.|^model\.layers\.\d+\.attn\.r_k$|^rwkv\.blocks\.\d+\.attention\.|^model\.layers\.\d+\.attn\.bonus$"
 )
-# Constants that old versions of transformers saved beside the weights; every model rebuilds them.
+# Constants that old versions of transformers saved with the weights. Models compute them again.
 BUFFERS = re.compile(r"(^|\.)(position_ids|embeddings\.token_type_ids|rotary_emb\.inv_freq|attn\.masked_bias)$")
 
 
@@ -37,7 +44,8 @@ def open_source(path: Path) -> ModelSource:
     directory = transformer_directory(path) if path.is_dir() else path.parent
     weights = find_weights(directory) if path.is_dir() else path
     if weights.suffix == ".gguf":
-        return open_gguf(weights)
+        reader = open_reader(weights)
+        return read_rwkv_gguf(weights, reader) if is_rwkv(reader) else open_gguf(weights, reader)
     kind, files, tensors = read_tensors(weights)
     if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
         return read_rwkv_tensors(path, weights, kind, files, tensors)
@@ -57,7 +65,7 @@ def open_source(path: Path) -> ModelSource:
 
 
 def read_config(directory: Path, weights: Path) -> dict[str, Any]:
-    """config.json; only a bare torch checkpoint (RWKV is published so) may come without."""
+    """config.json. Only a single .pth file may come without one."""
     config = optional_json(directory / "config.json")
     if config is None:
         if weights.suffix == ".pth":

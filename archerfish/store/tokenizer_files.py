@@ -1,15 +1,25 @@
-"""The tokenizer of a safetensors or torch source: copied, or built when the source has only a vocabulary."""
+"""The tokenizer of a model: tokenizer.json and the files that belong to it.
+
+A safetensors or torch source has them, or has a vocabulary from which they are built. In a GGUF file the vocabulary is part of
+the metadata, in one of three kinds:
+
+    gpt2   byte-level BPE; `tokenizer.ggml.pre` says how text is split before it
+    llama  SentencePiece BPE; merges follow from the scores of the pieces
+    bert   WordPiece; GGUF marks the beginning of a word, Hugging Face its continuation
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.files import write_file
 from archerfish.store.format import first_line
-from archerfish.store.sidecars import optional_json, read_json
+from archerfish.store.source import optional_json, read_json
 
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # of RWKV models
 COPIED_NAMES = (
@@ -20,10 +30,11 @@ SENTENCEPIECE_NAMES = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.mod
 BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
 ROBERTA_TOKENS = {"unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
 MPNET_TOKENS = {**ROBERTA_TOKENS, "unk_token": "[UNK]"}
+SAVE_AGAIN = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
 
 
 def write_tokenizer_files(source: Path, target: Path) -> None:
-    """Fill `target` with tokenizer.json, or an RWKV vocabulary, and its companions; without a tokenizer it stays absent."""
+    """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no directory."""
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
     if "tokenizer.json" in data:
         check_tokenizer(source / "tokenizer.json", data["tokenizer.json"].decode("utf-8", "replace"))
@@ -34,17 +45,21 @@ def write_tokenizer_files(source: Path, target: Path) -> None:
     elif WORLD_NAME not in data:
         found = [name for name in SENTENCEPIECE_NAMES if (source / name).is_file()]
         if found:
-            hint = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
-            raise UnsupportedModelError(f"{source} has no tokenizer.json, only the SentencePiece file {found[0]}.", hint=hint)
+            message = f"{source} has no tokenizer.json, only the SentencePiece file {found[0]}."
+            raise UnsupportedModelError(message, hint=SAVE_AGAIN)
         return
-    target.mkdir()
-    for name, content in data.items():
-        write_file(target / name, content)
+    write_files(data, target)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
-        (target / templates.name).mkdir()
-        for path in sorted(templates.glob("*.jinja")):
-            write_file(target / templates.name / path.name, path.read_bytes())
+        write_files({path.name: path.read_bytes() for path in sorted(templates.glob("*.jinja"))}, target / templates.name)
+
+
+def write_files(files: Mapping[str, bytes], target: Path) -> None:
+    """Write files, by name, into the new directory `target`. Without files there will be no directory."""
+    if files:
+        target.mkdir()
+    for name, data in files.items():
+        write_file(target / name, data)
 
 
 def check_tokenizer(path: Path, text: str) -> None:
@@ -57,7 +72,7 @@ def check_tokenizer(path: Path, text: str) -> None:
 
 
 def special_tokens(source: Path, defaults: dict[str, str]) -> dict[str, str]:
-    """The special tokens that the source's files name, by role."""
+    """The special token of each role of `defaults`, as the source's files or else `defaults` name it."""
     tokens = dict(defaults)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for role, value in (optional_json(source / name) or {}).items():
@@ -81,7 +96,7 @@ def require_ids(path: Path, vocabulary: dict[str, int], tokens: dict[str, str], 
 
 def build_wordpiece(source: Path) -> str:
     """tokenizer.json of a BERT-like model that has only vocab.txt."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import processors
 
     path = source / "vocab.txt"
     try:
@@ -93,21 +108,31 @@ def build_wordpiece(source: Path) -> str:
     tokens = special_tokens(source, MPNET_TOKENS if is_mpnet else BERT_TOKENS)
     require_ids(path, vocabulary, tokens, ("unk_token", "cls_token", "sep_token"))
     options = optional_json(source / "tokenizer_config.json") or {}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=tokens["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(
+    tokenizer = make_wordpiece(
+        vocabulary,
+        tokens["unk_token"],
         handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
         strip_accents=options.get("strip_accents"),
         lowercase=bool(options.get("do_lower_case", True)),
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
     separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in ("sep_token", "cls_token"))
     tokenizer.post_processor = (
         processors.RobertaProcessing(separator, first, trim_offsets=False, add_prefix_space=False)
         if is_mpnet
         else processors.BertProcessing(separator, first)
     )
-    return finish(tokenizer, tokens, vocabulary)
+    return to_json(tokenizer, tokens, vocabulary)
+
+
+def make_wordpiece(vocabulary: dict[str, int], unknown: str, **normalization: Any) -> Any:
+    """A BERT-like tokenizer; its post-processor is left to the caller."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(**normalization)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
 
 
 def build_byte_level(source: Path) -> str:
@@ -117,13 +142,12 @@ def build_byte_level(source: Path) -> str:
     kind = tokenizer_class(source)
     is_roberta = "roberta" in kind
     if not is_roberta and "gpt2" not in kind:
-        hint = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
-        raise UnsupportedModelError(f"{source} has vocab.json and merges.txt but no tokenizer.json.", hint=hint)
+        raise UnsupportedModelError(f"{source} has vocab.json and merges.txt but no tokenizer.json.", hint=SAVE_AGAIN)
     vocabulary = read_json(source / "vocab.json")
     lines = (source / "merges.txt").read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in pairs) or not all(type(index) is int for index in vocabulary.values()):
-        raise CorruptFileError(f"{source}: vocab.json or merges.txt is not what it should be.")
+        raise CorruptFileError(f"{source}: vocab.json or merges.txt does not hold a vocabulary or pairs of tokens.")
     options = optional_json(source / "tokenizer_config.json") or {}
     prefix = bool(options.get("add_prefix_space", False))
     tokenizer = Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
@@ -136,10 +160,10 @@ def build_byte_level(source: Path) -> str:
         tokenizer.post_processor = processors.RobertaProcessing(separator, first, add_prefix_space=prefix)
     else:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    return finish(tokenizer, tokens, vocabulary)
+    return to_json(tokenizer, tokens, vocabulary)
 
 
-def finish(tokenizer: Any, tokens: dict[str, str], vocabulary: dict[str, int]) -> str:
+def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: dict[str, int]) -> str:
     from tokenizers import AddedToken
 
     present = [(role, text) for role, text in tokens.items() if text in vocabulary]
@@ -151,3 +175,271 @@ def finish(tokenizer: Any, tokens: dict[str, str], vocabulary: dict[str, int]) -
 
 def dump_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+# Kinds of tokens, as in tokenizer.ggml.token_type.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+WORD_MARK = "\u2581"
+ROLES = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",  # spelt so in the format
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split before byte-level BPE: by a pattern, or by GPT-2's own after splitting off single digits."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token is not split, even where no merges lead to it
+    add_bos: bool = False
+
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(),
+    "gpt2": PreTokenizer(),
+    "default": PreTokenizer(),
+    "smollm": PreTokenizer(single_digits=True),
+    "starcoder": PreTokenizer(single_digits=True),
+    "refact": PreTokenizer(single_digits=True),
+    "command-r": PreTokenizer(single_digits=True),
+    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "llama3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "llama-v3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    "smaug-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True),
+    "dbrx": PreTokenizer(LLAMA3_SPLIT),
+    "qwen2": PreTokenizer(QWEN2_SPLIT, nfc=True),
+    "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT, nfc=True),
+    "stablelm2": PreTokenizer(QWEN2_SPLIT),
+}
+
+
+@dataclass(frozen=True)
+class GGUFVocabulary:
+    """The checked lists of a GGUF tokenizer."""
+
+    name: str
+    fields: Mapping[str, Any]
+    tokens: list[str]
+    kinds: list[int]
+
+    def get(self, key: str) -> Any:
+        return self.fields.get(f"tokenizer.ggml.{key}")
+
+    def role_token(self, role: str) -> str | None:
+        token_id = self.get(ROLES[role])
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            raise CorruptFileError(f"{self.name}: {ROLES[role]} is {token_id}, beyond the {len(self.tokens)} tokens.")
+        return self.tokens[token_id]
+
+    def ids(self) -> dict[str, int]:
+        found = {token: index for index, token in enumerate(self.tokens)}
+        if len(found) != len(self.tokens):
+            raise CorruptFileError(f"{self.name}: the tokenizer has the same token twice.")
+        return found
+
+
+def make_tokenizer_files(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files of the tokenizer directory of a GGUF model; empty when the GGUF file has no tokenizer."""
+    kind = fields.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return {}
+    builders = {"gpt2": build_gguf_byte_level, "llama": build_gguf_sentencepiece, "bert": build_gguf_wordpiece}
+    if kind not in builders:
+        hint = f"Supported: {', '.join(builders)}. Otherwise convert the model from safetensors with its tokenizer.json."
+        raise UnsupportedModelError(f"{name} has a tokenizer of kind {kind!r}, which is not supported.", hint=hint)
+    vocabulary = read_gguf_vocabulary(name, fields, config)
+    try:
+        tokenizer = builders[kind](vocabulary)
+        add_special_tokens(tokenizer, vocabulary, kind)
+        text = tokenizer.to_str()
+    except (CorruptFileError, UnsupportedModelError):
+        raise
+    except Exception as error:  # the Rust side raises bare Exception
+        raise CorruptFileError(f"{name}: the tokenizer cannot be built: {first_line(error)}") from error
+    return {"tokenizer.json": text.encode(), **side_files(vocabulary, kind, config)}
+
+
+def read_gguf_vocabulary(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GGUFVocabulary:
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CorruptFileError(f"{name} has no list of tokens.")
+    if len(tokens) > config["vocab_size"]:
+        raise CorruptFileError(f"{name} has {len(tokens)} tokens and {config['vocab_size']} embeddings.")
+    kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CorruptFileError(f"{name} has {len(tokens)} tokens and {len(kinds)} token types.")
+    return GGUFVocabulary(name, fields, tokens, kinds)
+
+
+def split_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in vocabulary.get("merges") or []:
+        left, space, right = merge.partition(" ")
+        if not left or not space or not right or " " in right:
+            raise CorruptFileError(f"{vocabulary.name}: {merge!r} is not a merge of two tokens.")
+        pairs.append((left, right))
+    return pairs
+
+
+def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+    kind = vocabulary.get("pre") or "default"
+    pre = PRE_TOKENIZERS.get(kind)
+    if pre is None:
+        hint = f"Known: {', '.join(PRE_TOKENIZERS)}."
+        raise UnsupportedModelError(f"{vocabulary.name} splits text in the way {kind!r}, which is not known.", hint=hint)
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids(), split_merges(vocabulary), ignore_merges=pre.ignore_merges))
+    prefix = bool(vocabulary.get("add_space_prefix"))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if pre.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pre.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.decoder = decoders.ByteLevel()
+    template = bos_eos_template(vocabulary, add_bos=pre.add_bos)
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    tokenizer.post_processor = byte_level if template is None else processors.Sequence([byte_level, template])
+    return tokenizer
+
+
+def build_gguf_sentencepiece(vocabulary: GGUFVocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    ids = vocabulary.ids()
+    scores = vocabulary.get("scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise CorruptFileError(f"{vocabulary.name} has no score for every token.")
+    merges = merges_from_scores(vocabulary, ids, scores)
+    unknown = vocabulary.role_token("unk")
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
+    prefix = vocabulary.get("add_space_prefix") is not False
+    steps: list[Any] = [normalizers.Prepend(WORD_MARK)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", WORD_MARK)])
+    undo: list[Any] = [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        undo.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(undo)
+    template = bos_eos_template(vocabulary, add_bos=True)
+    if template is not None:
+        tokenizer.post_processor = template
+    return tokenizer
+
+
+def merges_from_scores(vocabulary: GGUFVocabulary, ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the pair whose joined piece scores best; as a list, that is all pairs by score."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for index, piece in enumerate(vocabulary.tokens):
+        if vocabulary.kinds[index] in (UNKNOWN, CONTROL) or len(piece) < 2:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[index], ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def build_gguf_wordpiece(vocabulary: GGUFVocabulary) -> Any:
+    from tokenizers import processors
+
+    words = [wordpiece_of(token, vocabulary.kinds[index]) for index, token in enumerate(vocabulary.tokens)]
+    vocabulary.tokens[:] = words
+    ids = vocabulary.ids()
+    first, last = vocabulary.role_token("cls") or "[CLS]", vocabulary.role_token("sep") or "[SEP]"
+    unknown = vocabulary.role_token("unk") or "[UNK]"
+    for token in (first, last, unknown):
+        if token not in ids:
+            raise CorruptFileError(f"{vocabulary.name} has no token {token!r}.")
+    # GGUF does not say whether text is lower-cased. A vocabulary without capitals needs it.
+    is_cased = any(word != word.lower() for word in words if not is_bracketed(word))
+    tokenizer = make_wordpiece(ids, unknown, lowercase=not is_cased)
+    tokenizer.post_processor = processors.BertProcessing((last, ids[last]), (first, ids[first]))
+    return tokenizer
+
+
+def is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
+
+
+def wordpiece_of(token: str, kind: int) -> str:
+    if token.startswith(WORD_MARK):
+        return token[1:]
+    if is_bracketed(token) or kind in (UNKNOWN, CONTROL):
+        return token
+    return f"##{token}"
+
+
+def bos_eos_template(vocabulary: GGUFVocabulary, *, add_bos: bool) -> Any:
+    """The post-processor that adds the tokens of beginning and end, or None when neither is added."""
+    from tokenizers import processors
+
+    wanted = vocabulary.get("add_bos_token")
+    bos = vocabulary.role_token("bos") if (add_bos if wanted is None else wanted) else None
+    eos = vocabulary.role_token("eos") if vocabulary.get("add_eos_token") else None
+    if bos is None and eos is None:
+        return None
+    ids = vocabulary.ids()
+    single = [token for token in (bos, "$A", eos) if token is not None]
+    pair = single + [f"{token}:1" if token != "$A" else "$B:1" for token in single]
+    return processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(token, ids[token]) for token in {bos, eos} if token is not None]
+    )
+
+
+def add_special_tokens(tokenizer: Any, vocabulary: GGUFVocabulary, kind: str) -> None:
+    from tokenizers import AddedToken
+
+    special = {index for index, found in enumerate(vocabulary.kinds) if found in (UNKNOWN, CONTROL)}
+    if kind == "bert":
+        special |= {index for index, token in enumerate(vocabulary.tokens) if token in bert_special(vocabulary)}
+    own = [index for index, found in enumerate(vocabulary.kinds) if found == USER_DEFINED and index not in special]
+    for index in sorted([*special, *own]):
+        added = AddedToken(vocabulary.tokens[index], special=index in special, normalized=False)
+        if index in special:
+            tokenizer.add_special_tokens([added])
+        else:
+            tokenizer.add_tokens([added])
+
+
+def bert_special(vocabulary: GGUFVocabulary) -> set[str]:
+    return {token for role in ("cls", "sep", "pad", "mask", "unk") if (token := vocabulary.role_token(role)) is not None}
+
+
+def side_files(vocabulary: GGUFVocabulary, kind: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+    roles = {f"{role}_token": token for role in ROLES if (token := vocabulary.role_token(role)) is not None}
+    options: dict[str, Any] = {
+        "tokenizer_class": "BertTokenizer" if kind == "bert" else "PreTrainedTokenizerFast",
+        "add_bos_token": bool(vocabulary.get("add_bos_token")),
+        "add_eos_token": bool(vocabulary.get("add_eos_token")),
+        "clean_up_tokenization_spaces": False,
+        **roles,
+    }
+    if "max_position_embeddings" in config:
+        options["model_max_length"] = config["max_position_embeddings"]
+    files: dict[str, bytes] = {}
+    template = vocabulary.fields.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        options["chat_template"] = template
+        files["chat_template.jinja"] = template.encode()
+    files["tokenizer_config.json"] = dump_json(options)
+    files["special_tokens_map.json"] = dump_json(roles)
+    return files

@@ -1,4 +1,4 @@
-"""A conversation as the text that a model was trained on: its chat template, rendered in a sandbox."""
+"""ChatTemplate: renders a conversation by the model's chat template, in a sandbox."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 MAX_SOURCE_LENGTH = 1_000_000
 MAX_MESSAGES = 100_000
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Of RWKV's World models: turns stand between empty lines, so that no message may have one.
+# For RWKV's World models. Empty lines separate turns, so empty lines inside of messages are removed.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role.capitalize() }}: {{ message.content.strip().split("\\n") | map("trim") | select | join("\\n") }}
@@ -37,40 +37,40 @@ Assistant:
 {%- endif -%}
 """
 PLAIN_STOPS = ("\n\nUser:", "\n\nSystem:")
-# Code points that Unicode reserves for use inside of a program.
+# Noncharacters of Unicode, which are reserved for use inside of a program.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What a template reads of what concerns tools."""
+class ToolSupport:
+    """Which data about tools a template reads."""
 
     tools: bool
-    calls: bool  # earlier ones, in messages
+    calls: bool  # earlier calls, in messages
 
 
 class ChatTemplate:
-    """The chat template of a model, or several by name, of which "default" and "tool_use" are chosen without being named.
+    """The chat templates of a model by name. "tool_use" is chosen if tools are given, else "default".
 
-    Tools that a template does not read are described in words, and earlier calls and their results are text in messages.
+    If a template does not read tools, they are described in a message, and earlier calls and results become text.
     """
 
     def __init__(
         self, source: str | Mapping[str, str], bos_token: str | None = None, eos_token: str | None = None, *,
         special_tokens: Mapping[str, str] | None = None, model_name: str = "this model", stops: Sequence[str] = (),
     ) -> None:
-        """stops: texts that begin another turn than the answer's, where no token ends it."""
+        """stops: texts that begin the next turn, for models without an end token of a turn."""
         self.stops = tuple(stops)
         self.sources: dict[str, str] = {"default": source} if isinstance(source, str) else dict(source)
         given = {"bos_token": bos_token, "eos_token": eos_token}
         self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
         self.model_name = model_name
         self._compiled: dict[str, Template] = {}
-        self._known: dict[str, Known] = {}
+        self._tool_support: dict[str, ToolSupport] = {}
 
     @classmethod
     def find(cls, directory: str | Path, model_name: str = "", tokenizer: Tokenizer | None = None) -> ChatTemplate:
-        """The template among the files of a model directory; models with the World tokenizer have one without a file."""
+        """The template of a model directory; models with the World tokenizer have a built-in one."""
         root = Path(directory)
         folder = root / "tokenizer" if (root / "tokenizer").is_dir() else root
         settings = read_settings(folder / "tokenizer_config.json")
@@ -91,7 +91,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
         *, template_name: str | None = None, **values: Any,
     ) -> str:
-        """The text of a conversation, by default up to where the answer begins. Other keywords reach the template."""
+        """The text of a conversation, by default up to the beginning of the answer. Other keywords reach the template."""
         data = {"messages": check_messages(messages), "tools": check_tools(tools)}
         return self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
 
@@ -99,9 +99,9 @@ class ChatTemplate:
         self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, *, template_name: str | None = None, **values: Any,
     ) -> list[int]:
-        """Token ids of what `render` gives, except that special tokens inside of messages are taken as the text they are.
+        """Token ids of the text of `render`, with names of special tokens inside of messages encoded as plain text.
 
-        So what a user writes can neither end his turn nor open another's.
+        So the text of a message can neither end its turn nor begin another one.
         """
         data = {"messages": check_messages(messages), "tools": check_tools(tools)}
         texts = texts_in(data)
@@ -119,15 +119,15 @@ class ChatTemplate:
         return ids
 
     def stopping(self, params: SamplingParams | None) -> SamplingParams:
-        """The parameters of an answer, which ends where another turn would begin."""
+        """The parameters with the stop strings of the template added."""
         params = params or SamplingParams()
         missing = [text for text in self.stops if text not in params.stop]
         return replace(params, stop=[*params.stop, *missing]) if missing else params
 
     def call_style(self, template_name: str | None = None) -> str:
-        """How an answer will write calls, where tools are given: as the template shows, or as it is asked in words."""
+        """The style of tool calls in answers: the template's, or the style that the tool prompt asks for."""
         name = self._choose(template_name, has_tools=True)
-        return style_of(self.sources[name]) if self._knows(name).tools else PROMPTED_STYLE
+        return style_of(self.sources[name]) if self._support(name).tools else PROMPTED_STYLE
 
     def _choose(self, template_name: str | None, has_tools: bool) -> str:
         if template_name is not None and not isinstance(template_name, str):
@@ -137,14 +137,14 @@ class ChatTemplate:
     def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
         tools = values["tools"]
         name = self._choose(template_name, bool(tools))
-        known = self._knows(name)
-        if known.tools or (known.calls and not tools):
+        support = self._support(name)
+        if support.tools or (support.calls and not tools):
             return self._fill(name, values)
         messages = calls_in_words(values["messages"])
         if not tools:
             return self._fill(name, {**values, "messages": messages})
         prompt, refusal = tool_prompt(tools), None
-        for role in ("system", "user"):  # some templates refuse messages of the system, some leave them out
+        for role in ("system", "user"):  # some templates refuse system messages, some leave them out
             try:
                 text = self._fill(name, {**values, "tools": None, "messages": with_prompt(messages, prompt, role)})
             except InvalidInputError as error:
@@ -152,31 +152,32 @@ class ChatTemplate:
                 continue
             if all(line in text for line in prompt.splitlines()):
                 return text
-        raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out what is said of tools.")
+        raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out the description of the tools.")
 
     def _fill(self, name: str, values: dict[str, Any]) -> str:
         with self._explained(), environment().bounded():
             pieces = self._template(name).generate(**{**self.special_tokens, **plain(values, "A value for the template")})
             return environment().concat(pieces)
 
-    def _knows(self, name: str) -> Known:
-        known = self._known.get(name)
-        if known is None:
+    def _support(self, name: str) -> ToolSupport:
+        found = self._tool_support.get(name)
+        if found is None:
             from jinja2 import nodes
             from jinja2.meta import find_undeclared_variables
 
             with self._explained(), environment().bounded():
-                self._template(name)  # refuses what is too long or wrong
+                self._template(name)  # refuses a template that is too long or invalid
                 tree = environment().parse(self.sources[name])
                 fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
                     node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
                 }
-                known = self._known[name] = Known("tools" in find_undeclared_variables(tree), "tool_calls" in fields)
-        return known
+                found = ToolSupport("tools" in find_undeclared_variables(tree), "tool_calls" in fields)
+                self._tool_support[name] = found
+        return found
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of a template as ours, which say whose fault they are."""
+        """Turn errors of a template into ours, for a fault of the model or of the caller."""
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
         from archerfish.text.template_sandbox import LimitError, RaisedError
@@ -191,10 +192,10 @@ class ChatTemplate:
         except LimitError as error:
             raise UnsupportedModelError(f"{what} was stopped: {error.message}.") from error
         except (SecurityError, RecursionError, OverflowError, MemoryError) as error:
-            raise UnsupportedModelError(f"{what} does what it may not: {error}.") from error
+            raise UnsupportedModelError(f"{what} does something that is not allowed: {error}.") from error
         except (InvalidInputError, UnsupportedModelError):
             raise
-        except Exception as error:  # whatever a template does with what it does not expect
+        except Exception as error:  # a template may fail in any way on data that it does not expect
             raise InvalidInputError(f"{what} cannot be applied to these messages: {error}.") from error
 
     def _template(self, name: str) -> Template:
@@ -218,7 +219,7 @@ def environment() -> ChatEnvironment:
 
 
 def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: files win over tokenizer_config.json, as in transformers."""
+    """Templates by name. Files take precedence over tokenizer_config.json, as in transformers."""
     stated = settings.get("chat_template") or read_settings(folder / "chat_template.json").get("chat_template")
     sources: dict[str, str] = {}
     if isinstance(stated, str):
@@ -243,7 +244,7 @@ def token_text(value: object) -> str | None:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A copy of a conversation in plain types; text parts of a message are joined by line breaks."""
+    """A copy of a conversation in plain types. Text parts of a message are joined by line breaks."""
     hint = 'Give a list of {"role": ..., "content": ...}.'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidInputError(f"messages must be a list of messages, not {type(messages).__name__}.", hint=hint)
@@ -274,7 +275,7 @@ def check_message(message: object, where: str, hint: str) -> dict[str, Any]:
 
 
 def read_arguments(tool_calls: object) -> None:
-    """Arguments of earlier calls, which OpenAI's clients write as a string, become what templates expect: an object."""
+    """Parse the arguments of earlier calls: OpenAI's clients send a string, templates expect an object."""
     for call in tool_calls if isinstance(tool_calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -307,7 +308,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
 
 
 def with_prompt(messages: Sequence[dict[str, Any]], prompt: str, role: str) -> list[dict[str, Any]]:
-    """Messages with a text after what the system says, or before what the user says first."""
+    """Messages with the prompt appended to the system message, or put before the first user message."""
     place = next((index for index, message in enumerate(messages) if message["role"] == role), None)
     if place is None or (role == "system" and place > 0):
         place = 0 if role == "system" else sum(message["role"] == "system" for message in messages[:1])
@@ -319,7 +320,7 @@ def with_prompt(messages: Sequence[dict[str, Any]], prompt: str, role: str) -> l
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in the types of JSON and nothing else: other objects have methods that a template must not reach."""
+    """A copy in the types of JSON: other objects have methods that a template must not reach."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > 64:
@@ -330,11 +331,11 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         return [plain(item, where, depth + 1) for item in value]
     if isinstance(value, str):
         return str.__str__(value)
-    raise InvalidInputError(f"{where} holds a {type(value).__name__}; only texts, numbers, lists and dicts are taken.")
+    raise InvalidInputError(f"{where} holds a {type(value).__name__}; only texts, numbers, lists and dicts are allowed.")
 
 
 def texts_in(value: Any) -> list[str]:
-    """All strings of plain data, keys among them, however deep it is nested."""
+    """All strings in plain data, keys included."""
     found: list[str] = []
     left = [value]
     while left:
@@ -349,7 +350,7 @@ def texts_in(value: Any) -> list[str]:
 
 
 def unused_mark(texts: Sequence[str]) -> str:
-    """A character that none of the texts has."""
+    """A character that occurs in none of the texts."""
     for mark in MARKS:
         if not any(mark in text for text in texts):
             return mark
@@ -357,7 +358,7 @@ def unused_mark(texts: Sequence[str]) -> str:
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:
-    """Plain data with a mark before and after the name of every special token; of keys, those that templates look up stay."""
+    """A copy with a mark before and after each name of a special token. Keys that are identifiers stay unchanged."""
     if isinstance(value, str):
         return names.sub(lambda match: f"{mark}{match.group()}{mark}", value)
     if isinstance(value, dict):

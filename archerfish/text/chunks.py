@@ -1,7 +1,8 @@
-"""Texts to token ids out of known chunks, for tokenizers that read a chunk alike wherever it stands.
+"""ChunkTokenizer: token ids of texts by looking up the ids of their words, for tokenizers of the BERT kind.
 
 BERT's normaliser changes each character by itself, or with the marks after it, and its pre-tokenizer cuts at white space and
-around punctuation. So the ids of a text in which no added token occurs are those of its pieces, wherever it is cut at `CUTS`.
+around punctuation. So the ids of a text without added tokens are the ids of its chunks between the characters in `CUTS`.
+A lookup costs a tenth of the Rust tokenizer's time, which bounds embeddings on a GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ CUTS = " \n\t\r" + string.punctuation
 IS_CUT = bytes(chr(value) in CUTS for value in range(256))
 CUT_NUMBERS = np.array([CUTS.find(chr(value)) + 1 for value in range(256)])
 TEXT_END = ord("\n")
-KEY_BYTES = 15  # of a chunk; the sixteenth is its length
-MAX_CHUNK_BYTES = 64  # longer ones are not kept
-MAX_CHUNKS, MAX_IDS, MAX_LONG_CHUNKS = 1 << 17, 1 << 18, 1 << 14  # about 12 MB; then all are forgotten
+KEY_BYTES = 15  # of a chunk in its key; the sixteenth byte is the length
+MAX_CHUNK_BYTES = 64  # longer chunks are not stored
+MAX_CHUNKS, MAX_IDS, MAX_LONG_CHUNKS = 1 << 17, 1 << 18, 1 << 14  # about 12 MB; a full table is replaced by an empty one
 SLOT_BITS, MAX_PROBES = 18, 8
-MIN_CHARACTERS, BLOCK_CHARACTERS = 256, 1 << 19  # of a block, the texts that are looked up together
-USUAL_SHARE = 1 / 8  # of unknown chunks: to learn so many costs about half of what tokenising the texts does
-LEARNED_SHARE, MIN_LEARNED = 1 / 4, 64  # of the chunks of a block, if more are unknown
-MAX_PAUSE = 31  # blocks that are left to the Rust tokenizer at once
+MIN_CHARACTERS, BLOCK_CHARACTERS = 256, 1 << 19  # of a block: texts that are looked up together
+USUAL_SHARE = 1 / 8  # of unknown chunks in a block; learning them costs about half of tokenising the texts
+LEARNED_SHARE, MIN_LEARNED = 1 / 4, 64  # the most chunks that are learned from a block
+MAX_PAUSE = 31  # blocks in a row that the Rust tokenizer reads
 MASKS = np.array([(1 << 8 * num_bytes) - 1 for num_bytes in range(9)], np.uint64)
 LENGTHS = np.arange(256)
 HEAD_MASKS, TAIL_MASKS = MASKS[np.minimum(LENGTHS, 8)], MASKS[np.clip(LENGTHS - 8, 0, 7)]
 
 
 class Block(NamedTuple):
-    """Texts cut into chunks: the characters that cut, and the chunk after each."""
+    """Texts cut into chunks: the cutting characters and the chunk after each."""
 
     data: bytes
     marks: npt.NDArray[np.uint8]
@@ -68,9 +69,9 @@ class Block(NamedTuple):
 
 
 class KnownChunks:
-    """Ids of chunks, by number; number 0 has none.
+    """A hash table from chunks to their token ids. Chunks have numbers; number 0 has no ids.
 
-    Readers take no lock: what a number stands for is written before the number can be found, and never changes.
+    Readers take no lock: the ids of a number are written before the number can be found, and never change.
     """
 
     def __init__(self, cut_ids: list[list[int]]) -> None:
@@ -81,9 +82,9 @@ class KnownChunks:
         self._num_chunks, self._num_ids = 1, 0
         self._heads, self._tails = np.zeros(MAX_CHUNKS, np.uint64), np.zeros(MAX_CHUNKS, np.uint64)
         self._slots = np.zeros(1 << SLOT_BITS, np.int64)
-        self._factors = [np.uint64(secrets.randbits(64) | 1) for _ in range(2)]  # so that nobody can make chunks collide
+        self._factors = [np.uint64(secrets.randbits(64) | 1) for _ in range(2)]  # random, so that no text can force collisions
         nothing = np.zeros(1, np.uint64)
-        self._name(self._store(cut_ids)[:1], nothing, nothing)  # the empty chunk is like a space
+        self._name(self._store(cut_ids)[:1], nothing, nothing)  # an empty chunk has no ids
 
     def find(self, heads: Keys, tails: Keys) -> Ids:
         """Numbers of chunks by key; -1 for unknown ones."""
@@ -123,7 +124,7 @@ class KnownChunks:
         return numbers
 
     def _name(self, numbers: Ids, heads: Keys, tails: Keys) -> None:
-        """Let chunks be found by key from now on; one whose slots are all taken is not."""
+        """Enter chunks into the hash table; a chunk whose slots are all taken stays unknown."""
         self._heads[numbers], self._tails[numbers] = heads, tails
         slots = self._slots_of(heads, tails)
         for probe in range(MAX_PROBES):
@@ -138,10 +139,10 @@ class KnownChunks:
 
 
 class ChunkTokenizer:
-    """The ids that a Rust tokenizer gives, several times faster; safe to use from several threads at once."""
+    """Gives the ids of a Rust tokenizer, several times faster. Safe to use from several threads at once."""
 
     def __init__(self, rust: RustTokenizer, max_length: int, prefix: list[int], suffix: list[int]) -> None:
-        """The Rust tokenizer cuts at max_length; prefix and suffix are the special tokens around every text."""
+        """The Rust tokenizer truncates at max_length; prefix and suffix are the special tokens around every text."""
         self._rust, self._max_length, self._prefix, self._suffix = rust, max_length, prefix, suffix
         self._added = [token.content for token in rust.get_added_tokens_decoder().values()]
         self._marks = {next((c for c in content if c in string.punctuation), content) for content in self._added}
@@ -154,7 +155,7 @@ class ChunkTokenizer:
 
     @classmethod
     def of(cls, rust: RustTokenizer, max_length: int) -> ChunkTokenizer | None:
-        """None for a tokenizer that may read chunks differently in different places."""
+        """None for a tokenizer that may read a chunk differently in different texts."""
         from tokenizers.models import WordPiece
         from tokenizers.normalizers import BertNormalizer
         from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -172,7 +173,7 @@ class ChunkTokenizer:
         return cls(rust, max_length, one.ids[:place], one.ids[place + 1 :])
 
     def tokenize(self, texts: Sequence[str], max_length: int) -> list[Ids | None]:
-        """Ids of texts, cut to max_length; None for those that the Rust tokenizer has to read."""
+        """Ids of texts, truncated to max_length; None for texts that the Rust tokenizer has to read."""
         found: list[Ids | None] = []
         for block in blocks(texts):
             found += self._tokenize(block, max_length)
@@ -183,9 +184,9 @@ class ChunkTokenizer:
         is_fitting = MIN_CHARACTERS <= len(joined) <= BLOCK_CHARACTERS + 1
         if not is_fitting or max_length <= len(self._prefix) + len(self._suffix) or self._is_pausing():
             return [None] * len(texts)
-        strange: set[int] = set()  # texts for the Rust tokenizer
+        unreadable: set[int] = set()  # texts for the Rust tokenizer
         if any(mark in joined for mark in self._marks):
-            strange.update(i for i, text in enumerate(texts) if any(content in text for content in self._added))
+            unreadable.update(i for i, text in enumerate(texts) if any(content in text for content in self._added))
         if joined.count("\n") > len(texts) + 1:
             joined = "\n".join(["", *[text.replace("\n", " ") for text in texts], ""])
         known, block = self._known, Block.of(joined)
@@ -193,13 +194,13 @@ class ChunkTokenizer:
         ends = np.flatnonzero(block.marks == TEXT_END)
         self._adapt(self._fill_in(known, block, chunks))
         unknown = np.flatnonzero(chunks < 0)
-        strange.update((np.searchsorted(ends, unknown, "right") - 1).tolist())
+        unreadable.update((np.searchsorted(ends, unknown, "right") - 1).tolist())
         numbers = np.zeros((len(block.marks), 2), np.int64)
         numbers[:, 0] = CUT_NUMBERS.take(block.marks)
         numbers[:-1, 1] = np.maximum(chunks, 0)
         ids, bounds = self._ids_of(known, numbers.reshape(-1), ends * 2)
         return [
-            None if i in strange else ids[start:end] if end - start <= max_length else self._cut(ids[start:end], max_length)
+            None if i in unreadable else ids[start:end] if end - start <= max_length else self._cut(ids[start:end], max_length)
             for i, (start, end) in enumerate(pairwise(bounds))
         ]
 
@@ -214,7 +215,7 @@ class ChunkTokenizer:
         return np.concatenate([ids[: max_length - len(self._suffix)], np.array(self._suffix, np.int64)])
 
     def _fill_in(self, known: KnownChunks, block: Block, chunks: Ids) -> float:
-        """Put the numbers of unknown chunks, or of some of them; returns how many were new, as a share of all."""
+        """Learn unknown chunks and write their numbers into `chunks`. Gives the share of new chunks in the block."""
         unknown = np.flatnonzero(chunks < 0)
         starts, ends = block.starts[unknown], block.starts[unknown] + block.lengths[unknown]
         found = [block.data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
@@ -228,7 +229,7 @@ class ChunkTokenizer:
         return len(new) / len(chunks)
 
     def _learn(self, known: KnownChunks, block: Block, places: Mapping[bytes, int], most: int) -> None:
-        """Let the Rust tokenizer read chunks that stand at some places of a block, at most so many."""
+        """Read at most `most` new chunks with the Rust tokenizer and store their ids. places: of the chunks in the block."""
         new = [chunk for chunk in places if len(chunk) <= MAX_CHUNK_BYTES][:most]
         read = self._rust.encode_batch_fast([chunk.decode() for chunk in new], add_special_tokens=False)
         ids = {chunk: each.ids for chunk, each in zip(new, read, strict=True) if len(each) < self._max_length}
@@ -239,7 +240,7 @@ class ChunkTokenizer:
                 self._known = KnownChunks(self._cut_ids)
 
     def _adapt(self, share: float) -> None:
-        """Pause for ever more blocks while many chunks are new and learning does not make them fewer."""
+        """Pause for more and more blocks while many chunks are new and learning does not reduce their number."""
         is_worthwhile = share <= max(USUAL_SHARE, self._share * 0.9)
         self._pause = 0 if is_worthwhile else min(self._pause * 2 + 1, MAX_PAUSE)
         self._share, self._num_left_out = share, 0
@@ -250,7 +251,7 @@ class ChunkTokenizer:
 
 
 def blocks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Cut a list into parts of a bounded number of characters, or of one text."""
+    """Split a list of texts into parts of a bounded number of characters, or of one text."""
     start = num_characters = 0
     for place, text in enumerate(texts):
         num_characters += len(text) + 1

@@ -1,8 +1,7 @@
-"""Token ids into text as they come: only text that later tokens cannot change, never half a character.
+"""Detokenizer: the text of token ids as they come. It gives only text that later tokens cannot change.
 
-Two ways. A byte-level vocabulary (as of Llama 3, Qwen, SmolLM) is bytes, and an incremental UTF-8 decoder knows which of
-them are complete. Any other is decoded by the tokenizer itself, a few tokens at a time, beside the tokens before them, since
-spaces and the first word depend on those.
+Tokens of a byte-level vocabulary (Llama 3, Qwen, SmolLM) are bytes for an incremental UTF-8 decoder. Other tokens are decoded
+by the tokenizer, a few at a time together with the tokens before them, because spaces depend on those.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from collections.abc import Callable, Sequence
 from archerfish.text.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-NUM_CONTEXT = 4  # tokens that are decoded again before new ones; one with visible text would do
-MAX_PROMPT_TAIL = 64  # last tokens of the prompt that are looked at;
-BYTES_TAIL = 16  # of bytes, where a character that is not complete is one to three of them
-MAX_PENDING = 8  # a character has 4 bytes at most; held longer, it is not one
+NUM_CONTEXT = 4  # tokens that are decoded again before new ones; one with visible text is enough
+MAX_PROMPT_TAIL = 64  # last tokens of the prompt that are read
+BYTES_TAIL = 16  # the same for byte-level vocabularies, where at most three bytes are an incomplete character
+MAX_PENDING = 8  # tokens that are held back; a character has at most 4 bytes
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer:
-    """The text of one output. All that `feed` and `finish` give, joined, is what the tokenizer decodes after the prompt.
+    """The text of one output. The results of `feed` and `finish`, joined, are what the tokenizer decodes after the prompt.
 
-    A character that the prompt began and the output completes belongs to the output.
+    A character that begins in the prompt and ends in the output belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -37,24 +36,24 @@ class Detokenizer:
         )
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens make final."""
+        """The text that is final after these tokens."""
         if self._hidden:
             token_ids = [i for i in token_ids if i not in self._hidden]
         return self._decoder.feed(token_ids)
 
     def finish(self) -> str:
-        """The rest; an unfinished character becomes U+FFFD."""
+        """The remaining text. An incomplete character becomes U+FFFD."""
         return self._decoder.finish()
 
 
 class ByteDecoder:
-    """Tokens that stand for bytes."""
+    """Decodes tokens that are bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], context: Sequence[int]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._utf8.decode(b"".join(map(token_bytes, context)))
-        self._owes_prompt = bool(self._utf8.getstate()[0])  # if it stays broken, it is the prompt's
+        self._owes_prompt = bool(self._utf8.getstate()[0])  # a broken character that began in the prompt is not shown
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return self._own(self._utf8.decode(b"".join(map(self._token_bytes, token_ids))))
@@ -70,7 +69,7 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """Any other tokens: decoded together with the last ones before them."""
+    """Decodes other tokens, together with the last ones before them."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -88,10 +87,10 @@ class WindowDecoder:
         end = 0
         for token_id in token_ids:
             token = self._tokenizer.id_to_token(token_id)
-            if token is None:  # a row of the model beyond the vocabulary, which stands for nothing
+            if token is None:  # a row of the model beyond the vocabulary
                 continue
             self._pending.append(token_id)
-            # A run of byte tokens is text or broken as a whole, so that it is known only after its end.
+            # A run of byte tokens is decoded as a whole, so it is not final before its end.
             if not self._is_byte(token):
                 end = len(self._pending)
         return self._take(end, is_last=False) if end else ""
@@ -100,12 +99,12 @@ class WindowDecoder:
         return self._take(len(self._pending), is_last=True) if self._pending else ""
 
     def _take(self, num_tokens: int, *, is_last: bool) -> str:
-        """Text of the first pending tokens, which then become context."""
+        """The text of the first pending tokens, which then become context."""
         window = self._context + self._pending[:num_tokens]
         text = self._decode(window)
         if self._may_break and not is_last and text.endswith(BROKEN) and num_tokens < MAX_PENDING:
             return ""
-        num_known = num_common(self._context_text, text)  # less than all where a character of the prompt is completed
+        num_known = num_common(self._context_text, text)  # fewer if a character of the prompt is completed
         self._context, self._pending = window[-NUM_CONTEXT:], self._pending[num_tokens:]
         self._context_text = self._decode(self._context)
         return text[num_known:]
@@ -118,7 +117,7 @@ class WindowDecoder:
 
 
 def num_common(left: str, right: str) -> int:
-    """How many characters two texts begin with in common."""
+    """The length of the common beginning of two texts."""
     if right.startswith(left):
         return len(left)
     return next((place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(right))

@@ -1,4 +1,4 @@
-"""Grammars of requests: what llguidance makes of them for the vocabulary of a model."""
+"""Grammars of requests, compiled by llguidance for the vocabulary of a model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and their sources, which take a thousandth of their memory
-MAX_LEXER_STATES = 50_000  # of one grammar, 1 to 2 kB each
-MAX_STEP_ITEMS = 10_000  # of the parser in one step, so that none is held up for long
-STACK_BYTES = 256 << 20  # llguidance calls itself for every rule that a rule names; with the usual stack 1,000 end the process
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # without a bound a model may write line breaks for ever
+MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and bytes of their sources (a thousandth of their memory)
+MAX_LEXER_STATES = 50_000  # of one grammar; each takes 1 to 2 kB
+MAX_STEP_ITEMS = 10_000  # of the parser in one step, to bound the time of a step
+STACK_BYTES = 256 << 20  # llguidance recurses for nested rules; 1,000 of them overflow the default stack
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}  # without a bound a model may write blanks without end
 R = TypeVar("R")
 _stack_lock = threading.Lock()
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and keeps the last ones. Safe to use from several threads at once."""
+    """Compiles grammars for one tokenizer and caches the latest. Safe to use from several threads at once."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, model_name: str = "this model") -> None:
         self.tokenizer, self.vocab_size, self.model_name = tokenizer, vocab_size, model_name
@@ -37,7 +37,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: Mapping[str, Any]) -> CompiledGrammar:
-        """What `SamplingParams.grammar` says, ready for sequences; an InvalidInputError says why it cannot be."""
+        """Compile a `SamplingParams.grammar`; an InvalidInputError says what is wrong with it."""
         key = json.dumps(grammar)
         with self._lock:
             found = self._kept.get(key)
@@ -53,7 +53,7 @@ class GrammarCompiler:
         return found
 
     def warm_up(self) -> None:
-        """Read the vocabulary now, which takes up to a second, and not when the first grammar comes."""
+        """Read the vocabulary now, which takes up to a second, instead of for the first grammar."""
         self._vocabulary.get()
 
     def _read_vocabulary(self) -> LLTokenizer:
@@ -76,7 +76,7 @@ class GrammarCompiler:
         try:
             try:
                 return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=ends)
-            except ValueError:  # a model may have fewer rows than its tokenizer has tokens
+            except ValueError:  # the model has fewer rows than its tokenizer has tokens
                 return LLTokenizer(source, eos_token=ends)
         except Exception as error:
             raise UnsupportedModelError(
@@ -85,7 +85,7 @@ class GrammarCompiler:
 
 
 class ByteVocabulary:
-    """A tokenizer whose tokens are bytes, as llguidance takes it."""
+    """A tokenizer of byte tokens in the form that llguidance takes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         special = tokenizer.special_tokens
@@ -101,7 +101,7 @@ class ByteVocabulary:
 
 
 class CompiledGrammar:
-    """One grammar, of which each sequence gets a matcher of its own."""
+    """A compiled grammar. Each sequence gets its own matcher."""
 
     def __init__(self, vocabulary: LLTokenizer, kind: str, value: Any) -> None:
         from llguidance import LLMatcher
@@ -117,7 +117,7 @@ class CompiledGrammar:
             raise InvalidInputError(f"The grammar of kind {kind} is not valid: {reason_of(self._first.get_error())}.")
         self._lock = threading.Lock()
         first = GrammarMatcher(self._first.deep_copy(), self._num_words)
-        self._first_bits = first.find_bits()  # a grammar without a first token is refused at once
+        self._first_bits = first.find_bits()  # raises if the grammar allows no first token
 
     def start(self) -> GrammarMatcher:
         with self._lock:
@@ -128,7 +128,7 @@ class GrammarMatcher:
     """The TokenMatcher of one sequence."""
 
     def __init__(self, matcher: LLMatcher, num_words: int, first_bits: npt.NDArray[np.int32] | None = None) -> None:
-        """first_bits: what `find_bits` gives at the beginning, if it is known."""
+        """first_bits: the result of `find_bits` before the first token, if it is known."""
         self._matcher, self._first_bits = matcher, first_bits
         self._num_words = num_words  # of the tokenizer's vocabulary
         self._num_taken = 0
@@ -146,7 +146,7 @@ class GrammarMatcher:
             raise self._dead_end()
 
     def find_bits(self) -> npt.NDArray[np.int32]:
-        """A bit for every token of the tokenizer: whether it may follow. An end token may where the grammar is complete."""
+        """A bit for every token: whether it may follow. End tokens may follow where the grammar is complete."""
         import numpy as np
 
         bits = np.zeros(self._num_words, dtype=np.int32)
@@ -172,7 +172,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def with_deep_stack(work: Callable[[], R]) -> R:
-    """Run in a thread with a stack for deep recursion, and wait for it."""
+    """Run `work` in a thread with a large stack and wait for its result."""
     with _stack_lock:
         usual = threading.stack_size(STACK_BYTES)
         try:
@@ -183,7 +183,7 @@ def with_deep_stack(work: Callable[[], R]) -> R:
 
 
 def grammar_text(kind: str, value: Any) -> str:
-    """A grammar in the language of llguidance; whether it is a right one shows when it is compiled."""
+    """A grammar in llguidance's language. Compiling it shows whether it is valid."""
     from llguidance import LLMatcher, regex_to_lark
 
     match kind:
@@ -200,7 +200,7 @@ def grammar_text(kind: str, value: Any) -> str:
 
 
 def reason_of(message: str) -> str:
-    """The line of a message of llguidance that says what is wrong; others show where."""
+    """The line of an error message of llguidance that says what is wrong; the other lines show where."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     stated = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     return (stated or (lines[0] if lines else "it gives no reason")).rstrip(".")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the stop string that is complete first (of several, the longest), however the text is cut into pieces.
+    """Finds the stop string that ends first in a stream of text; of several that end there, the longest.
 
-    Text that may be the beginning of a stop string is held back. The cost is linear in the text.
+    Text that may begin a stop string is held back. The cost is linear in the length of the text.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -18,7 +18,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown, and the stop string if it is complete now; after that nothing is shown any more."""
+        """The text that may be shown, and the stop string if it is complete now. Later text is not shown."""
         if self.matched is not None:
             return "", None
         if not self._matchers:
@@ -38,7 +38,7 @@ class StopStrings:
         return text[: len(text) - num_kept], None
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         held, self._held = self._held, ""
         for matcher in self._matchers:
             matcher.num_matched = 0
@@ -46,12 +46,12 @@ class StopStrings:
 
 
 class Matcher:
-    """How much of one stop string the text seen so far ends with (Knuth, Morris and Pratt)."""
+    """The longest beginning of one stop string with which the text so far ends (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._fallback = [0] * len(stop)  # after i + 1 matched characters: the longest shorter match that is left
+        self._fallback = [0] * len(stop)  # after i + 1 matched characters: the length of the next shorter match
         for i in range(1, len(stop)):
             length = self._fallback[i - 1]
             while length and stop[i] != stop[length]:
@@ -59,7 +59,7 @@ class Matcher:
             self._fallback[i] = length + (stop[i] == stop[length])
 
     def feed(self, text: str) -> int | None:
-        """Where in `text` the stop string first ends, if it does."""
+        """The position in `text` where the stop string first ends; None if it does not."""
         stop, fallback, matched = self.stop, self._fallback, self.num_matched
         place = 0
         while place < len(text):

@@ -1,8 +1,8 @@
-"""The jinja2 environment in which chat templates run: nothing outside of it is reachable, and work and memory are bounded.
+"""ChatEnvironment: a jinja2 sandbox for chat templates that also bounds time and memory.
 
-A template comes with a model's files, so it is code of strangers. jinja2's sandbox keeps it from Python's insides, but lets it
-loop for hours or build gigabytes. Here every turn of a loop, call and filter is counted, and whatever makes text or lists is
-measured before it is made. The counting is compiled into the template: each loop body and loop condition begins with it.
+A template comes with a model's files, so it is not trusted. jinja2's sandbox hides Python's internals, but lets a template loop
+for hours or build gigabytes. Here every loop iteration, call and filter is counted, and the size of texts and lists is checked
+before they are made. The counting is compiled into the template: each loop body and loop condition begins with it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000  # turns of loops, calls, filters; a chat of 10,000 messages takes about 200,000
-MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, in-between ones included
-MAX_SECONDS = 3.0  # of this thread on a core
+MAX_STEPS = 1_000_000  # loop iterations, calls and filters; a chat of 10,000 messages takes about 200,000
+MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate ones included
+MAX_SECONDS = 3.0  # of processor time of this thread
 MAX_WIDTH = 1000  # of padding and indentation
 WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
 WIDTH_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
@@ -37,15 +37,15 @@ PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4
 
 
 class LimitError(TemplateError):
-    """A template did or made more than it may."""
+    """A template exceeded a limit."""
 
 
 class RaisedError(TemplateError):
-    """What a template says with raise_exception."""
+    """The message of a template's raise_exception."""
 
 
 class Budget:
-    """What one rendering may still do."""
+    """The steps, characters and seconds of one rendering."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -65,7 +65,7 @@ class Budget:
             raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
 
     def take_text_of(self, value: object) -> int:
-        """Account for the text of a value: lists that hold each other again and again have more of it than they are big."""
+        """Count the characters of a value's text. A list that is contained several times counts each time."""
         pending, before = [value], self._num_characters
         while pending:
             self.step()
@@ -83,7 +83,7 @@ class Budget:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks answers for training; here what it holds is rendered as it stands."""
+    """`{% generation %}` marks answers for training; here its contents are rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -94,7 +94,7 @@ class GenerationTag(Extension):
 
 
 class PublicNamespace(Namespace):
-    """namespace() without names that begin with an underscore, which Python gives a meaning."""
+    """namespace() without names that begin with an underscore, which have a meaning in Python."""
 
     def __init__(self, *given: Any, **values: Any) -> None:
         for name in dict(*given, **values):
@@ -107,7 +107,7 @@ class PublicNamespace(Namespace):
 
 
 class BoundedFormatter(SandboxedFormatter):
-    """str.format with widths and results within bounds."""
+    """str.format with bounded widths and results."""
 
     _env: ChatEnvironment
 
@@ -119,7 +119,7 @@ class BoundedFormatter(SandboxedFormatter):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """What templates of transformers expect, within bounds."""
+    """The environment that templates of transformers expect, with limits."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
@@ -136,7 +136,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def bounded(self) -> Iterator[None]:
-        """Compiling or rendering inside of this has one budget."""
+        """Give the compiling and rendering inside of the block one budget."""
         self._local.budget = Budget()
         try:
             yield
@@ -155,12 +155,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             loop.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), lineno=line))
             if loop.test is not None:
                 loop.test = nodes.And(nodes.EnvironmentAttribute("is_in_bounds", lineno=line), loop.test, lineno=line)
-        joined: nodes.Template = JoinedByUs().visit(tree)
+        joined: nodes.Template = ConcatTransformer().visit(tree)
         return joined
 
     @property
     def is_in_bounds(self) -> bool:
-        """True, or an error; counts a step. An attribute, because calls are slow in a sandbox."""
+        """Counts a step; True, or an error. A property, because calls are slow in a sandbox."""
         self.budget.step()
         return True
 
@@ -170,7 +170,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def measure_output(self, value: Any) -> Any:
-        """Called on what every {{ ... }} gives."""
+        """Called with the value of every {{ ... }}."""
         if isinstance(value, str):
             self.budget.take(len(value))
         else:
@@ -178,7 +178,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, texts: Iterable[str]) -> str:
-        """Called on the pieces of a macro, a block or the whole."""
+        """Called with the pieces of a macro, a block or the whole template."""
         pieces = list(texts)
         self.budget.take(sum(map(len, pieces)))
         return "".join(pieces)
@@ -200,7 +200,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if PERCENT_WIDTH.search(text):
             raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
         num_characters = self.budget.take_text_of((text, values))
-        self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used again and again
+        self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used several times
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
@@ -213,7 +213,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def _measured_arguments(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Arguments of a method of a text or number, after making sure that it will not make too much of them."""
+        """The arguments of a method of a text or number, after a check of the size of its result."""
         if name in WIDTH_METHODS:
             check_width(args, kwargs)
         elif name == "replace":
@@ -236,7 +236,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return functools.update_wrapper(bounded_format, value)
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that is counted and measured."""
+        """The filter with counting and size checks."""
 
         @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
         def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
@@ -262,8 +262,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return filter_within_bounds
 
 
-class JoinedByUs(NodeTransformer):
-    """Replaces the operator `~`, which jinja2 does not let one intercept."""
+class ConcatTransformer(NodeTransformer):
+    """Replaces the operator `~`, which jinja2 cannot intercept, by a call of `join_texts`."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -291,7 +291,7 @@ def check_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def product_size(left: Any, right: Any) -> int:
-    """Items or digits of a product."""
+    """The number of items or bits of a product."""
     for value, times in ((left, right), (right, left)):
         if hasattr(value, "__len__") and isinstance(times, int):
             return len(value) * max(0, times)
@@ -321,5 +321,5 @@ def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: jinja2's own escapes characters of HTML."""
+    """As in transformers; jinja2's own filter escapes characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model that writes text: whole texts to ids and back, nothing cut, nothing padded."""
+"""TextTokenizer: the Rust tokenizer of a model that generates text. It neither truncates nor pads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TextTokenizer:
-    """Token ids of texts and texts of token ids, as the files of a model directory say.
+    """The tokenizer of a model directory.
 
-    config and generation_config are the model's, where the caller has them already; else they are read beside the tokenizer.
-    The vocabulary is parsed when it is first needed. Safe to use from several threads at once.
+    config and generation_config are the model's; without them the files in the directory are read. The vocabulary is parsed
+    on first use. Safe to use from several threads at once.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class TextTokenizer:
         self._settings = read_settings(file.parent / "tokenizer_config.json")
         self._special_names = read_settings(file.parent / "special_tokens_map.json")
         self._config = read_settings(file.parent / "config.json") if config is None else config
-        beside = file.parent / "generation_config.json"
-        self._generation_config = read_settings(beside) if generation_config is None else generation_config
+        if generation_config is None:
+            generation_config = read_settings(file.parent / "generation_config.json")
+        self._generation_config = generation_config
         self._parsed = Lazy(lambda: open_tokenizer(file))
         self._plain = Lazy(self._make_plain)
         self._bytes: dict[int, bytes] = {}
@@ -41,7 +42,7 @@ class TextTokenizer:
     def find(
         cls, directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
     ) -> TextTokenizer | None:
-        """The tokenizer of a model directory; None where there is none, so that the model takes token ids only."""
+        """The tokenizer of a model directory; None if it has none."""
         root = Path(directory)
         if not any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
             return None
@@ -52,24 +53,24 @@ class TextTokenizer:
         return self._parsed.get()
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
-        """Token ids of a whole text. The names of special tokens in it stand for those tokens, unless `plain`."""
+        """Token ids of a text. Names of special tokens in it become those tokens, unless `plain`."""
         tokenizer = self._plain.get() if plain else self._base
-        texts = [text.encode(errors="replace").decode()]  # a batch: for a single text the Rust side would hold up all threads
+        texts = [text.encode(errors="replace").decode()]  # a batch of one: only batches release the interpreter lock
         ids: list[int] = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
         return [*self._missing_bos, *ids] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that the vocabulary does not have stand for nothing."""
+        """Text of token ids. Ids outside of the vocabulary are skipped."""
         text: str = self._base.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def to_json(self) -> str:
-        """All of it, as a tokenizer.json has it."""
+        """The contents of a tokenizer.json."""
         text: str = self._base.to_str()
         return text
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary writes it."""
+        """The token as it is written in the vocabulary."""
         token: str | None = self._base.id_to_token(token_id)
         return token
 
@@ -79,7 +80,7 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary with the added ones; a model may have more rows than that."""
+        """The number of tokens, added ones included. A model may have more rows."""
         return int(self._base.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -104,7 +105,7 @@ class TextTokenizer:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of generation_config.json, else of config.json, and the tokenizer's own."""
+        """The end tokens of generation_config.json, else of config.json, and the tokenizer's eos_token."""
         inner = self._config.get("text_config")
         stated = (self._generation_config, self._config, inner if isinstance(inner, dict) else {})
         found = next((ids for source in stated if (ids := id_list(source.get("eos_token_id")))), [])
@@ -119,26 +120,26 @@ class TextTokenizer:
         return frozenset() if decoder is None else frozenset(kinds_in(json.loads(decoder.__getstate__())))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary stands for; nothing for an unknown id."""
+        """The bytes of a token of a byte-level vocabulary; empty for an unknown id."""
         found = self._bytes.get(token_id)
         if found is None:
             token = self.id_to_token(token_id) or ""
             own = [BYTE_OF_CHARACTER.get(character) for character in token]
-            # An added token is written as itself, not in the alphabet of bytes.
+            # An added token is written as text, not in the alphabet of bytes.
             found = token.encode() if None in own else bytes(value for value in own if value is not None)
             self._bytes[token_id] = found
         return found
 
     @cached_property
     def _missing_bos(self) -> list[int]:
-        """The first token where tokenizer_config.json asks for it and tokenizer.json does not add it."""
+        """The bos token, if tokenizer_config.json asks for it and tokenizer.json does not add it."""
         bos = self.bos_token_id
         if self._settings.get("add_bos_token") is not True or bos is None:
             return []
         return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
 
     def _make_plain(self) -> RustTokenizer:
-        """A copy to which the name of a special token is text like any other."""
+        """A copy that reads the names of special tokens as text."""
         plain = copy.deepcopy(self._base)
         plain.encode_special_tokens = True
         return plain
@@ -147,7 +148,7 @@ class TextTokenizer:
 def find_text_tokenizer(
     directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
 ) -> Tokenizer | None:
-    """The tokenizer of a model directory, of whichever kind; None where there is none, so that the model takes ids only."""
+    """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only."""
     from archerfish.text.world_tokenizer import WorldTokenizer
 
     found = TextTokenizer.find(directory, config, generation_config)
@@ -155,7 +156,7 @@ def find_text_tokenizer(
 
 
 def id_list(value: object) -> list[int]:
-    """The ids of an `eos_token_id`, which may be one, a list or nothing."""
+    """The ids of an `eos_token_id`: one id, a list, or None."""
     values = value if isinstance(value, list) else [value]
     return [item for item in values if type(item) is int and item >= 0]
 
@@ -168,7 +169,7 @@ def kinds_in(decoder: Mapping[str, Any]) -> list[str]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters in which byte-level vocabularies write bytes: printable ones as they are, others from U+0100 on."""
+    """The characters that stand for bytes in byte-level vocabularies: printable ones unchanged, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + place): value for place, value in enumerate(others)}

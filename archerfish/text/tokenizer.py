@@ -1,4 +1,4 @@
-"""Text to token ids: what engines ask of a tokenizer, and the Rust one of models that read text."""
+"""Tokenizer, the interface that engines use, and FastTokenizer, the Rust tokenizer of embedding models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 Text = str | tuple[str, str]
-
-
 NO_LIMIT = 10**9  # transformers writes a model_max_length of about 1e30 where there is none
 
 
 class Tokenizer(Protocol):
-    """What engines ask of the tokenizer of a model that writes text; safe to use from several threads at once."""
+    """The tokenizer of a model that generates text; safe to use from several threads at once."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,38 +38,38 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
+        """The tokens that end a text."""
 
     @property
     def decoder_kinds(self) -> frozenset[str]:
-        """Kinds of the steps that turn tokens into text; with "ByteLevel" alone, `token_bytes` says all."""
+        """Kinds of the steps that turn tokens into text. If "ByteLevel" is the only one, a text is its tokens' bytes."""
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
-        """Token ids of a whole text. The names of special tokens in it stand for those tokens, unless `plain`."""
+        """Token ids of a text. Names of special tokens in it become those tokens, unless `plain`."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that the vocabulary does not have stand for nothing."""
+        """Text of token ids. Ids outside of the vocabulary are skipped."""
 
     def id_to_token(self, token_id: int) -> str | None: ...
 
     def token_to_id(self, token: str) -> int | None: ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token of bytes stands for; nothing for an unknown id."""
+        """The bytes of a token; empty for an unknown id."""
 
     def named_token(self, role: str) -> str | None:
         """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
 
 
 class TokenizedText(NamedTuple):
-    """Token ids of one text, or of a pair with the segment that each token belongs to."""
+    """Token ids of one text, or of a pair with the segment of each token."""
 
     token_ids: Ids
     type_ids: Ids | None = None
 
 
 class FastTokenizer:
-    """The tokenizer of a model directory: its tokenizer.json, without the padding and truncation that some files carry."""
+    """The tokenizer.json of a model directory, without the padding and truncation that some files state."""
 
     def __init__(self, tokenizer_path: str | Path, max_length: int = 512) -> None:
         self._base: RustTokenizer = open_tokenizer(find_tokenizer(Path(tokenizer_path)))
@@ -91,7 +89,7 @@ class FastTokenizer:
         return [next(rest) if ids is None else TokenizedText(ids) for ids in found]
 
     def encode(self, texts: str | Sequence[str], max_length: int = 512) -> dict[str, torch.Tensor]:
-        """Padded `input_ids` and `attention_mask`, for callers that want rectangles; the engine itself never pads."""
+        """Padded `input_ids` and `attention_mask`. The engine itself never pads."""
         import torch
 
         rows = [row.token_ids for row in self.tokenize([texts] if isinstance(texts, str) else texts, max_length)]
@@ -117,7 +115,7 @@ class FastTokenizer:
         return 0
 
     def _cutting_at(self, max_length: int) -> Any:
-        """Truncation is state inside a Rust tokenizer, so each length has its own copy: threads may differ in theirs."""
+        """A tokenizer that truncates at max_length. Truncation is state of a Rust tokenizer, so each length has a copy."""
         found = self._by_length.get(max_length)
         if found is None:
             num_special = self._base.num_special_tokens_to_add(False)
@@ -130,12 +128,12 @@ class FastTokenizer:
 
 
 def are_strings(items: Sequence[Any]) -> TypeGuard[Sequence[str]]:
-    """Whether all are strings, and of no subclass: quick for many."""
+    """Whether all items are strings, and none is of a subclass of str."""
     return {str}.issuperset(map(type, items))
 
 
 def read(tokenizer: RustTokenizer, texts: Sequence[Text]) -> list[TokenizedText]:
-    """What the Rust tokenizer makes of texts or of pairs."""
+    """Tokenise texts or pairs with the Rust tokenizer."""
     encodings = tokenizer.encode_batch_fast(list(texts)) if texts else []
     ids = arrays([encoding.ids for encoding in encodings])
     if are_strings(texts):
@@ -146,7 +144,7 @@ def read(tokenizer: RustTokenizer, texts: Sequence[Text]) -> list[TokenizedText]
 
 
 def arrays(lists: Sequence[Sequence[int]]) -> list[Ids]:
-    """Lists as arrays, which lie one after the other: for many lists quicker than to make each by itself."""
+    """Arrays of some lists, as views of one array, which is faster than an array for each list."""
     values = np.fromiter(chain.from_iterable(lists), np.int64)
     return [values[start:end] for start, end in pairwise(accumulate(map(len, lists), initial=0))]
 
@@ -165,7 +163,7 @@ def open_tokenizer(file: Path) -> RustTokenizer:
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The tokenizer.json at a path, in it, or in the `tokenizer` directory of a converted model."""
+    """The tokenizer.json at a path, inside of it, or in its `tokenizer` directory."""
     candidates = (path / "tokenizer.json", path / "tokenizer" / "tokenizer.json", path)
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
@@ -174,13 +172,13 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def stated_max_length(settings: dict[str, Any]) -> int | None:
-    """The length that a tokenizer_config.json states, if it states one."""
+    """The model_max_length of a tokenizer_config.json, if it has one."""
     limit = settings.get("model_max_length")
     return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """A JSON object beside a tokenizer, such as tokenizer_config.json; empty where there is none."""
+    """The object in a JSON file such as tokenizer_config.json; empty if there is no file."""
     if not file.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Calls of tools in what a model writes: found while the text comes, and forced by a grammar.
+"""Tool calls: finding them in a model's text as it comes, describing tools in a prompt, and grammars that force a call.
 
-A call is a JSON object with a name and arguments, alone or in a list, after a mark of the model's style. At the beginning of a
-text the mark may be missing: where it is a special token, it is often not in the text.
+A call is a JSON object with a name and arguments, alone or in a list, after the mark of the model's style. At the beginning of
+a text the mark may be missing, because a special token is usually not part of the text.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from archerfish.text.grammar import JSON_OPTIONS
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_object import CallObject, Outcome
 
-MAX_HELD = 1 << 16  # characters that may become a call; more are text
+MAX_HELD = 1 << 16  # characters that are held back because they may become a call
 
 
 @dataclass(frozen=True)
 class Style:
-    """How models of a family write calls."""
+    """How the models of a family write calls."""
 
-    mark: str  # stands before calls
-    end: str = ""  # and this after them
-    separator: str = ""  # may stand between calls that have no mark
+    mark: str  # before calls
+    end: str = ""  # after calls
+    separator: str = ""  # between calls without a mark
     arguments: str = "arguments"
-    is_list: bool = False  # calls stand in a list
-    line: str = ""  # what the models write between the marks and the calls
+    is_list: bool = False  # calls are in a list
+    line: str = ""  # between the marks and the calls
 
 
 STYLES = {
@@ -38,13 +38,13 @@ STYLES = {
     "llama3": Style("<|python_tag|>", separator=";", arguments="parameters"),
     "mistral": Style("[TOOL_CALLS]", is_list=True),
 }
-PROMPTED_STYLE = "hermes"  # which models are asked for whose chat template knows no tools
+PROMPTED_STYLE = "hermes"  # for models whose chat template does not read tools
 FAMILIES = {"mistral": "mistral", "mixtral": "mistral", "ministral": "mistral", "llama4": "llama3", "mllama": "llama3"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPiece:
-    """Some text of an answer, the name of a call, which comes whole, or a part of its arguments, which are JSON."""
+    """A piece of text, the whole name of a call, or a part of the JSON of its arguments."""
 
     kind: Literal["text", "name", "arguments"]
     index: int  # which call; -1 for text
@@ -52,9 +52,10 @@ class ToolPiece:
 
 
 class ToolCallParser:
-    """Takes an answer apart as it comes. How it is cut into pieces does not matter; what is no right call is text.
+    """Splits an answer into text and calls as it comes. Whatever is not a valid call is text.
 
-    Only tools that were given can be called; without any, all names are right. Blanks alone beside calls are dropped.
+    The result does not depend on how the answer is cut into pieces. Only the given tools can be called; without tools every
+    name is valid. White space around calls is dropped.
     """
 
     def __init__(self, style: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -62,24 +63,24 @@ class ToolCallParser:
         self._names = frozenset(tool_schemas(tools))
         self._pieces: list[tuple[Literal["text", "name", "arguments"], int, list[str]]] = []
         self.num_calls = 0
-        self._is_bare = True  # nothing but blanks and calls has come
-        self._blanks = ""  # held back while it is
-        self._tail = ""  # the beginning of a mark, perhaps
+        self._has_only_calls = True  # so far the answer is white space and calls
+        self._blanks = ""  # white space that is held back meanwhile
+        self._tail = ""  # characters that may begin a mark
         self._block: _Block | None = None
-        self._queue: deque[str] = deque()  # characters to come, those that are looked at again among them
+        self._queue: deque[str] = deque()  # characters to read, some of them for the second time
 
     def feed(self, text: str) -> list[ToolPiece]:
-        """What more of the answer brings; some of it may be held back."""
+        """The pieces of more text of the answer. Some of it may be held back."""
         self._queue.extend(text)
         self._run()
         return self._take()
 
     def finish(self) -> list[ToolPiece]:
-        """What was held back. A call that is cut off stays as far as it came; of the end mark of one, nothing is shown."""
+        """The pieces of the text that was held back. A truncated call stays as it is; a truncated end mark is dropped."""
         while self._block is not None or self._tail:
             if self._block is not None:
                 self._break_off(self._block)
-            elif self._is_bare and self.num_calls and self._style.end.startswith(self._tail):
+            elif self._has_only_calls and self.num_calls and self._style.end.startswith(self._tail):
                 self._tail = ""
             else:
                 first = self._give_back_tail()
@@ -101,7 +102,7 @@ class ToolCallParser:
                 self._break_off(self._block)
 
     def _give_back_tail(self) -> str:
-        """The first character of the tail; the others are looked at again."""
+        """The first character of the tail; the others are read again."""
         tail, self._tail = self._tail, ""
         self._queue.extendleft(reversed(tail[1:]))
         return tail[0]
@@ -119,15 +120,15 @@ class ToolCallParser:
             self._pieces.append((kind, index, [text]))
 
     def _write(self, text: str) -> None:
-        """Text that is nothing else."""
+        """Emit text."""
         self._emit("text", -1, self._blanks + text)
-        self._blanks, self._is_bare = "", False
+        self._blanks, self._has_only_calls = "", False
 
     # Outside of calls
 
     def _outside(self, character: str) -> None:
         self._tail += character
-        marks = [self._style.mark, self._style.end] if self._is_bare and self.num_calls else [self._style.mark]
+        marks = [self._style.mark, self._style.end] if self._has_only_calls and self.num_calls else [self._style.mark]
         if self._tail == self._style.mark:
             self._open(self._tail)
         elif self._tail in marks:
@@ -136,8 +137,8 @@ class ToolCallParser:
             self._pass(self._give_back_tail())
 
     def _pass(self, character: str) -> None:
-        """A character that begins no mark."""
-        if not self._is_bare:
+        """Handle a character that does not begin a mark."""
+        if not self._has_only_calls:
             self._write(character)
         elif character.isspace():
             self._blanks += character
@@ -154,14 +155,14 @@ class ToolCallParser:
     # Inside
 
     def _close(self) -> None:
-        """Calls have ended well: what follows may be more of them."""
-        self._block, self._blanks, self._is_bare = None, "", True
+        """The calls are complete; more may follow."""
+        self._block, self._blanks, self._has_only_calls = None, "", True
 
     def _break_off(self, block: _Block) -> None:
-        """What is no call is text, in which calls may begin; its first character, or its mark, begins none."""
+        """The block is not a valid call: emit its mark or first character as text and read the rest again."""
         held, self._block = block.held, None
         if block.num_calls:
-            self._close()  # an end that is well written may follow what is not
+            self._close()  # earlier calls of the block are complete
         elif held:
             num_first = max(1, len(block.mark))
             self._write("".join(held[:num_first]))
@@ -186,11 +187,11 @@ class ToolCallParser:
 
 
 class _Block:
-    """What follows a mark: a call, or a list of them."""
+    """The text after a mark: a call, or a list of calls."""
 
     def __init__(self, parser: ToolCallParser, mark: str) -> None:
         self.parser, self.mark = parser, mark
-        self.held = list(mark)  # since the last call
+        self.held = list(mark)  # characters since the last call
         self.num_calls = 0
         self._is_list = False
         self._state: Literal["open", "item", "object", "next"] = "open"
@@ -233,7 +234,7 @@ class _Block:
 
 
 def style_of(chat_template: str, model_type: str = "") -> str:
-    """The style in which a model calls tools, as its chat template shows or its family has it; "hermes" if nothing tells."""
+    """The style of a model's calls, by the marks in its chat template, else by its family, else "hermes"."""
     for name, style in STYLES.items():
         if style.mark in chat_template:
             return name
@@ -250,7 +251,7 @@ def find_style(name: str) -> Style:
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Names of tools and the schemas of their arguments, whether written as OpenAI or as Anthropic has them."""
+    """Names of tools and the schemas of their arguments, in OpenAI's or Anthropic's format."""
     found: dict[str, dict[str, Any]] = {}
     for place, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -268,7 +269,7 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 
 def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells a model of tools and of PROMPTED_STYLE, where its chat template does not."""
+    """A prompt that describes the tools and PROMPTED_STYLE to a model whose chat template does not read tools."""
     style = STYLES[PROMPTED_STYLE]
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     call = f'{{"name": <function-name>, "{style.arguments}": <args-json-object>}}'
@@ -281,9 +282,9 @@ def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation without messages of tools: calls are in the assistant's text, results in what the user says next."""
+    """A conversation without tool messages: calls become text of the assistant, results become text of the user."""
     found: list[dict[str, Any]] = []
-    is_result = False  # whether the last message has nothing but results
+    is_result = False  # whether the last message holds only results
     for place, message in enumerate(messages):
         said = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         content = message.get("content") or ""
@@ -293,7 +294,7 @@ def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         is_tool = message["role"] == "tool"
         if is_tool:
             said = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        if is_result and said["role"] == "user":  # in one message, as many templates want turns to alternate
+        if is_result and said["role"] == "user":  # one message, because many templates want turns to alternate
             found[-1] = {**said, "content": f"{found[-1]['content']}\n{said['content']}"}
         else:
             found.append(said)
@@ -302,7 +303,7 @@ def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def written_calls(calls: object, where: str) -> list[str]:
-    """Earlier calls as a model of PROMPTED_STYLE writes them."""
+    """Earlier calls as text in PROMPTED_STYLE."""
     style = STYLES[PROMPTED_STYLE]
     texts: list[str] = []
     for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
@@ -320,10 +321,10 @@ def grammar_for_tools(
     style: str, tools: Sequence[Mapping[str, Any]], tool_choice: str | Mapping[str, Any], *, is_parallel: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any] | None:
-    """A grammar for `SamplingParams` under which an answer is a call; None where tool_choice ("auto", "none") forces none.
+    """A grammar for `SamplingParams` that forces a call; None if tool_choice is "auto" or "none".
 
-    tool_choice: "required", or a mapping that names a function. is_parallel: several calls may come. With the model's
-    tokenizer, a mark that is a special token is written as that.
+    tool_choice: "required", or a mapping that names a function. is_parallel: allows several calls. With the model's
+    tokenizer, a mark that is a special token is forced as that token.
     """
     if tool_choice in ("auto", "none"):
         return None
@@ -340,7 +341,7 @@ def grammar_for_tools(
 
 
 def tool_at(grammar: str, line: int) -> str | None:
-    """The tool that a line, counted from 1, of a grammar of `grammar_for_tools` is about; where it has one tool, that."""
+    """The tool of a line (counted from 1) of a grammar of `grammar_for_tools`; None if the line belongs to no tool."""
     lines = grammar.splitlines()
     calls = [one for one in lines if re.match(r"call_\d+: ", one)]
     number = re.match(r"arguments_(\d+): ", lines[line - 1]) if 0 < line <= len(lines) else None
@@ -352,13 +353,13 @@ def tool_at(grammar: str, line: int) -> str | None:
 
 
 def shape_of(style: Style, is_parallel: bool, tokenizer: Tokenizer | None) -> str:
-    """How calls stand in an answer, as the right side of a rule."""
+    """The right side of the grammar's first rule: how an answer is made of calls."""
     special = {} if tokenizer is None else {name: token_id for token_id, name in tokenizer.special_tokens.items()}
     if style.is_list:
         mark = f"<[{special[style.mark]}]> " if style.mark in special else ""
         calls = '"[" call (", " call)* "]"' if is_parallel else '"[" call "]"'
         return mark + calls
-    if not style.end:  # the mark of Llama 3 is for code; it writes calls without one
+    if not style.end:  # Llama 3 uses its mark for code and writes calls without a mark
         return f"call ({literal(style.separator + ' ')} call)*" if is_parallel else "call"
     mark, end = (f"<[{special[text]}]>" if text in special else literal(text) for text in (style.mark, style.end))
     one = f"{mark} {literal(style.line)} call {literal(style.line)} {end}"
@@ -370,7 +371,7 @@ def literal(text: str) -> str:
 
 
 def chosen_name(tool_choice: str | Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """The function that a tool_choice names."""
+    """The name of the function in a tool_choice."""
     function = tool_choice.get("function", tool_choice) if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""The JSON object of one call of a tool, read character by character."""
+"""CallObject: the JSON object of one tool call, read character by character."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ CLOSERS = {"{": "}", "[": "]"}
 
 
 class Sink(Protocol):
-    """Who is told of a call."""
+    """Receives the calls that are found."""
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a tool."""
+        """Whether there is a tool of this name."""
 
     def begin_call(self, name: str) -> int:
-        """A call, of which nothing can be taken back; gives its index."""
+        """Begin a call, which cannot be undone; gives its index."""
 
     def add_arguments(self, index: int, text: str) -> None: ...
 
 
 class CallObject:
-    """Tells of a call as soon as its name is known and its arguments begin; they are passed on as they are written.
+    """Reports a call as soon as its name is known and its arguments begin, and passes on the arguments as they come.
 
-    Arguments are only followed to where they end: what is wrong inside of them is for the tool to say. is_strict: an object
-    that does not begin as calls do is none.
+    Arguments are not validated, only followed to their end. is_strict: an object with unusual keys is not a call.
     """
 
     def __init__(self, sink: Sink, *, is_strict: bool, needs_arguments: bool) -> None:
-        self.index: int | None = None  # once the call has been told of
+        self.index: int | None = None  # set when the call has been reported
         self._sink, self._is_strict, self._needs_arguments = sink, is_strict, needs_arguments
         self._state: Literal["key", "colon", "value", "in_key", "in_value", "comma"] = "key"
         self._can_close = True
         self._key = ""
-        self._text: list[str] = []  # of the key or value that is being read
+        self._text: list[str] = []  # characters of the current key or value
         self._value = ValueScanner()
         self._name: str | None = None
-        self._arguments: list[str] | None = None  # that came before the name
+        self._arguments: list[str] | None = None  # arguments that came before the name
         self._is_streaming = False
 
     def step(self, character: str) -> Outcome:
-        """Take in what follows the opening brace."""
+        """Read one character after the opening brace."""
         if self._state == "in_key":
             return self._in_key(character)
         if self._state == "in_value":
@@ -83,7 +82,7 @@ class CallObject:
         is_first = self._arguments is None and not self._is_streaming
         if self._key in ARGUMENTS and character == "{" and is_first and self.index is None:
             self._arguments, self._is_streaming = [], True
-            self._tell()
+            self._report()
         self._keep(character)
         return "going"
 
@@ -111,7 +110,7 @@ class CallObject:
             self._arguments.append(character)
 
     def _take_value(self, text: str) -> bool:
-        """A value that has come whole; false where no call has it."""
+        """Handle a complete value; false if the object cannot be a call."""
         if self.index is not None:
             return True
         if self._key == "name":
@@ -120,16 +119,16 @@ class CallObject:
                 return False
             self._name = name
             if self._arguments is not None:
-                self._tell()
+                self._report()
         elif self._key in ARGUMENTS and text != "null":
-            inner = read_string(text)  # some models write the JSON of the arguments as a string
+            inner = read_string(text)  # some models write the arguments as a string of JSON
             if inner is None or not inner.lstrip().startswith("{") or self._arguments is not None:
                 return False
             self._arguments = [inner]
-            self._tell()
+            self._report()
         return True
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._name is not None and self.index is None:
             self.index = self._sink.begin_call(self._name)
             self._sink.add_arguments(self.index, "".join(self._arguments or ()))
@@ -140,15 +139,15 @@ class CallObject:
         if self._name is None or self._needs_arguments:
             return "broken"
         self._arguments = ["{}"]
-        self._tell()
+        self._report()
         return "done"
 
 
 class ValueScanner:
-    """Finds the end of a JSON value; strings and brackets are followed, the rest is taken on trust."""
+    """Finds the end of a JSON value. Strings and brackets are tracked; the rest is not validated."""
 
     def __init__(self) -> None:
-        self.is_scalar = False  # such a value ends before the character that tells
+        self.is_scalar = False  # a scalar ends before the character that follows it
         self._closers: list[str] = []
         self._is_string = self._is_escaped = False
 
@@ -192,7 +191,7 @@ class ValueScanner:
 
 
 def read_string(text: str) -> str | None:
-    """What a JSON string says; None where it is none."""
+    """The value of a JSON string; None if the text is not one."""
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):

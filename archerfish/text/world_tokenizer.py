@@ -1,6 +1,6 @@
-"""The World tokenizer of RWKV: at every place the longest token of the vocabulary that fits there.
+"""The World tokenizer of RWKV: at each position it takes the longest token that matches.
 
-Tokens are bytes, and each single byte is one, so that every text has tokens and all tokens have text.
+Tokens are byte strings, and every single byte is a token, so that every text can be encoded.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ VOCABULARY_NAME = WORLD_NAME
 BUNDLED = Path(__file__).with_name(f"{VOCABULARY_NAME}.gz")
 END_OF_TEXT = 0
 END_NAME = "<|endoftext|>"
-VOCAB_SIZE = 65536  # rows of models; the last tokens of them stand for nothing
+VOCAB_SIZE = 65536  # rows of models; the last ones have no token
 
 
 class WorldTokenizer:
-    """Token ids of texts and texts of token ids. path: a vocabulary, compressed or not, or a directory with one.
+    """The tokenizer of a vocabulary file. path: the file, compressed or not, or its directory; None: the bundled one.
 
-    The vocabulary is read when it is first needed. Safe to use from several threads at once.
+    The vocabulary is read on first use. Safe to use from several threads at once.
     """
 
     vocab_size = VOCAB_SIZE
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = (END_OF_TEXT,)
     special_tokens: dict[int, str] = {END_OF_TEXT: END_NAME}  # noqa: RUF012 (as Tokenizer has it)
-    decoder_kinds = frozenset({"ByteLevel"})  # to a Detokenizer: `token_bytes` says all
+    decoder_kinds = frozenset({"ByteLevel"})  # a text is its tokens' bytes
 
     def __init__(self, path: str | Path | None = None) -> None:
         given = BUNDLED if path is None else Path(path)
@@ -46,9 +46,9 @@ class WorldTokenizer:
 
     @classmethod
     def find(cls, directory: str | Path, config: Mapping[str, Any] | None = None) -> WorldTokenizer | None:
-        """The tokenizer of a model directory with a vocabulary of this kind, or of an RWKV model with the World vocabulary.
+        """The tokenizer of a directory with such a vocabulary, or of an RWKV model with the World vocabulary; else None.
 
-        config is the model's, where the caller has it already.
+        config is the model's; without it the files in the directory are read.
         """
         root = Path(directory)
         for folder in (root / "tokenizer", root):
@@ -60,14 +60,14 @@ class WorldTokenizer:
         return cls() if is_world else None
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
-        """Token ids of a whole text. No text stands for a special token, and none is added."""
+        """Token ids of a text. There are no special tokens in texts, and none is added."""
         return self.encode_bytes(text.encode(errors="replace"))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes.
 
-        A prefix of a token is known, and what is not known has no longer known ones behind it: so the search starts at the
-        length of a usual token and goes from there.
+        `longest` has every prefix of every token, so a missing prefix has no longer match. The search starts at four bytes,
+        a usual length.
         """
         longest = self._longest.get()
         ids: list[int] = []
@@ -90,19 +90,19 @@ class WorldTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD, ids that the vocabulary does not have nothing."""
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids outside of the vocabulary are skipped."""
         parts = list(map(self.token_bytes, token_ids))
         if not skip_special_tokens:
             parts = [END_NAME.encode() if i == END_OF_TEXT else part for i, part in zip(token_ids, parts, strict=True)]
         return b"".join(parts).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for; nothing for an unknown id."""
+        """The bytes of a token; empty for an unknown id."""
         tokens = self._tokens.get()
         return tokens[token_id] if 0 <= token_id < len(tokens) else b""
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as text; bytes that are no UTF-8 become U+FFFD."""
+        """The token as text. Bytes that are not UTF-8 become U+FFFD."""
         if token_id == END_OF_TEXT:
             return END_NAME
         return self.token_bytes(token_id).decode(errors="replace") or None
@@ -111,7 +111,7 @@ class WorldTokenizer:
         return END_OF_TEXT if token == END_NAME else self._ids.get(token.encode(errors="replace"))
 
     def named_token(self, role: str) -> str | None:
-        """The special token of a role: there is only `eos_token`."""
+        """The special token of a role; only `eos_token` has one."""
         return END_NAME if role == "eos_token" else None
 
     @cached_property
@@ -120,7 +120,7 @@ class WorldTokenizer:
 
 
 def read_vocabulary(file: Path) -> list[bytes]:
-    """Tokens by id; empty where there is none. A line is an id, a Python literal of a string or of bytes, and its length."""
+    """Tokens by id, empty for missing ids. A line is an id, a Python literal (str or bytes), and its length in bytes."""
     try:
         raw = file.read_bytes()
         lines = (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode().removesuffix("\n").split("\n")
@@ -147,7 +147,7 @@ def parse_line(line: str) -> tuple[int, bytes]:
     if "\\" in literal or literal[:1] not in ("'", '"'):
         value = ast.literal_eval(literal)
         token = value if isinstance(value, bytes) else str.encode(value)
-    else:  # nearly all of them, and twenty times as quick
+    else:  # nearly all lines; twenty times faster than literal_eval
         token = literal[1:-1].encode()
     token_id = int(head)
     if not 0 < token_id < VOCAB_SIZE or len(token) != int(length):
@@ -156,7 +156,7 @@ def parse_line(line: str) -> tuple[int, bytes]:
 
 
 def longest_by_prefix(tokens: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
-    """For every beginning of a token: id and length of the longest token that it begins with."""
+    """For every prefix of a token: id and length of the longest token that is a prefix of it."""
     longest: dict[bytes, tuple[int, int]] = {}
     for token_id, token in sorted(enumerate(tokens), key=lambda item: len(item[1])):
         for end in range(len(token) - 1, 0, -1):

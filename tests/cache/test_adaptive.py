@@ -100,7 +100,7 @@ def test_when_of_little_use_the_never_hit_go_first() -> None:
     assert [key in cache for key in "abcd"] == [True, False, True, True]
 
 
-def test_when_of_little_use_only_what_is_asked_for_again_is_kept() -> None:
+def test_at_a_low_hit_rate_only_repeated_keys_are_kept() -> None:
     cache, _ = make(window_size=8, min_hit_rate=0.5)
     spoil(cache, 7)
     assert not cache.is_of_little_use and cache.should_cache("early"), "a window that is not full says nothing"

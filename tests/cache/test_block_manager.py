@@ -65,12 +65,15 @@ def test_freeing_twice_in_one_call_is_refused() -> None:
         blocks.free(taken * 2)
 
 
-def test_physical_blocks_of_logical_ones() -> None:
-    blocks = BlockManager(2, 16)
-    assert blocks.get_physical_blocks([2, 0], [7, 8, 9]) == [9, 7]
-    for index in (-1, 3):
-        with pytest.raises(InvalidInputError, match="the sequence has 3"):
-            blocks.get_physical_blocks([index], [7, 8, 9])
+def test_physical_blocks_are_those_that_were_allocated() -> None:
+    blocks = BlockManager(4, 16)
+    taken = blocks.allocate(2)
+    assert blocks.get_physical_blocks(taken[::-1]) == taken[::-1]
+    blocks.free(taken)
+    with pytest.raises(InvalidInputError, match="is free"):
+        blocks.get_physical_blocks(taken)
+    with pytest.raises(InvalidInputError, match="no block 4"):
+        blocks.get_physical_blocks([4])
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (4, (1 << 20) + 1)])

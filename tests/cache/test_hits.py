@@ -66,7 +66,7 @@ def test_evicted_and_when() -> None:
     assert world.record([2, 2, 3]).reason == "never_seen"
 
 
-def test_evicted_is_known_at_any_depth_and_however_the_path_is_cut() -> None:
+def test_evictions_are_remembered_at_any_depth() -> None:
     world = World()
     world.add([1, 2, 3, 4, 5, 6])
     world.add([1, 2, 3])  # splits: the lower part is the older leaf
@@ -107,7 +107,7 @@ def test_an_eviction_that_happens_again_is_new() -> None:
     assert [world.record(tokens).reason for tokens in ([5], [1, 2, 3], [6])] == ["never_seen", "evicted", "evicted"]
 
 
-def test_another_adapter_of_the_same_tenant_is_told_of() -> None:
+def test_a_hit_record_names_another_adapter_of_the_tenant() -> None:
     world = World()
     world.add([1, 2, 3, 4], Namespace("t", "x"))
     world.add([1, 2], Namespace("t", "y"))
@@ -117,7 +117,7 @@ def test_another_adapter_of_the_same_tenant_is_told_of() -> None:
     assert world.record([1, 2, 3], Namespace("t", "new")).reason == "adapter_differs"
 
 
-def test_clearing_is_told_of_and_forgets_evictions() -> None:
+def test_clearing_is_recorded_and_forgets_evictions() -> None:
     world = World()
     world.add([1, 2, 3])
     world.cache.evict(1)
@@ -129,7 +129,7 @@ def test_clearing_is_told_of_and_forgets_evictions() -> None:
 
 
 @pytest.mark.parametrize("other", [Namespace("b"), Namespace("b", "x"), Namespace("", "a")])
-def test_another_tenant_changes_nothing_that_one_is_told(other: Namespace) -> None:
+def test_hit_records_do_not_depend_on_other_tenants(other: Namespace) -> None:
     alone, among = World(num_ghosts=2), World(num_ghosts=2)
     for world in (alone, among):
         world.add([1, 2, 3, 4, 5], "a")

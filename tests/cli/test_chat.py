@@ -59,7 +59,7 @@ def roles(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in messages]
 
 
-def test_a_conversation_keeps_its_history(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_conversation_history(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     code, out, err = talk(["Hi", "", "and you?"], "--system", "Be kind.")
     assert code == 0 and out == "echo Hi\necho and you?\n" and "/help" in err
     assert roles(engine.prompts[1]) == [
@@ -69,12 +69,12 @@ def test_a_conversation_keeps_its_history(engine: FakeLLM, talk: Callable[..., A
 
 
 @pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt, "/quit"])
-def test_ctrl_c_and_ctrl_d_at_the_prompt_leave(engine: FakeLLM, talk: Callable[..., Any], key: Any) -> None:
+def test_ctrl_c_and_ctrl_d_at_the_prompt_end_the_chat(engine: FakeLLM, talk: Callable[..., Any], key: Any) -> None:
     assert talk(["Hi", key])[0] == 0
     assert engine.is_closed and engine.num_aborted == 0
 
 
-def test_ctrl_c_during_an_answer_stops_that_answer_only(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_ctrl_c_stops_only_the_answer(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     def press(number: int) -> None:
         if number == 2 and len(engine.prompts) == 1:
             signal.raise_signal(signal.SIGINT)
@@ -88,10 +88,10 @@ def test_ctrl_c_during_an_answer_stops_that_answer_only(engine: FakeLLM, talk: C
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(
+def test_second_ctrl_c_ends_the_process(
     engine: FakeLLM, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "leave", lambda: sys.exit(130))
+    monkeypatch.setattr(chat, "exit_now", lambda: sys.exit(130))
 
     def press(number: int) -> None:
         if number == 1 and len(engine.prompts) == 1:
@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(
         talk(["a b c", "next"])
 
 
-def test_an_answer_stopped_before_its_first_word_leaves_no_trace(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_answer_stopped_before_its_first_word_is_forgotten(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     def press(number: int) -> None:
         if len(engine.prompts) == 1:
             raise KeyboardInterrupt
@@ -114,7 +114,7 @@ def test_an_answer_stopped_before_its_first_word_leaves_no_trace(engine: FakeLLM
     assert roles(engine.prompts[1]) == [("user", "b")]
 
 
-def test_an_error_is_shown_and_the_chat_goes_on(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_chat_goes_on_after_an_error(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     engine.error = InputTooLargeError("The prompt is too long.", hint="Shorten it.")
     code, out, err = talk(["long", "/reset"])
     assert code == 0 and out == "" and "The prompt is too long." in err and "Shorten it." in err
@@ -140,12 +140,12 @@ def test_commands(engine: FakeLLM, talk: Callable[..., Any], tmp_path: Path) -> 
     assert "Cannot write" in err
 
 
-def test_a_reset_forgets_the_figures_too(talk: Callable[..., Any]) -> None:
+def test_reset_clears_stats(talk: Callable[..., Any]) -> None:
     _, out, err = talk(["Hi", "/reset", "/stats"])
     assert out == "echo Hi\n" and "There is no answer yet." in err
 
 
-def test_a_backslash_continues_a_line(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_backslash_continues_a_line(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     talk(["one\\", "two"])
     assert roles(engine.prompts[0]) == [("user", "one\ntwo")]
 
@@ -157,18 +157,18 @@ def test_json_lines(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     assert answer["num_cached_tokens"] == 1
 
 
-def test_a_first_message_and_several_answers(engine: FakeLLM, talk: Callable[..., Any]) -> None:
+def test_first_message_and_refused_n(engine: FakeLLM, talk: Callable[..., Any]) -> None:
     assert talk([], "Hello")[1] == "echo Hello\n"
     assert main(["chat", "--n", "2"]) == 2
 
 
-def test_lines_from_a_pipe(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_lines(engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo"))
     assert main(["chat", "--quiet"]) == 0
     assert capsys.readouterr() == ("echo one\necho two\n", "")
 
 
-def test_the_history_of_lines_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_line_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     readline = pytest.importorskip("readline")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda prompt: readline.add_history("typed") or "typed")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from archerfish import ModelConverter, WeightLoader
-from archerfish.cli import doctor, facts, fit
+from archerfish.cli import doctor, fit
 from archerfish.cli.main import main
 from archerfish.config import HubConfig
 from archerfish.kernels import select
@@ -36,30 +36,30 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def judge(model: Path, available: int, total: int, gpus: list[facts.Gpu]) -> dict[str, Any]:
+def judge(model: Path, available: int, total: int, gpus: list[doctor.Gpu]) -> dict[str, Any]:
     found = fit.measure(str(model), HubConfig())
     return doctor.judge_model(found, Memory(total, available), gpus)
 
 
-def test_sizes_come_from_headers_alone(model: Path) -> None:
+def test_sizes_from_headers(model: Path) -> None:
     found = fit.measure(str(model), HubConfig())
     assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
     assert found.file_bytes > 4 * GB
 
 
 def test_verdicts(model: Path) -> None:
-    roomy = judge(model, 20 * GB, 32 * GB, [facts.Gpu("small", 8 * GB, 7 * GB), facts.Gpu("full", 80 * GB, GB)])
+    roomy = judge(model, 20 * GB, 32 * GB, [doctor.Gpu("small", 8 * GB, 7 * GB), doctor.Gpu("full", 80 * GB, GB)])
     assert (roomy["cpu"], roomy["gpu"]) == ("fits in any type", "fits")
     half = judge(model, 3 * GB, 32 * GB, [])
     assert half["cpu"].endswith("not in float32") and list(half["fits_cpu"].values()) == [True, False]
     assert half["gpu"] == "no GPU"
-    busy = judge(model, 1 * GB, 32 * GB, [facts.Gpu("busy", 80 * GB, GB)])
+    busy = judge(model, 1 * GB, 32 * GB, [doctor.Gpu("busy", 80 * GB, GB)])
     assert busy["cpu"].startswith("does not fit now: needs 2.5 GB") and busy["gpu"].startswith("does not fit now")
     small = judge(model, 1 * GB, 2 * GB, [])
     assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
 
 
-def test_room_for_kv_is_told_for_models_that_keep_it(model: Path) -> None:
+def test_kv_tokens(model: Path) -> None:
     llama = {
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
@@ -73,17 +73,17 @@ def test_room_for_kv_is_told_for_models_that_keep_it(model: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_room_for_kv_is_that_of_the_type_an_engine_takes_by_itself(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: dtype)
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(fit, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
     found = fit.ModelSize("tiny", 1000, 4000)
     doctor.judge_model(found, Memory(GB, GB), [])
-    doctor.judge_model(found, Memory(GB, GB), [facts.Gpu("card", GB, GB)])
+    doctor.judge_model(found, Memory(GB, GB), [doctor.Gpu("card", GB, GB)])
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
 
 
-def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
+def test_missing_model_is_reported_without_error(tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
     builtin = fit.measure("all-minilm-l6-v2", hub)
     assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
@@ -92,13 +92,13 @@ def test_a_model_that_is_not_here_is_not_an_error(tmp_path: Path) -> None:
     assert doctor.judge_model(elsewhere, Memory(GB, GB), [])["cpu"] == "unknown"
 
 
-def test_a_damaged_builtin_does_not_stop_the_report(model: Path) -> None:
+def test_damaged_model_does_not_stop_the_report(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"short")
     [found] = fit.measure_all([str(model)], HubConfig())
     assert found.num_parameters == 0 and "model.safetensors" in found.remark
 
 
-def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
+def test_memory_limit_of_a_cgroup(tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
@@ -113,7 +113,7 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
     assert memory(proc, cgroup) == Memory(4 * GB, 2 * GB, "cgroup")
 
 
-def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
+def test_memory_limit_of_a_version_1_cgroup(tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n")
@@ -125,7 +125,7 @@ def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
     assert memory(proc, cgroup) == Memory(2 * GB, GB, "cgroup")
 
 
-def test_an_arm_processor_is_named_by_its_part_and_has_features_of_its_own(tmp_path: Path) -> None:
+def test_arm_processor_name_and_features(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nFeatures\t: asimd asimdhp bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
     assert read_cpu(info)[0] == "ARM Neoverse-V1"
@@ -137,7 +137,7 @@ def test_an_arm_processor_is_named_by_its_part_and_has_features_of_its_own(tmp_p
     assert read_cpu(info) == ("Some CPU", frozenset({"avx2"}))
 
 
-def test_a_path_that_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_fast_path_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "cpu", lambda: Cpu("ARM", frozenset({"asimd", "asimdhp"}), 2))
     reasons = {path.name: path.reason for path in select.fast_paths() if not path.is_on}
     assert reasons["bfloat16 by default"] == "this CPU has no bfloat16 products that are used: float32 is far quicker"
@@ -147,12 +147,12 @@ def test_a_path_that_is_off_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch: importing it is most of doctor's time."""
-    monkeypatch.setattr(facts, "gpus", lambda: [facts.Gpu("Fake GPU", 80 * GB, 79 * GB)])
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [doctor.Gpu("Fake GPU", 80 * GB, 79 * GB)])
     paths = [{"name": "AMX", "on": True, "reason": "it has it"}, {"name": "CUDA", "on": False, "reason": "it has none"}]
     monkeypatch.setattr(doctor, "describe_fast_paths", lambda: paths)
 
 
-def test_the_report_names_everything(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = ["--cache-dir", str(tmp_path / "cache")]
     assert main(["doctor", str(model), *cache]) == 0
     shown = capsys.readouterr().out
@@ -170,28 +170,28 @@ def test_the_report_names_everything(light: None, model: Path, tmp_path: Path, c
     assert (story["num_parameters"], story["remark"]) == (6_230_784, "safetensors")  # not pulled; a norm of 512 is in its table
 
 
-def test_a_missing_package_makes_it_unusable(
+def test_missing_package_is_a_problem(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = [facts.Package("torch", "", ""), facts.Package("fastapi", "", "serve")]
-    monkeypatch.setattr(facts, "packages", lambda: found)
+    found = [doctor.Package("torch", "", ""), doctor.Package("fastapi", "", "serve")]
+    monkeypatch.setattr(doctor, "find_packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "The package torch is missing" in shown and "fastapi is missing" not in shown
 
 
-def test_packages_come_from_our_own_metadata() -> None:
-    found = {package.name: package for package in facts.packages()}
+def test_packages_come_from_the_metadata() -> None:
+    found = {package.name: package for package in doctor.find_packages()}
     assert found["torch"].version and not found["torch"].needed_for
     assert found["openvino"].needed_for == "bench" and "ruff" not in found
 
 
-def test_a_missing_model_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_path_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "/no/such/model"]) == 3
 
 
-def test_damage_in_a_converted_directory_is_found(tmp_path: Path) -> None:
+def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
     """A flipped byte of tensor data is not looked for when a model is opened; doctor reads every byte."""
     from tests.store.models import flip_byte, some_weights, write_model
 

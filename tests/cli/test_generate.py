@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.cli import generate, llm
+from archerfish.cli import generate, sampling_flags
 from archerfish.cli.main import main
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output, printable
@@ -36,7 +36,7 @@ def test_prompts_to_texts(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "=== prompt 1 of 2: one ===\necho one\n\n=== prompt 2 of 2: two ===\necho two\n"
 
 
-def test_several_answers_say_whose_they_are(
+def test_headings_of_several_answers(
     engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "one", "--n", "2", "--quiet"]) == 0
@@ -97,24 +97,24 @@ def test_flags_reach_the_sampling_params(engine: FakeLLM) -> None:
         (["--max-tokens", "0"], "None stands for"), (["--max-tokens", "few"], "a whole number or none, not 'few'"),
     ],
 )  # fmt: skip
-def test_wrong_flags(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(engine: FakeLLM, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", *flags]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_grammars_on_the_command_line() -> None:
-    assert llm.parse_grammar("json") == {"kind": "json", "value": None}
-    assert llm.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
-    assert llm.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
+    assert sampling_flags.parse_grammar("json") == {"kind": "json", "value": None}
+    assert sampling_flags.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
+    assert sampling_flags.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
     with pytest.raises(ArgumentTypeError, match="a JSON list"):
-        llm.parse_grammar("choice=yes")
+        sampling_flags.parse_grammar("choice=yes")
 
 
-def test_every_field_of_sampling_params_is_a_flag() -> None:
-    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in llm.NO_FLAGS]
-    assert list(llm.MEANINGS) and set(llm.MEANINGS) == set(names)
+def test_every_sampling_param_has_a_flag() -> None:
+    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in sampling_flags.NO_FLAGS]
+    assert list(sampling_flags.DESCRIPTIONS) and set(sampling_flags.DESCRIPTIONS) == set(names)
     parser = Parser(prog="test")
-    llm.add_sampling(parser)
+    sampling_flags.add_sampling_flags(parser)
     assert {f"--{name.replace('_', '-')}" for name in names} <= set(parser.flags())
 
 
@@ -129,21 +129,7 @@ def test_one_prompt_streams_to_a_terminal(
     assert parts == ["", "echo ", "a ", "[2Jb\n"]
 
 
-def test_an_interrupt_aborts_and_says_so(
-    engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Output, "is_rich", property(lambda self: True))
-
-    def interrupt(number: int) -> None:
-        if number == 1:
-            raise KeyboardInterrupt
-
-    engine.on_word = interrupt
-    assert main(["generate", "a b c"]) == 130
-    assert engine.num_aborted == 1 and engine.is_closed
-
-
-def test_an_interrupt_leaves_what_is_finished(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_keeps_finished_answers(engine: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
     """To a pipe: the words that one answer has, and of several answers those that are complete, in their order."""
 
     def interrupt(number: int) -> None:
@@ -163,7 +149,7 @@ def test_an_interrupt_leaves_what_is_finished(engine: FakeLLM, capsys: pytest.Ca
     assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["p3", "p4"]
 
 
-def test_results_are_written_as_they_come_except_under_a_bar(
+def test_results_are_written_in_order(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[str] = []
@@ -179,7 +165,7 @@ def test_results_are_written_as_they_come_except_under_a_bar(
     assert [text.count("===\n") for text in shown] == [0, 2, 1, 0, 0, 0, 0, 0] and shown[7].count("===\x1b[0m\n") == 3
 
 
-def test_a_request_that_failed_shows_and_counts(
+def test_failed_request_sets_the_exit_code(
     engine: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.error = DeviceError("no device")
@@ -192,5 +178,5 @@ def test_a_request_that_failed_shows_and_counts(
     assert "no memory" in capsys.readouterr().err
 
 
-def test_control_characters_do_not_reach_a_terminal() -> None:
+def test_control_characters_are_removed() -> None:
     assert printable("a\x1b]0;title\x07b\n\tc\x9b1m\r你🚀") == "a]0;titleb\n\tc1m你🚀"

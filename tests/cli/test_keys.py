@@ -12,7 +12,7 @@ from archerfish.cli.main import main
 from archerfish.serve.tenants import Tenant, Tenants
 
 
-def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_key_is_found_by_its_hash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     assert main(["keys", str(file), "alice", "--tokens-per-minute", "300", "--weight", "2", "--json"]) == 0
     key = json.loads(capsys.readouterr().out)["key"]
@@ -23,10 +23,10 @@ def test_a_key_is_made_and_works(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (alice.name, alice.tokens_per_minute, alice.weight, alice.is_operator) == ("alice", 300, 2, False)
     assert (root.name, root.is_operator) == ("root", True)
     assert key not in file.read_text(encoding="utf-8")
-    assert "only time" in shown.err
+    assert "only this once" in shown.err
 
 
-def test_the_help_says_what_holds_without_an_option() -> None:
+def test_help_shows_defaults() -> None:
     plain = Tenant(name="x", namespace="")
     for name, (_, description) in LIMITS.items():
         default = getattr(plain, name)
@@ -34,7 +34,7 @@ def test_the_help_says_what_holds_without_an_option() -> None:
         assert description.endswith(f"(default: {shown})")
 
 
-def test_a_name_that_cannot_be_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_tenant_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
     assert main(["keys", str(file), "no spaces", "--json"]) == 2
     assert not file.exists()

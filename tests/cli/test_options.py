@@ -43,17 +43,18 @@ def parser_for(*sections: type[Options]) -> Parser:
 
 
 @pytest.mark.parametrize(("cls", "spec"), ALL, ids=IDS)
-def test_every_option_is_a_flag_a_variable_and_a_key(
+def test_every_option_is_keyword_flag_variable_and_key(
     cls: type[Options], spec: dataclasses.Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = other_value(spec)
-    name = "max_num_seqs" if spec.name in ("max_batch_size", "max_concurrent_requests") and cls is EngineConfig else spec.name
+    name = "max_num_seqs" if spec.name == "max_batch_size" and cls is EngineConfig else spec.name
     flag = "--" + spec.name.replace("_", "-")
     if isinstance(wanted, bool):
         given = [flag if wanted else flag.replace("--", "--no-", 1)]
     else:
         given = [flag, str(wanted)]
     assert getattr(section(cls, parser_for(cls).parse(given)), name) == wanted
+    assert getattr(cls(**{spec.name: wanted}), name) == wanted
 
     text = str(wanted).lower() if isinstance(wanted, bool) else f'"{wanted}"' if isinstance(wanted, str) else wanted
     file = tmp_path / "options.toml"
@@ -81,7 +82,7 @@ def test_colliding_names_get_their_section() -> None:
     assert flag_name(parser, EmbedConfig, "model") == "--embed-model"
 
 
-def test_the_value_of_a_flag_is_checked_by_the_option() -> None:
+def test_flag_values_are_checked() -> None:
     with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
         section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
 
@@ -93,13 +94,13 @@ def test_the_value_of_a_flag_is_checked_by_the_option() -> None:
         ("--dtpye=x", "--dtype"),
     ],
 )
-def test_an_unknown_flag_is_refused_with_the_nearest(given: str, suggestion: str) -> None:
+def test_unknown_flag_suggests_the_nearest(given: str, suggestion: str) -> None:
     with pytest.raises(UnknownOptionError) as caught:
         parser_for(EmbedConfig, HubConfig).parse([given, "8"])
     assert suggestion in caught.value.hint
 
 
-def test_texts_and_flags_mix_and_two_dashes_end_the_flags() -> None:
+def test_texts_and_flags_mix() -> None:
     parser = Parser(prog="archerfish test")
     parser.add_argument("texts", nargs="*")
     add_common(parser)
@@ -117,7 +118,7 @@ def test_every_command_has_help(command: Any, capsys: pytest.CaptureFixture[str]
     assert make_parser(command).prog == f"archerfish {command.name}"
 
 
-def test_the_reference_page_is_up_to_date(tmp_path: Path) -> None:
+def test_reference_page_is_up_to_date(tmp_path: Path) -> None:
     assert reference.main(["--check"]) == 0, "run `python -m archerfish.cli.reference`"
     page = tmp_path / "docs" / "options.md"
     assert reference.main(["--check"], page) == 1

@@ -39,7 +39,7 @@ def test_texts_to_tokens(flags: list[str], tmp_path: Path, capsys: pytest.Captur
     assert spoken["global_tokens"] == first["global_tokens"] and len(spoken["semantic_tokens"]) == 2
 
 
-def test_what_is_wrong_is_said_before_a_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "a"}\n')
     for arguments, said in (
@@ -52,13 +52,13 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(tmp_path: Path, capsys: 
         assert said in capsys.readouterr().err
 
 
-def test_a_text_that_is_too_long_fails_alone(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_text_fails_alone(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tts", "Hello", "word " * 5000, *flags, "--max-tokens", "2"]) == 1
     good, bad = lines_of(capsys)
     assert len(good["semantic_tokens"]) == 2 and "leaves room for 0" in bad["error"] and bad["finish_reason"] == "error"
 
 
-def test_a_line_of_json_has_its_own_voice(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_lines_have_their_own_voice(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = tmp_path / "texts.jsonl"
     voice = {"ref_global_tokens": list(range(32)), "ref_semantic_tokens": [5]}
     entries = [{"text": "a"}, {"text": "a", **voice}, {"text": "a", "emotion": "SADD"}, {"text": " "}]

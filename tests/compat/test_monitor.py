@@ -12,8 +12,7 @@ import pytest
 from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine, SamplingParams
 from archerfish.compat.monitor import PerformanceMonitor
 from archerfish.errors import InvalidInputError, NotFoundError
-from archerfish.observe import MetricEvent
-from archerfish.observe.collector import GAPS, TTFT, WHOLE
+from archerfish.observe.collector import ENCODE, GAPS, TTFT, WHOLE
 from archerfish.serve.metrics import exposition
 from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
 
@@ -49,52 +48,38 @@ def test_latencies_rates_and_hits_of_requests(engine: LLMEngine) -> None:
     assert monitor.collector.histograms[WHOLE].count(**label) == 8  # closed
 
 
-def test_several_sequences_of_a_request_have_one_first_token(engine: LLMEngine) -> None:
+def test_sequences_of_one_request_share_a_first_token(engine: LLMEngine) -> None:
     monitor = PerformanceMonitor(engine)
     engine.generate(prompts(1), GREEDY.replace(n=3, temperature=1.0))
     histograms, label = monitor.collector.histograms, {"model_name": engine.model_name}
     assert [histograms[name].count(**label) for name in (TTFT, WHOLE, GAPS)] == [1, 1, 3 * 5]
 
 
-def test_a_request_that_got_no_token_has_no_first_one(engine: LLMEngine) -> None:
-    monitor, heard = PerformanceMonitor(engine), list[MetricEvent]()
-    monitor.subscribe(heard.append)
+def test_a_request_without_tokens_has_no_first_token(engine: LLMEngine) -> None:
+    monitor = PerformanceMonitor(engine)
     request = engine.add_request(prompts(1)[0], GREEDY)
     assert engine.abort(request)
-    assert [event.name for event in heard] == [f"{engine.model_name}/e2e_ms"]
     assert monitor.collector.histograms[TTFT].count(model_name=engine.model_name) == 0
     ends = monitor.collector.counters["vllm:request_success"]
     assert ends.value(model_name=engine.model_name, finished_reason="abort") == 1
 
 
-def test_events_of_requests_and_of_steps_of_time(engine: LLMEngine) -> None:
-    now = 0.0
-    monitor, heard = PerformanceMonitor(engine, clock=lambda: now), list[MetricEvent]()
-    leave = monitor.subscribe(heard.append)
-    real_time = monitor.real_time(alert_thresholds={f"{engine.model_name}/generated_tok_s": 1.0})
-    (output,) = engine.generate(prompts(1), GREEDY)
-    name = engine.model_name
-    assert [event.name for event in heard] == [f"{name}/e2e_ms", f"{name}/ttft_ms"]
-    assert heard[1].value == output.metrics.ttft_ms
-    heard.clear()
+def test_a_real_time_monitor_gives_rates_since_the_reading_before(engine: LLMEngine) -> None:
+    now, name = 0.0, engine.model_name
+    monitor = PerformanceMonitor(engine, clock=lambda: now)
+    real_time = monitor.real_time(alert_thresholds={f"{name}/generated_tok_s": 1.0})
+    engine.generate(prompts(1), GREEDY)
     now = 3.0
-    real_time.collect()
-    told = {event.name: event for event in heard}
-    assert (told[f"{name}/generated_tok_s"].value, told[f"{name}/generated_tok_s"].is_alert) == (2.0, False)
-    assert told["memory_bytes"].value > 1e6 and not told["memory_bytes"].is_alert
+    events = {event.name: event for event in real_time.collect()}
+    assert (events[f"{name}/generated_tok_s"].value, events[f"{name}/generated_tok_s"].is_alert) == (2.0, False)
+    assert events["memory_bytes"].value > 1e6 and not events["memory_bytes"].is_alert
     now = 5.0
-    heard.clear()
-    real_time.collect()
-    told = {event.name: event for event in heard}
-    assert (told[f"{name}/generated_tok_s"].value, told[f"{name}/generated_tok_s"].is_alert) == (0.0, True)  # since then
+    events = {event.name: event for event in real_time.collect()}
+    assert (events[f"{name}/generated_tok_s"].value, events[f"{name}/generated_tok_s"].is_alert) == (0.0, True)
     assert monitor.figures()[name]["generated_tok_s"] == 6 / 5  # since it is watched
-    leave()
-    heard.clear()
-    real_time.collect()
-    assert heard == []
 
 
-def test_the_page_for_prometheus_is_that_of_a_server(engine: LLMEngine) -> None:
+def test_metrics_have_the_names_of_a_server(engine: LLMEngine) -> None:
     monitor = PerformanceMonitor(engine)
     engine.generate(prompts(2), GREEDY)
     page = exposition(monitor.metrics()).decode()
@@ -108,7 +93,7 @@ def test_the_page_for_prometheus_is_that_of_a_server(engine: LLMEngine) -> None:
     assert len(names) == len(set(names))
 
 
-def test_what_the_sampler_did(engine: LLMEngine) -> None:
+def test_sampling_metrics(engine: LLMEngine) -> None:
     monitor = PerformanceMonitor(engine)
     prompt = prompts(1, least=20)[0]
     engine.generate(prompt, GREEDY)
@@ -126,7 +111,7 @@ def test_what_the_sampler_did(engine: LLMEngine) -> None:
         PerformanceMonitor().sampling()
 
 
-def test_a_second_run_takes_all_large_arrays_of_the_sampler_from_the_pool(engine: LLMEngine) -> None:
+def test_a_repeated_batch_allocates_no_buffers(engine: LLMEngine) -> None:
     drawn = GREEDY.replace(temperature=0.8, top_p=0.9, seed=1)
     engine.generate(prompts(8), drawn)
     before = engine.pool_stats()
@@ -143,7 +128,7 @@ def test_an_engine_is_watched_once(engine: LLMEngine) -> None:
         PerformanceMonitor(engine, window=0)
 
 
-def test_an_async_engine_is_watched_by_its_own(engine: LLMEngine) -> None:
+def test_an_async_engine_can_be_watched(engine: LLMEngine) -> None:
     async def run() -> dict[str, float]:
         served = AsyncLLMEngine(engine)
         monitor = PerformanceMonitor(served)
@@ -154,19 +139,16 @@ def test_an_async_engine_is_watched_by_its_own(engine: LLMEngine) -> None:
     assert asyncio.run(run())["e2e_p50_ms"] > 0
 
 
-def test_texts_of_an_encoder(minilm: ArrowEngine) -> None:
+def test_an_encoder_can_be_watched(minilm: ArrowEngine) -> None:
     now = 0.0
     with PerformanceMonitor(minilm, clock=lambda: now) as monitor:
-        heard: list[MetricEvent] = []
-        monitor.subscribe(heard.append)
         minilm.encode(["one", "two", "two"])
         minilm.compute(minilm.tokenize(["three"]))
         minilm.encode([])
         now = 2.0
         figures = monitor.figures()[minilm.model_name]
         assert figures["encoded_texts/s"] == 2.0 and figures["encode_p99_ms"] > 0
-        assert [event.name for event in heard] == [f"{minilm.model_name}/encode_ms"] * 2
         page = exposition(monitor.metrics()).decode()
         assert f'archerfish_encoded_texts_total{{model_name="{minilm.model_name}"}} 4.0' in page
     minilm.encode("more")
-    assert len(heard) == 2
+    assert monitor.collector.histograms[ENCODE].count(model_name=minilm.model_name) == 2

@@ -32,7 +32,7 @@ def requests(num: int) -> list[InferenceRequest]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_answers_of_a_batch_are_those_of_the_plain_engine(engine: LLMEngine, depth: int) -> None:
+def test_batch_infer_gives_the_tokens_of_generate(engine: LLMEngine, depth: int) -> None:
     many = requests(10)
     expected = [engine.generate(one.prompt, one.sampling_params)[0].token_ids for one in many]
     engine.clear_cache()
@@ -51,7 +51,7 @@ def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> 
 
     def counted(plan: object) -> object:
         nonlocal most
-        most = max(most, len(engine._in_flight))
+        most = max(most, len(engine._steps))
         return launch(plan)  # type: ignore[arg-type]
 
     engine.runner.launch = counted  # type: ignore[method-assign, assignment]
@@ -66,21 +66,7 @@ def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> 
     assert [asyncio.run(run(depth)) for depth in (1, 0, 1)] == [1, 0, 1]
 
 
-def test_a_stream_brings_all_pieces_with_their_places(engine: LLMEngine) -> None:
-    many = requests(4)
-    expected = [engine.generate(one.prompt, one.sampling_params)[0].token_ids for one in many]
-
-    async def run() -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in many]
-        async with StreamingInference(engine) as inference:
-            async for place, delta in inference.stream(many):
-                found[place] += delta.token_ids
-        return found
-
-    assert asyncio.run(run()) == expected
-
-
-def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: LLMEngine) -> None:
+def test_an_invalid_request_ends_the_batch_and_frees_all_memory(engine: LLMEngine) -> None:
     many = [InferenceRequest(prompt, PARAMS.replace(max_tokens=150)) for prompt in prompts(3)]
 
     async def run() -> None:
@@ -89,16 +75,6 @@ def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: L
                 await inference.batch_infer([*many, InferenceRequest([])])
             with pytest.raises(InvalidInputError, match=r"an InferenceRequest, not str\. Write InferenceRequest\(prompt"):
                 await inference.batch_infer([*many, "hello"])  # type: ignore[list-item]
-            with pytest.raises(InvalidInputError, match="must be an InferenceRequest, not list"):
-                async for _ in inference.stream([*many, [1, 2]]):  # type: ignore[list-item]
-                    pass
-            with pytest.raises(InvalidInputError, match="empty"):
-                async for _ in inference.stream([InferenceRequest([]), *many]):
-                    pass
-            stream = inference.stream(many)
-            async for _ in stream:
-                break
-            await stream.aclose()  # type: ignore[attr-defined]
             (output,) = await inference.batch_infer(requests(1))
             assert output.finish_reason == "length"
             assert await inference.batch_infer([]) == []
@@ -112,7 +88,7 @@ def test_a_wrong_request_ends_the_batch_and_leaving_a_stream_frees_all(engine: L
 
 @pytest.mark.parametrize("options", [{}, {"logits_cache_mib": 0}, {"pipeline_depth": 0}, {"max_num_batched_tokens": 40}])
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
-def test_logits_are_those_that_a_token_is_drawn_from(kind: str, options: dict[str, int], tmp_path: Path) -> None:
+def test_logits_are_those_of_the_next_token(kind: str, options: dict[str, int], tmp_path: Path) -> None:
     if kind == "llama":
         config = tiny_config(save_tiny_llama(tmp_path), **options)
     else:
@@ -141,7 +117,7 @@ def test_logits_are_those_that_a_token_is_drawn_from(kind: str, options: dict[st
                 assert logprobs[token_id].item() == pytest.approx(logprob, abs=1e-4)
 
 
-def test_logits_of_a_wrong_prompt_are_refused(engine: LLMEngine) -> None:
+def test_an_invalid_prompt_has_no_logits(engine: LLMEngine) -> None:
     async def run() -> None:
         async with StreamingInference(engine) as inference:
             with pytest.raises(InvalidInputError, match="empty"):
@@ -154,21 +130,21 @@ def test_logits_of_a_wrong_prompt_are_refused(engine: LLMEngine) -> None:
         engine.generate([1, 2], wants_logits=1)
 
 
-def test_what_no_pipeline_can_do_is_refused_by_name() -> None:
+def test_prefetch_options_without_a_meaning_are_refused() -> None:
     for name in ("window_size", "prefetch_threshold"):
-        with pytest.raises(UnknownOptionError, match=f"{name} does not exist.*not drawn yet"):
+        with pytest.raises(UnknownOptionError, match=f"{name} does not exist.*before the token is drawn"):
             PrefetchConfig(**{name: 1})
     with pytest.raises(UnknownOptionError, match="max_prefetch"):
         PrefetchConfig(max_prefetsch=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("depth", [2, -1])
-def test_a_depth_that_is_not_there_is_refused(depth: int) -> None:
+def test_a_pipeline_depth_above_one_is_refused(depth: int) -> None:
     with pytest.raises(InvalidOptionError, match="max_prefetch must be 0 or 1"):
         PrefetchConfig(max_prefetch=depth)
 
 
-def test_it_closes_the_face_that_it_made_and_not_one_that_it_was_given(engine: LLMEngine) -> None:
+def test_close_leaves_a_given_engine_open(engine: LLMEngine) -> None:
     async def run() -> None:
         served = AsyncLLMEngine(engine)
         for given in (served, engine, served):

@@ -92,7 +92,7 @@ def test_order_is_kept_and_batches_do_not_matter(minilm: ArrowEngine) -> None:
     assert np.argmax(together @ alone.T, axis=1).tolist() == list(range(60))
 
 
-def test_equal_texts_are_computed_once_and_nothing_is_padded(minilm: ArrowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_texts_are_computed_once_without_padding(minilm: ArrowEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     start = minilm.core.start
 
@@ -108,7 +108,7 @@ def test_equal_texts_are_computed_once_and_nothing_is_padded(minilm: ArrowEngine
     assert np.array_equal(vectors[1], vectors[197])
 
 
-def test_many_threads_at_once_get_what_one_gets(minilm: ArrowEngine) -> None:
+def test_threads_get_the_same_vectors(minilm: ArrowEngine) -> None:
     jobs = [[f"thread {t} text {i} " + "word " * (i % 30) for i in range(40)] for t in range(8)]
     expected = [minilm.encode(job) for job in jobs]
     with ThreadPoolExecutor(8) as threads:
@@ -117,7 +117,7 @@ def test_many_threads_at_once_get_what_one_gets(minilm: ArrowEngine) -> None:
         assert (a * b).sum(1).min() > 0.9998
 
 
-def test_a_pass_on_one_core_gives_what_one_on_all_gives(minilm: ArrowEngine) -> None:
+def test_begin_gives_the_vectors_of_compute(minilm: ArrowEngine) -> None:
     texts = minilm.tokenize([f"text {i} " + "word " * (i % 30) for i in range(90)])  # several batches
     for normalize in (False, True):
         together, alone = minilm.compute(texts, normalize), minilm.begin(texts, normalize).result(60)
@@ -126,7 +126,7 @@ def test_a_pass_on_one_core_gives_what_one_on_all_gives(minilm: ArrowEngine) -> 
         np.testing.assert_allclose(np.linalg.norm(alone, axis=1), np.linalg.norm(together, axis=1), rtol=0.01)
 
 
-def test_the_callers_torch_threads_are_left_alone(minilm: ArrowEngine) -> None:
+def test_torch_threads_of_the_caller_do_not_change(minilm: ArrowEngine) -> None:
     import torch
 
     def here_and_in_a_new_thread() -> tuple[int, int]:
@@ -145,7 +145,7 @@ def test_token_ids_are_taken_as_they_are(minilm: ArrowEngine) -> None:
         minilm.encode([[101, 99999, 102]])
 
 
-def test_encode_batch_normalises_unless_told_not_to(minilm: ArrowEngine) -> None:
+def test_encode_batch_normalises_by_default(minilm: ArrowEngine) -> None:
     assert np.allclose(np.linalg.norm(minilm.encode_batch(["a", "b c d"]), axis=1), 1, atol=1e-5)
     raw = minilm.encode_batch(["a", "b c d"], normalize=False)
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1, atol=0.1)
@@ -184,7 +184,7 @@ def test_progress_is_drawn_on_standard_error(minilm: ArrowEngine, capfd: pytest.
         (b"bytes", "Expected a list of texts, not bytes"),
     ],
 )
-def test_what_is_not_a_text_is_named(minilm: ArrowEngine, texts: Any, message: str) -> None:
+def test_an_invalid_text_error_names_its_place(minilm: ArrowEngine, texts: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         minilm.encode(texts)
 
@@ -194,7 +194,7 @@ def test_a_text_of_ten_megabytes_is_refused(minilm: ArrowEngine) -> None:
         minilm.encode(["fine", "x" * 10_000_000])
 
 
-def test_a_lone_surrogate_costs_nobody_else_anything(minilm: ArrowEngine) -> None:
+def test_a_lone_surrogate_is_refused(minilm: ArrowEngine) -> None:
     with pytest.raises(InvalidInputError, match="Text 1"):
         minilm.encode(["fine", "broken \ud800 text"])
     assert minilm.encode("fine").shape == (384,)
@@ -219,7 +219,7 @@ def test_bad_options(options: dict[str, Any], error: type[ArcherfishError], mess
         ArrowEngine("all-minilm-l6-v2", **options)
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_missing_device_is_an_error() -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -228,7 +228,7 @@ def test_a_device_that_is_not_there() -> None:
         ArrowEngine("all-minilm-l6-v2", device="cuda")
 
 
-def test_a_missing_directory_is_named(hub: HubConfig) -> None:
+def test_a_missing_directory_is_an_error(hub: HubConfig) -> None:
     with pytest.raises(ModelNotFoundError, match="no/such/model"):
         ArrowEngine("./no/such/model", hub=hub)
 
@@ -318,7 +318,7 @@ def test_any_iterable_of_texts(minilm: ArrowEngine) -> None:
         np.testing.assert_allclose(minilm.encode(texts), expected, atol=1e-2)
 
 
-def test_an_engine_stands_behind_a_batch_server(minilm: ArrowEngine) -> None:
+def test_an_engine_serves_a_batch_server(minilm: ArrowEngine) -> None:
     async def ask() -> list[Any]:
         async with BatchInferenceServer(minilm) as server:
             return [*await asyncio.gather(server.predict("the cat"), server.predict("the dog"))]

@@ -82,7 +82,7 @@ def test_cancelling_a_task_aborts_its_request(engine: LLMEngine) -> None:
     asyncio.run(run())
 
 
-def test_bad_input_raises_and_closing_wakes_who_waits(engine: LLMEngine) -> None:
+def test_bad_input_raises_and_closing_ends_streams(engine: LLMEngine) -> None:
     async def run() -> None:
         served = AsyncLLMEngine(engine)
         with pytest.raises(InvalidInputError):
@@ -99,7 +99,7 @@ def test_bad_input_raises_and_closing_wakes_who_waits(engine: LLMEngine) -> None
     asyncio.run(run())
 
 
-def test_closing_leaves_a_given_engine_open_and_closes_one_that_was_made(engine: LLMEngine) -> None:
+def test_closing_closes_only_an_engine_of_its_own(engine: LLMEngine) -> None:
     async def run(served: AsyncLLMEngine) -> None:
         await served.generate(prompts(1)[0], PARAMS)
         await served.close()

@@ -1,4 +1,4 @@
-"""RWKV-7 with int8 weights in the engine: how far its logits are off, what it takes, and all else as with other weights.
+"""int8 weights in the engines: how far logits are off, what they take, and all else as with other weights.
 
 Bounds are twice the error that was measured, relative to the norm of all logits: of random weights, which leave no room for
 errors to cancel, 1.6 % (tiny) and 2.0 % (small; bfloat16 weights 1.2 %); of the model that is shipped, 0.5 % (bfloat16 0.3 %).
@@ -16,27 +16,30 @@ import pytest
 import torch
 
 from archerfish.cli import doctor, fit
-from archerfish.cli.facts import Gpu
+from archerfish.cli.doctor import Gpu
 from archerfish.cli.main import main
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError
+from archerfish.kernels.formats import PLAIN, WeightFormat
+from archerfish.kernels.formats.int8_rows import Int8Rows
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
-from archerfish.kernels.torch.reference import TorchOps
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.params import SamplingParams
 from archerfish.serve.model_cards import num_bytes_of_writer
 from archerfish.store.loader import WeightLoader
 from archerfish.store.rwkv_source import read_rwkv7
-from archerfish.types import INT8
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import prompts, rwkv_config, save_tiny_rwkv
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
 
+INT8 = Int8Rows()
 VOCAB = SIZES["tiny"].vocab_size
 MOST_ERROR = {"tiny": 0.031, "small": 0.04}
 STORY = (
@@ -76,7 +79,7 @@ def test_logits_are_close_to_those_of_float32(name: str, backend: type[TorchOps]
     config, weights = read_rwkv7(write_checkpoint(SIZES[name], tmp_path / "model.pth"))
     tokens = random_tokens(SIZES[name], 3, 60)
     plain, quantized = (
-        RecurrentDriver(backend("cpu"), weights, config, tokens, weight_format=each) for each in ("auto", INT8)
+        RecurrentDriver(backend("cpu"), weights, config, tokens, weight_format=each) for each in (PLAIN, INT8)
     )
     for work in ([(0, 50), (1, 50), (2, 50)], [(0, 1), (1, 1), (2, 1)]):
         expected, found = torch.cat(plain.step(work)), torch.cat(quantized.step(work))
@@ -135,52 +138,63 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
         pytest.skip(f"no {dtype} products here")
     config, stored = read_rwkv7(tiny)
     item_bytes = 4 if dtype == "float32" else 2
-    matrices = [t for name, t in stored.items() if t.dim() == 2 and "embeddings" not in name and "lora.2" not in name]
-    num_int8, num_all = (sum(each.numel() for each in some) for some in (matrices, stored.values()))
-    expected = (num_all - num_int8) * item_bytes + num_int8 + sum(4 * len(each) for each in matrices)
+    wide = [t for name, t in stored.items() if t.dim() == 2 and "embeddings" not in name and "lora.2" not in name]
+    num_int8, num_all = (sum(each.numel() for each in some) for some in (wide, stored.values()))
+    expected = (num_all - num_int8) * item_bytes + num_int8 + sum(4 * len(each) for each in wide)
     with make(tiny, hub, dtype=dtype) as engine:
         facts = engine.facts
         assert facts.weight_bytes == expected
         assert num_bytes_of_writer(facts) == expected + facts.memory.num_bytes
         packed = [weight.get() for weight in engine.runner.ops._linear_weights]
-        quantized = [each for each in packed if each.scales is not None]
-        assert {each.matrix.dtype for each in quantized} == {torch.int8}
-        assert sum(each.matrix.untyped_storage().nbytes() for each in quantized) == num_int8
+        int8 = [each for each in packed if isinstance(each, TorchWeight) and each.weight_format.name == "int8"]
+        matrices = [each.tensors["weight"] for each in int8]
+        assert {each.dtype for each in matrices} == {torch.int8}
+        assert sum(each.untyped_storage().nbytes() for each in matrices) == num_int8
     assert Rwkv7Model.tensor_bytes(Config(config), dtype) == {name: each.numel() * item_bytes for name, each in stored.items()}
 
 
 def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:
     config, stored = read_rwkv7(tiny)
     found = fit.ModelSize("tiny", sum(each.numel() for each in stored.values()), 0, config=config)
-    int8, half = found.weight_bytes(INT8), found.weight_bytes("bfloat16")
+    int8, half = found.weight_bytes("int8"), found.weight_bytes("bfloat16")
     assert 0.5 * half < int8 < 0.75 * half
     free, on_gpu = (int((int8 + more) / fit.SPARE) + 2 for more in (fit.CPU_OVERHEAD_BYTES, fit.GPU_OVERHEAD_BYTES))
     row = doctor.judge_model(found, Memory(10**12, free), [Gpu("small", 10**12, on_gpu)])
     assert row["weight_bytes"]["int8"] == int8
     assert row["cpu"] == row["gpu"] == "fits with --weights int8 alone"
     assert row["fits_gpu"] == {"bfloat16": False, "int8": True}
-    assert fit.ModelSize("other", 5, 0, config={"model_type": "llama"}).weight_bytes(INT8) == 0
+    assert fit.ModelSize("other", 5, 0, config={"model_type": "llama"}).weight_bytes("int8") == 0
 
 
-def test_other_architectures_and_values_are_refused(tiny: Path, tmp_path: Path, hub: HubConfig) -> None:
+def test_llama_generates_with_int8_weights(tmp_path: Path, hub: HubConfig) -> None:
     save_tiny_llama(tmp_path)
-    with pytest.raises(InvalidOptionError, match="weights is 'int8', which models of type 'llama' do not have") as caught:
-        LLMEngine(EngineConfig(model=str(tmp_path), weights="int8", load_format="dummy"), hub=hub)
-    assert "RWKV-7" in caught.value.hint
-    with pytest.raises(InvalidOptionError, match="weights cannot be 'int4'") as caught:
-        EngineConfig(weights="int4")
-    assert "auto, int8" in caught.value.hint
+    config = EngineConfig(model=str(tmp_path), weights="int8", dtype="float32", load_format="dummy", memory_budget_gib=0.05)
+    many = [[5 + i, 6, 7, 8 + i] for i in range(5)]
+    with LLMEngine(config, hub=hub) as engine, LLMEngine(config.replace(weights="auto"), hub=hub) as plain:
+        alone = [engine.generate([prompt], greedy())[0].token_ids for prompt in many]
+        assert [output.token_ids for output in engine.generate(many, greedy())] == alone
+        assert engine.facts.weight_bytes < plain.facts.weight_bytes
 
 
-def test_from_the_command_line(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_embeddings_with_int8_weights_are_close(minilm_source: Path, hub: HubConfig) -> None:
+    texts = ["a fish that spits", "The archerfish shoots water at insects.", "tax law"]
+    engines = (ArrowEngine(minilm_source, hub=hub, dtype="float32", weights=each) for each in ("auto", "int8"))
+    plain, int8 = (engine.encode(texts) for engine in engines)
+    assert 0.995 < float((plain * int8).sum(1).min()) < 1.0 - 1e-7
+
+
+def test_unknown_format_is_refused(tiny: Path, hub: HubConfig) -> None:
+    with pytest.raises(InvalidOptionError, match="no weight format 'int4'") as caught:
+        LLMEngine(EngineConfig(model=str(tiny), weights="int4", load_format="dummy"), hub=hub)
+    assert "int8" in caught.value.hint
+
+
+def test_from_the_command_line(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = ["--load-format", "dummy", "--dtype", "float32", "--memory-budget-gib", "0.05", "--max-tokens", "4"]
     assert main(["generate", "Hello", "--model", str(world), "--weights", "int8", "--json", *usual]) == 0
     assert json.loads(capsys.readouterr().out)["outputs"][0]["finish_reason"] == "length"
     assert main(["generate", "Hello", "--model", str(world), "--weights", "int3", *usual]) == 2
-    assert "It takes one of: auto, int8." in capsys.readouterr().err
-    save_tiny_llama(tmp_path)
-    assert main(["generate", "Hello", "--model", str(tmp_path), "--weights", "int8", *usual]) == 2
-    assert "'llama'" in capsys.readouterr().err
+    assert "int8" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +205,7 @@ def stories() -> Iterator[tuple[LLM, LLM]]:
         yield plain, quantized
 
 
-def loss_of(engine: LLM, weight_format: str, text: str) -> tuple[float, torch.Tensor]:
+def loss_of(engine: LLM, weight_format: WeightFormat, text: str) -> tuple[float, torch.Tensor]:
     """Of a text's tokens behind its first, and the logits."""
     facts = engine.facts
     assert engine.tokenizer is not None
@@ -203,7 +217,7 @@ def loss_of(engine: LLM, weight_format: str, text: str) -> tuple[float, torch.Te
 
 
 def test_the_loss_of_a_trained_model_hardly_changes(stories: tuple[LLM, LLM]) -> None:
-    loss, logits = loss_of(stories[0], "auto", STORY)
+    loss, logits = loss_of(stories[0], PLAIN, STORY)
     quantized_loss, quantized = loss_of(stories[0], INT8, STORY)
     assert loss < 2.5  # it is trained
     assert abs(quantized_loss / loss - 1) < 0.01

@@ -54,7 +54,7 @@ def test_chat_gives_a_list_for_one_conversation_and_for_several(llm: LLM) -> Non
 
 
 @pytest.mark.parametrize("messages", ["Hello", [], ["Hello"], [HELLO, []], [HELLO, HELLO[0]], HELLO[0], None], ids=str)
-def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+def test_invalid_conversations_are_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidInputError, match="messages"):
         llm.chat(messages)
 
@@ -82,13 +82,13 @@ def test_use_tqdm_is_another_name_of_show_progress(llm: LLM, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_the_tokenizer_can_be_had(llm: LLM, tmp_path: Path) -> None:
+def test_get_tokenizer(llm: LLM, tmp_path: Path) -> None:
     assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("a fish")) == "a fish"
     with LLM(tiny_config(save_tiny_llama(tmp_path))) as mute, pytest.raises(InvalidInputError, match="has no tokenizer"):
         mute.get_tokenizer()
 
 
-def test_an_engine_says_what_it_is(directory: Path, llm: LLM) -> None:
+def test_facts_of_an_engine(directory: Path, llm: LLM) -> None:
     name = directory.name
     assert repr(llm) == f"LLM({name!r}, device='cpu', dtype='float32', kv_tokens=4096)"
     with LLMEngine(tiny_config(directory, max_cache_tokens=64)) as engine:
@@ -104,7 +104,7 @@ def test_an_engine_says_what_it_is(directory: Path, llm: LLM) -> None:
     ({"sampling_params": SamplingParams(stop_token_ids=[VOCAB])}, f"stop_token_ids names token {VOCAB}.* of {VOCAB}"),
     ({"sampling_params": SamplingParams(logit_bias={VOCAB: 1.0})}, f"logit_bias names token {VOCAB}"),
 ], ids=lambda value: str(value)[:40])  # fmt: skip
-def test_values_that_cannot_be_meant_are_refused_before_anything_runs(llm: LLM, options: dict[str, Any], said: str) -> None:
+def test_invalid_request_options_are_refused(llm: LLM, options: dict[str, Any], said: str) -> None:
     before = llm.engine_stats().total_requests
     for call in (llm.generate, llm.add_request, lambda prompt, **options: next(llm.stream(prompt, **options))):
         with pytest.raises(InvalidInputError, match=said):
@@ -112,7 +112,7 @@ def test_values_that_cannot_be_meant_are_refused_before_anything_runs(llm: LLM, 
     assert llm.engine_stats().total_requests == before
 
 
-def test_one_request_id_does_not_name_several_requests(llm: LLM) -> None:
+def test_a_request_id_cannot_name_several_requests(llm: LLM) -> None:
     with pytest.raises(ArcherfishError, match="request_id names one request, but there are 2 prompts"):
         llm.generate([[5], [6]], greedy(1), request_id="mine")
     assert llm.generate([[5]], greedy(1), request_id="mine")[0].request_id == "mine"
@@ -127,7 +127,7 @@ def test_no_step_is_left_in_flight_after_a_stop(llm: LLM) -> None:
         assert list(llm.stream("a fish", greedy(20, **stop)))[-1].finish_reason == "stop" and not llm.has_work
 
 
-def test_a_call_does_not_run_what_others_have_queued(llm: LLM) -> None:
+def test_generate_does_not_run_queued_requests_of_others(llm: LLM) -> None:
     queued = llm.add_request([5, 6, 7], greedy(30))
     llm.generate([[8]], greedy(2))
     assert llm.get_output(queued) is None and llm.has_work
@@ -135,7 +135,7 @@ def test_a_call_does_not_run_what_others_have_queued(llm: LLM) -> None:
     assert not llm.has_work
 
 
-def test_results_are_told_as_they_end_even_if_interrupted(llm: LLM) -> None:
+def test_on_result_is_called_for_each_result(llm: LLM) -> None:
     told: list[tuple[int, RequestOutput]] = []
 
     def take(place: int, result: RequestOutput) -> None:

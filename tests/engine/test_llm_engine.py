@@ -40,18 +40,14 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
         yield made
 
 
-def test_the_thread_that_loads_keeps_no_threads_of_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving: list[tuple[int, bool]] = []
-
-    def leave(has_company: bool) -> None:
-        leaving.append((threading.get_ident(), has_company))
-
-    monkeypatch.setattr("archerfish.kernels.torch.reference.let_team_go", leave)
+def test_loading_thread_releases_its_openmp_threads(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr("archerfish.kernels.torch.reference.release_threads", lambda: released.append(threading.get_ident()))
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     with make(tiny):
-        assert leaving == [(threading.get_ident(), False)]
+        assert released == [threading.get_ident()]
     with ThreadPoolExecutor(1) as computing, make(tiny, executor=computing):  # as where other engines compute too
-        assert leaving[1:] == [(threading.get_ident(), True)]
+        assert released == [threading.get_ident()] * 2
 
 
 def test_an_engine_is_of_no_use_behind_a_fork(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +230,7 @@ def test_prompt_logprobs_are_those_of_the_prompt(tiny: Path, budget: int) -> Non
             assert found[place].logprob == pytest.approx(check.logprobs[0].logprob, abs=1e-4)
 
 
-def test_deterministic_mode_gives_bit_equal_logprobs_in_company(tiny: Path) -> None:
+def test_deterministic_logprobs_do_not_depend_on_other_requests(tiny: Path) -> None:
     prompt, others = prompts(1, 61, 40, 40)[0], prompts(31, 62)
     params = greedy(16, logprobs=0)
     for dtype in ("float32", "bfloat16"):
@@ -337,6 +333,16 @@ def test_ctrl_c_while_a_step_runs_loses_nothing(tiny: Path, monkeypatch: pytest.
 
 def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_max_concurrent_requests_bounds_the_requests_held(tiny: Path) -> None:
+    with make(tiny, max_batch_size=2, max_concurrent_requests=3) as engine:
+        assert engine.config.max_num_seqs == 2
+        assert len(engine.generate(prompts(8), greedy())) == 8  # it submits them as there is room
+        for prompt in prompts(3):
+            engine.add_request(prompt, greedy())
+        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
+            engine.add_request([5, 6], greedy())
 
 
 def test_the_queue_is_bounded_but_generate_waits_for_room(tiny: Path) -> None:

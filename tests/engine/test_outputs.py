@@ -7,7 +7,8 @@ import pytest
 from archerfish.engine.outputs import CompletionOutput, RequestOutput, request_metrics
 from archerfish.errors import DeviceError
 from archerfish.params import SamplingParams
-from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes, TokenLogprobs
+from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes
+from archerfish.step import TokenLogprobs
 
 
 def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:
@@ -32,7 +33,7 @@ def test_an_output_grows() -> None:
     assert output.logprobs is None and output.cumulative_logprob is None
 
 
-def test_why_an_output_ended() -> None:
+def test_reasons_for_the_end_of_an_output() -> None:
     assert finished("stop", 5, 9).stop_reason == 9
     assert finished("stop", 5).stop_reason is None
     late = finished("length", 5, stop="END")  # the sequence reached its length while the stop string was being found
@@ -56,7 +57,7 @@ def test_a_result_shows_its_first_output() -> None:
     assert (result.cumulative_logprob, result.logprobs, result.finished) == (-1.0, [], True)
 
 
-def test_figures_of_a_request() -> None:
+def test_metrics_of_a_request() -> None:
     metrics = request_metrics([
         sequence(3, arrived=10.0, admitted=10.5, first_token=11.0, finished=13.0),
         sequence(5, 1, arrived=10.0, admitted=10.6, first_token=11.5, finished=12.5),
@@ -66,6 +67,6 @@ def test_figures_of_a_request() -> None:
     assert metrics.tokens_per_second == pytest.approx(8 / 2.5)
 
 
-def test_figures_of_a_request_that_never_ran() -> None:
+def test_metrics_of_a_request_that_never_ran() -> None:
     metrics = request_metrics([sequence(0, arrived=10.0, finished=12.0)])
     assert (metrics.queue_ms, metrics.prefill_ms, metrics.decode_ms, metrics.tokens_per_second) == (2000, 0, 0, 0)

@@ -17,12 +17,12 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput
 from archerfish.errors import CorruptFileError, InvalidInputError, InvalidOptionError, UnsupportedModelError
 from archerfish.kernels.torch.cpu import is_available
-from archerfish.models.rwkv7 import ChannelMix
+from archerfish.models.rwkv7 import Rwkv7Block
 from archerfish.params import SamplingParams
-from tests.engine.tiny_rwkv import prompts, rwkv_config
+from tests.engine.tiny_rwkv import prompts, rwkv_config, save_tiny_rwkv
 from tests.models.recurring import GOLDEN, SIZES, blink_weights, random_tokens, write_checkpoint
 from tests.models.test_rwkv7 import load_rwkv, needs_rwkv, their_logits
-from tests.store.test_rwkv_source import LAYOUTS, OLDER, to_gguf, write_gguf, write_pth
+from tests.store.test_rwkv_source import LAYOUTS, to_gguf, write_gguf
 
 TOLERANCE = 1e-4
 VOCAB = SIZES["tiny"].vocab_size
@@ -100,8 +100,8 @@ def test_logits_are_the_golden_ones(
             torch.testing.assert_close(noted[-1], golden[0, num - 1], atol=TOLERANCE, rtol=TOLERANCE)
             assert (found.num_cached_tokens > 0) == (num != 37 and engine.config.enable_prefix_caching)
         noted.clear()
-        engine.generate([sequences[1][:70], sequences[2][:50]], greedy(1))
-        for row, expected in zip(noted, (golden[1, 69], golden[2, 49]), strict=True):
+        engine.generate([sequences[1][:50], sequences[2][:70]], greedy(1))
+        for row, expected in zip(noted, (golden[1, 49], golden[2, 69]), strict=True):
             torch.testing.assert_close(row, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -278,7 +278,7 @@ def test_a_step_that_fails_leaves_no_state_behind(engine: LLMEngine, monkeypatch
         raise RuntimeError("in the middle of a pass")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChannelMix, "__call__", broken)
+        patch.setattr(Rwkv7Block, "mix_channels", broken)
         assert engine.generate([prompt], greedy(8))[0].finish_reason == "error"
     output = engine.generate([prompt], greedy(8))[0]
     assert (output.token_ids, output.num_cached_tokens) == (expected, 0)
@@ -308,13 +308,6 @@ def test_every_layout_runs(layout: str, tmp_path: Path, hub: HubConfig) -> None:
             engine.generate(["text"])
 
 
-@pytest.mark.parametrize("version", OLDER)
-def test_older_versions_are_refused(version: int, tmp_path: Path, hub: HubConfig) -> None:
-    path = write_pth(tmp_path / "old.pth", {name: torch.zeros(2, 2) for name in OLDER[version]})
-    with pytest.raises(UnsupportedModelError, match=rf"RWKV-{version} model.*only RWKV-7"):
-        make(path, hub)
-
-
 @pytest.mark.parametrize("model_type", ["rwkv", "rwkv5", "rwkv6"])
 def test_older_configurations_are_refused(model_type: str, tmp_path: Path, hub: HubConfig) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}", "vocab_size": 65536}}')
@@ -324,7 +317,7 @@ def test_older_configurations_are_refused(model_type: str, tmp_path: Path, hub: 
 
 def test_an_older_gguf_file_is_refused(tmp_path: Path, hub: HubConfig) -> None:
     path = write_gguf(tmp_path / "old.gguf", to_gguf(blink_weights(SIZES["tiny"])), architecture="rwkv6")
-    with pytest.raises(UnsupportedModelError, match="RWKV-6"):
+    with pytest.raises(UnsupportedModelError, match="rwkv6.*only RWKV-7"):
         make(path, hub)
 
 
@@ -355,3 +348,15 @@ def test_deterministic_logits_are_bit_equal_whatever_runs_beside(dtype: str, tin
     alone = run([[prompt] for prompt in many], enable_prefix_caching=False, block_size=0)
     assert run([many]) == alone
     assert run([many], max_cache_tokens=400) == alone
+
+
+def test_an_exact_repeat_costs_a_pass_only_behind_the_last_kept_state(tmp_path: Path) -> None:
+    """States are kept every block_size tokens: a prompt that ends there costs no pass, another one the tokens behind it."""
+    config = rwkv_config(save_tiny_rwkv(tmp_path), load_format="dummy", block_size=16)
+    with LLMEngine(config) as engine:
+        for length, expected in ((32, 0), (40, 8)):
+            prompt = prompts(1, 96, seed=length, least=length, most=length)[0]
+            first = engine.generate([prompt], greedy(1))[0]
+            computed = engine.scheduler.stats().prefill_tokens_computed
+            assert engine.generate([prompt], greedy(1))[0].token_ids == first.token_ids
+            assert engine.scheduler.stats().prefill_tokens_computed - computed == expected

@@ -28,7 +28,7 @@ from archerfish.errors import (
 )
 from archerfish.kernels.torch import reference
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.sequence import Plan
+from archerfish.runtime.graphs import PreparedDecodes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
@@ -37,7 +37,7 @@ TEXTS = ["Hello there", "The quick brown fox jumps over the lazy dog. " * 3, "ä½
 
 
 class RecordingOps(TorchOps):
-    is_async = True
+    is_async = can_record = True
 
 
 def config_of(directory: Path, **options: Any) -> EngineConfig:
@@ -91,7 +91,7 @@ def favour_end(engine: LLMEngine, bonus: float, monkeypatch: pytest.MonkeyPatch)
     engine.clear_cache()  # of logits too
 
 
-def test_tokens_are_as_many_as_they_should_be_and_in_range(sampler: RwkvSampler) -> None:
+def test_numbers_and_ranges_of_tokens(sampler: RwkvSampler) -> None:
     found = sampler.generate_tts_tokens_batch(requests(12))
     for i, tokens in enumerate(found):
         assert len(tokens.global_tokens) == 32 and all(0 <= token < 4096 for token in tokens.global_tokens)
@@ -101,7 +101,7 @@ def test_tokens_are_as_many_as_they_should_be_and_in_range(sampler: RwkvSampler)
     assert len({tuple(tokens.global_tokens) for tokens in found}) == 9 and len(set(found[-1].semantic_tokens)) > 10
 
 
-def test_the_sequence_is_that_of_the_procedure(sampler: RwkvSampler) -> None:
+def test_the_sequence_of_sampled_tokens(sampler: RwkvSampler) -> None:
     """Whole, as the engine has it: global tokens with their offset, TAG_1, semantic tokens as they are."""
     request = TTSRequest(text="Hello", seed=4, max_tokens=6)
     (output,) = sampler.engine.generate([request.prompt()], request.params())
@@ -122,7 +122,7 @@ def test_the_sequence_is_that_of_the_procedure(sampler: RwkvSampler) -> None:
         assert not likely or likely[0] == first[place]
 
 
-def test_the_end_is_respected(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_token_ends_a_request(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         favour_end(sampler.engine, 10.0, patch)
         many = [TTSRequest(text=TEXTS[0], seed=i, max_tokens=50, top_k=0, top_p=1.0) for i in range(12)]
@@ -139,7 +139,7 @@ def test_the_end_is_respected(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPa
     sampler.engine.clear_cache()
 
 
-def test_sixteen_together_are_sixteen_alone(sampler: RwkvSampler) -> None:
+def test_a_batch_gives_the_tokens_of_single_requests(sampler: RwkvSampler) -> None:
     together = sampler.generate_tts_tokens_batch(requests(16))
     sampler.reset()
     alone = [sampler.generate_tts_tokens(request) for request in requests(16)]
@@ -148,7 +148,7 @@ def test_sixteen_together_are_sixteen_alone(sampler: RwkvSampler) -> None:
 
 
 @pytest.mark.parametrize("kind", PROPERTIES)
-def test_every_property_is_heard_by_the_model(sampler: RwkvSampler, kind: str) -> None:
+def test_every_property_changes_the_tokens(sampler: RwkvSampler, kind: str) -> None:
     voices: list[dict[str, Any]] = [{kind: name} for name in PROPERTIES[kind]]
     prompts = [TTSRequest(text="a", **voice).prompt() for voice in voices]
     outputs = sampler.engine.generate(prompts, SamplingParams(max_tokens=1), wants_logits=True)
@@ -156,7 +156,7 @@ def test_every_property_is_heard_by_the_model(sampler: RwkvSampler, kind: str) -
     assert all((one - other).abs().max() > 1e-4 for one, other in itertools.combinations(rows, 2))
 
 
-def test_the_architecture_makes_no_difference(tmp_path: Path) -> None:
+def test_llama_models_can_speak(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=512)
     with RwkvSampler(tiny_config(tmp_path, max_cache_tokens=2000)) as sampler:
         found = sampler.generate_tts_tokens_batch(requests(4))
@@ -188,27 +188,27 @@ def test_recorded_steps_change_nothing(sampler: RwkvSampler, tmp_path: Path, mon
     expected = sampler.generate_tts_tokens_batch(requests(8))
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with RwkvSampler(config_of(tmp_path, max_num_seqs=8)) as other:
-        graphs, plans = other.engine.runner._graphs, list[Plan]()
+        graphs, plans = other.engine.runner._graphs, list[PreparedDecodes]()
         assert graphs is not None
         start = graphs.start
 
-        def noted(plan: Plan) -> Any:
-            plans.append(plan)
-            return start(plan)
+        def noted(prepared: PreparedDecodes) -> Any:
+            plans.append(prepared)
+            return start(prepared)
 
         monkeypatch.setattr(graphs, "start", noted)
         assert other.generate_tts_tokens_batch(requests(8)) == expected
-        assert len(plans) > 35 and max(plan.num_decodes for plan in plans) == 8
+        assert len(plans) > 35 and max(len(prepared.rows) for prepared in plans) == 8
 
 
-def test_texts_of_a_batch_can_have_options_together(sampler: RwkvSampler) -> None:
+def test_options_apply_to_all_texts_of_a_batch(sampler: RwkvSampler) -> None:
     whole = TTSRequest(text="b", seed=3, max_tokens=4)
     first, second = sampler.generate_tts_tokens_batch(["a", whole], seed=1, max_tokens=2)
     assert (len(first.semantic_tokens), len(second.semantic_tokens)) == (2, 4)
     assert first == sampler.generate_tts_tokens("a", seed=1, max_tokens=2)
 
 
-def test_tables_of_a_batch_have_its_options_where_they_say_nothing_else(sampler: RwkvSampler) -> None:
+def test_a_mapping_overrides_the_options_of_its_batch(sampler: RwkvSampler) -> None:
     whole = TTSRequest(text=TEXTS[0], max_tokens=4, seed=3)
     tables: list[Any] = [{"text": TEXTS[0]}, {"text": TEXTS[0], "max_tokens": 5}, whole]
     found = sampler.generate_tts_tokens_batch(tables, max_tokens=3, seed=3)
@@ -216,14 +216,14 @@ def test_tables_of_a_batch_have_its_options_where_they_say_nothing_else(sampler:
     assert found[0].semantic_tokens == found[1].semantic_tokens[:3] == found[2].semantic_tokens[:3]
 
 
-def test_what_is_wrong_with_the_options_of_a_whole_batch_is_raised(sampler: RwkvSampler) -> None:
+def test_invalid_options_of_a_batch_are_raised(sampler: RwkvSampler) -> None:
     """Beside each of its results it would look like an answer without tokens."""
     for options in ({"emotoin": "SAD"}, {"text": "b"}):
-        with pytest.raises(ArcherfishError, match=r"emotoin|text is given"):
+        with pytest.raises(ArcherfishError, match=r"emotoin|text is no option"):
             sampler.generate_tts_tokens_batch(["a", {"text": "b"}], **options)
 
 
-def test_a_steady_batch_makes_no_new_arrays(sampler: RwkvSampler) -> None:
+def test_a_repeated_batch_allocates_no_buffers(sampler: RwkvSampler) -> None:
     sampler.generate_tts_tokens_batch(requests(6))
     before = sampler.engine.pool_stats()
     sampler.generate_tts_tokens_batch(requests(6, age="elderly"))
@@ -240,7 +240,7 @@ def test_a_monitor_watches_its_engine(sampler: RwkvSampler) -> None:
         PerformanceMonitor("rwkv")  # type: ignore[arg-type]
 
 
-def test_a_bad_request_leaves_the_rest_of_its_batch_alone(sampler: RwkvSampler) -> None:
+def test_an_invalid_request_does_not_affect_its_batch(sampler: RwkvSampler) -> None:
     good = requests(6)
     expected = sampler.generate_tts_tokens_batch(good)
     bad: list[Any] = [{"text": "Hello", **values} for values, _ in BAD]
@@ -256,7 +256,7 @@ def test_a_bad_request_leaves_the_rest_of_its_batch_alone(sampler: RwkvSampler) 
             assert list(tokens) == [[], []] and tokens.error.message
 
 
-def test_one_that_fails_while_it_runs_leaves_the_others_alone(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_request_does_not_affect_its_batch(sampler: RwkvSampler, monkeypatch: pytest.MonkeyPatch) -> None:
     good = requests(4)
     expected = sampler.generate_tts_tokens_batch(good)
     sampler.reset()
@@ -284,13 +284,13 @@ def test_a_single_request_raises_its_error(sampler: RwkvSampler) -> None:
         sampler.generate_tts_tokens("Hello", emotion="hapy")
     with pytest.raises(InputTooLargeError, match="leaves room for"):
         sampler.generate_tts_tokens("long " * 3000)
-    with pytest.raises(InvalidInputError, match="beside a request"):
+    with pytest.raises(InvalidInputError, match="seed is no option of a TTSRequest"):
         sampler.generate_tts_tokens(TTSRequest(text="a"), seed=5)
     with pytest.raises(InvalidInputError, match="Expected a list"):
         sampler.generate_tts_tokens_batch("Hello")
     with pytest.raises(UnknownOptionError, match="no 'sead'"):
         next(sampler.stream_tts_tokens("Hello", sead=5))
-    with pytest.raises(InvalidInputError, match="text is given beside a request"):
+    with pytest.raises(InvalidInputError, match="text is no option"):
         sampler.generate_tts_tokens("Hello", text="there")
     assert sampler.generate_tts_tokens_batch([]) == []
 
@@ -303,7 +303,7 @@ def test_texts_over_the_limit_of_bytes_are_refused(sampler: RwkvSampler) -> None
     sampler.update_config(max_prompt_bytes=before)
 
 
-def test_what_is_left_of_the_model_is_used_where_no_number_was_asked_for(sampler: RwkvSampler) -> None:
+def test_max_tokens_defaults_to_the_room_of_the_model(sampler: RwkvSampler) -> None:
     prompt = TTSRequest(text="word " * 2500)
     room = sampler.engine.facts.max_len - len(prompt.prompt())
     assert 33 < room < 2081
@@ -311,7 +311,7 @@ def test_what_is_left_of_the_model_is_used_where_no_number_was_asked_for(sampler
     assert len(tokens.semantic_tokens) == room - 33
 
 
-def test_tokens_come_as_they_are_drawn(sampler: RwkvSampler) -> None:
+def test_a_stream_gives_tokens_as_they_are_drawn(sampler: RwkvSampler) -> None:
     request = requests(2)[1]
     expected = sampler.generate_tts_tokens(request)
     pieces = list(sampler.stream_tts_tokens(request))
@@ -369,11 +369,11 @@ def test_threads_share_the_engine(sampler: RwkvSampler) -> None:
     assert [found[i % 4][i // 4] for i in range(8)] == expected
 
 
-def test_reset_aborts_and_forgets(sampler: RwkvSampler) -> None:
+def test_reset_aborts_requests_and_clears_the_cache(sampler: RwkvSampler) -> None:
     stream = sampler.stream_tts_tokens("Hello there", seed=1)
     next(stream)
     sampler.reset()
-    with pytest.raises(StoppedError, match="given up"):
+    with pytest.raises(StoppedError, match="was aborted"):
         list(stream)
     engine = sampler.engine
     engine.settle()
@@ -399,7 +399,7 @@ def test_options_are_changed_while_it_runs(sampler: RwkvSampler) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
-def test_single_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any]) -> None:
+def test_sample_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any]) -> None:
     logits = [0.0] * 50
     logits[7], logits[30] = 40.0, 50.0
     row = kind(logits)
@@ -410,7 +410,7 @@ def test_single_logits(sampler: RwkvSampler, kind: Callable[[list[float]], Any])
     assert drawn == [sampler.sample_logits(row, first=10, end=14, seed=3, position=i) for i in range(50)]
 
 
-def test_single_logits_take_the_whole_numbers_of_arrays(sampler: RwkvSampler) -> None:
+def test_sample_logits_accepts_numbers_of_arrays(sampler: RwkvSampler) -> None:
     row = [0.0, 50.0, 40.0, 30.0]
     kinds: list[Callable[[Any], Any]] = [np.asarray, torch.tensor]
     for kind in kinds:
@@ -418,7 +418,7 @@ def test_single_logits_take_the_whole_numbers_of_arrays(sampler: RwkvSampler) ->
         assert sampler.sample_logits(row, seed=kind(7), position=kind(3), **where) == 3
 
 
-def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
+def test_sample_logits_refuses_invalid_values(sampler: RwkvSampler) -> None:
     for logits in ("abc", [[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], None, 5):
         with pytest.raises(InvalidInputError):
             sampler.sample_logits(logits)
@@ -443,13 +443,13 @@ def test_single_logits_that_cannot_be(sampler: RwkvSampler) -> None:
         sampler.sample_logits([1.0, 2.0], temperature=-1)
 
 
-def test_a_model_that_does_not_speak_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_tts_tokens_is_refused(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     with pytest.raises(UnsupportedModelError, match="has 96 tokens; a TTS model of RWKV-7 has at least 77,871"):
         RwkvSampler(tiny_config(tmp_path))
 
 
-def test_an_engine_that_was_given_stays_open(sampler: RwkvSampler) -> None:
+def test_close_leaves_a_given_engine_open(sampler: RwkvSampler) -> None:
     with RwkvSampler.new(sampler.engine) as other:
         assert other.generate_tts_tokens("a", seed=1, max_tokens=2).error is None
     assert sampler.generate_tts_tokens("a", seed=1, max_tokens=2).error is None

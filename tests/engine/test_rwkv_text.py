@@ -79,7 +79,7 @@ def test_half_a_character_is_held_back(engine: LLM) -> None:
     ]
     assert "".join(pieces) == "a水" and all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
     held = LLMEngine.prepare_request(engine, prompt, SamplingParams(max_tokens=9), listener=lambda delta: None)
-    text = held.texts[0]
+    text = held.collector.texts[0]
     assert text is not None
     assert [text.feed([i])[0] for i in ids] == ["a", "", "", "水"]
 

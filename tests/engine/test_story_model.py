@@ -20,8 +20,7 @@ from archerfish.config import HubConfig
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
-from archerfish.store.bundled import BUNDLED_MODELS, STORY_MODEL
-from archerfish.store.names import resolve_model
+from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL, resolve_model
 from scripts.draw_stories import read_stories
 from scripts.story_data import ANSWER, END, REQUEST
 from tests.engine.test_rwkv_engine import note_logits

@@ -139,7 +139,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "said"), BAD, ids=range(len(BAD)))
-def test_bad_input_is_refused_and_says_why(values: dict[str, Any], said: str) -> None:
+def test_invalid_input_errors(values: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInputError) as raised:
         TTSRequest(**{"text": "Hello", **values})
     assert said in str(raised.value)
@@ -155,7 +155,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 @given(st.text(min_size=1), st.sampled_from([*PROPERTIES]), st.text())
-def test_any_text_has_a_prompt_and_any_name_an_answer(text: str, kind: str, name: str) -> None:
+def test_any_text_has_a_prompt_and_any_name_a_token_or_an_error(text: str, kind: str, name: str) -> None:
     try:
         values: dict[str, Any] = {"text": text, kind: name}
         prompt = TTSRequest(**values).prompt()
@@ -166,7 +166,7 @@ def test_any_text_has_a_prompt_and_any_name_an_answer(text: str, kind: str, name
     assert all(12292 <= token < 77822 for token in prompt[7:-1]) and len(prompt) > 8
 
 
-def test_outputs_are_told_apart() -> None:
+def test_read_output_splits_global_and_semantic_tokens() -> None:
     assert read_output([GLOBAL_OFFSET, GLOBAL_OFFSET + 4095, TAG_1, 0, 8191, EOS]) == ([0, 4095], [0, 8191])
     assert read_output([]) == ([], [])
     global_tokens, semantic_tokens = TTSTokens([1], [2] * 75)

@@ -13,7 +13,7 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.config import HubConfig
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import BUILTIN_MODELS, is_intact, resolve_model, source_directory
 from archerfish.text.text_tokenizer import TextTokenizer

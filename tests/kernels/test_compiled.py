@@ -42,34 +42,17 @@ for type_name in ("fp32", "bf16"):
     for rows, is_normed, is_gated in ((3, True, False), (4, False, False), (4, True, True)):
         build(kernel, {**fixed, "rows": rows, "is_normed": is_normed, "is_gated": is_gated}, {}, type_name)
 """
-GATES = """
+MANY_ROWS = """
 import torch
-from archerfish.kernels.triton.linear import ROW_TILES
-from archerfish.kernels.triton.products import gate_tiles_kernel as kernel
-from archerfish.kernels.triton.tiles import SHARED_BYTES, gate_tile
+from archerfish.kernels.triton.mixes import multiply_parts_kernel
+from archerfish.kernels.triton.products import add_rows_kernel
+from archerfish.kernels.triton.recurrent import PART_ROWS, choose_part_tile
+from archerfish.kernels.triton.tiles import SHARED_BYTES, add_tile
 
-for num_rows in (17, 200, 2000):
-    tile = gate_tile(num_rows, torch.empty(3072, 576, dtype=torch.bfloat16), SHARED_BYTES)
-    fixed = {"width": 576, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns, "row_tiles": ROW_TILES}
-    fixed["activation"] = "silu"
-    shapes = {"x": (tile.rows, tile.columns), "weight": (tile.outputs, tile.columns), "out": (tile.rows, tile.outputs)}
-    signature = {name: f"tensordesc<bf16[{height}, {width}]>" for name, (height, width) in shapes.items()}
-    signature |= {"num_rows": "i32", "num_outputs": "i32"} | dict.fromkeys(fixed, "constexpr")
-    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    built = compile(ASTSource(kernel, signature, places, {}), target=GPUTarget("cuda", 90, 32), options=options)
-    assert "wgmma.mma_async" in built.asm["ptx"] and built.metadata.shared <= SHARED_BYTES
-"""
-MANY_MIXES = """
-import torch
-from archerfish.kernels.triton.many_mixes import choose_part_tile
-from archerfish.kernels.triton.mixes import PART_ROWS, multiply_parts_kernel
-from archerfish.kernels.triton.products import multiply_shares_kernel
-from archerfish.kernels.triton.tiles import SHARED_BYTES, share_tile
-
-tile = share_tile(64, torch.empty(768, 3072, dtype=torch.bfloat16), 2, SHARED_BYTES)
-shares = {"width": 3072, "span": tile.span, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns}
-built = [build(multiply_shares_kernel, {**shares, "is_early": True}, {"out": "fp32"}, num_warps=tile.num_warps)]
+tile = add_tile(64, torch.empty(768, 3072, dtype=torch.bfloat16), 2, SHARED_BYTES)
+added = {"width": 3072, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns, "is_early": True}
+built = [build(add_rows_kernel, added, {"total": "fp32"}, num_warps=tile.num_warps)]
+built.append(build(add_rows_kernel, added, {"total": "fp32", "weight": "i8", "scales": "fp32"}, num_warps=tile.num_warps))
 tile = choose_part_tile(2, torch.device("cpu"))
 parts = {"width": 768, "rows": PART_ROWS, "outputs": tile.outputs, "columns": tile.columns, "parts": 1, "num_outputs": 768}
 parts |= {name: 64 for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank")}
@@ -89,7 +72,7 @@ numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "
 types = dict.fromkeys((*numbers, "shared_len"), "i32")
 types |= dict.fromkeys(("partials", "levels", "shared_partials", "shared_levels"), "fp32")
 prefill = {"num_kv_heads": 2, "group": 2, "rows": 32, "is_gathered": False}
-flags = ("is_shared", "is_new", "is_turned", "has_q_norm", "has_k_norm")
+flags = ("is_shared", "is_new", "is_rotated", "has_q_norm", "has_k_norm")
 decode = {"group": 2, "rows": 16, "shared_step": 16, "parts_at_once": 4, "is_early": True} | dict.fromkeys(flags, False)
 for half in ("bf16", "fp32"):
     build(prefill_kernel, {**heads, **extra, **prefill}, types, half, 4)
@@ -131,9 +114,8 @@ for half in ("bf16", "fp16"):
     for is_time in (False, True):
         mix = {"columns": 1024, "rows": 2, "outputs": 4, "num_outputs": 576, "is_time": is_time, **ranks}
         build(mix_rows_kernel, {"width": 576, "is_early": True, **mix}, {"x": "fp32"}, half, 4)
-    for num_shares in (0, 8):
-        shift = {"width": 576, "columns": 1024, "num_shares": num_shares, "num_factors": 6, "is_early": True}
-        build(norm_shift_kernel, shift, {"x": "fp32", "shares": "fp32"}, half)
+    shift = {"width": 576, "columns": 1024, "num_factors": 6, "is_early": True}
+    build(norm_shift_kernel, shift, {"x": "fp32"}, half)
 """
 
 
@@ -154,14 +136,9 @@ def test_attention_of_narrow_heads() -> None:
     run(NARROW_HEADS)
 
 
-def test_products_with_a_gate() -> None:
-    """They run on the tensor cores that all warps share, and what is on its way fits."""
-    run(GATES)
-
-
-def test_products_of_many_recurrent_decodes() -> None:
-    """They run on the tensor cores that all warps share, and what they read passes the registers by."""
-    run(MANY_MIXES)
+def test_products_of_many_rows() -> None:
+    """They run on the tensor cores that all warps share, and their inputs bypass the registers."""
+    run(MANY_ROWS)
 
 
 @pytest.mark.slow

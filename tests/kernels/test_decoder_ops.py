@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
-from archerfish.kernels.torch.paged_cpu import SPLIT_SAVES, STEP, group_lengths, padded
+from archerfish.kernels.torch.paged_cpu import SPLIT_SAVES, STEP, group_lengths, layouts, padded
 from archerfish.kernels.torch.reference import TorchOps, activate
 from archerfish.runtime.batch import build_batch
 
@@ -93,7 +93,7 @@ def test_prompts_see_a_whole_number_of_steps_unless_they_are_long(num_new: int, 
     q = random(fast.padded_rows(num_new), 64)
     expected = TorchOps().paged_attention(q, kv, batch, heads)[:num_new]
     torch.testing.assert_close(fast.paged_attention(q, kv, batch, heads)[:num_new], expected, atol=1e-5, rtol=1e-4)
-    [layout] = [value for key, value in batch.derived.items() if key[0] == "attention"]
+    [layout] = layouts(batch).values()
     [prefill] = layout.prefills
     is_whole = num_new == context and not window
     assert (len(prefill.slots) % STEP == 0) != (is_whole and num_new == 513)
@@ -108,7 +108,7 @@ def test_decodes_of_very_different_lengths_are_grouped_and_put_back_in_order() -
     torch.testing.assert_close(
         fast.paged_attention(q, kv, batch, heads), TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4
     )
-    [layout] = [value for key, value in batch.derived.items() if key[0] == "attention"]
+    [layout] = layouts(batch).values()
     assert [group.width for group in layout.decodes] == [2016, 928, 64]
 
 
@@ -237,7 +237,7 @@ def test_logits_are_float32_and_capped(backend: type[TorchOps], num_rows: int) -
     torch.manual_seed(0)
     ops = backend(dtype=TYPES[-1])
     x, weight = random(num_rows, 32, dtype=TYPES[-1]), random(50, 32, dtype=TYPES[-1])
-    head = ops.linear_weight([weight], [None])
+    head = ops.linear_weight([{"weight": weight}], [None])
     plain, capped = ops.logits(x, head), ops.logits(x, head, softcap=2.0)
     assert plain.dtype == capped.dtype == torch.float32
     torch.testing.assert_close(plain, x.float() @ weight.float().T, atol=0.1, rtol=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def in_a_process(code: str) -> str:
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
-def test_a_team_ends_with_all_its_threads() -> None:
+def test_released_threads_end() -> None:
     out = in_a_process(
         """
 def others(): return set(os.listdir("/proc/self/task")) - {str(os.getpid())}
@@ -46,7 +47,7 @@ torch.set_num_threads(3)
 before = others()
 torch.ones(1 << 20).mul_(2.0)
 team = others() - before
-let_team_go(has_company=False)
+release_threads()
 while team & others():
     pass
 print(len(team), int(torch.ones(1 << 20).sum()))  # a new one, if it is wanted
@@ -56,14 +57,14 @@ print(len(team), int(torch.ones(1 << 20).sum()))  # a new one, if it is wanted
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
-def test_a_forked_process_does_not_wait_for_the_team_of_its_parent() -> None:
+def test_forked_process_does_not_wait_for_the_threads_of_its_parent() -> None:
     out = in_a_process(
         """
 torch.set_num_threads(2)
 torch.ones(1 << 20).mul_(2.0)
 child = os.fork()
 if not child:
-    let_team_go(has_company=False)
+    release_threads()
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -72,10 +73,20 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch brings another library of threads")
-def test_the_threads_are_those_of_torch_whoever_brings_others() -> None:
+def test_openmp_is_the_library_of_torch() -> None:
     pytest.importorskip("sklearn", reason="as it does")
     out = in_a_process("import sklearn.utils._openmp_helpers\nprint(openmp()._name)")
     assert Path(out.strip()).parent in (Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs")
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("", "5000"), ("active", "None")])
+def test_openmp_threads_spin_briefly_unless_the_user_says_otherwise(policy: str, expected: str) -> None:
+    """Red if torch could be loaded before the environment is set: OpenMP reads it once."""
+    code = "import sys, os, archerfish; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (expected if platform.machine() in ("x86_64", "AMD64") else "None")
 
 
 def test_begin_returns_when_a_thread_is_free() -> None:

@@ -33,9 +33,10 @@ def test_linear_with_activation(dtype: str, activation: Activation, has_bias: bo
     torch.manual_seed(0)
     x, weights = random(37, 48, dtype=dtype), [random(40, 48, dtype=dtype) / 7, random(40, 48, dtype=dtype) / 7]
     biases = [random(40, dtype=dtype), None] if has_bias else [None, None]
+    parts = [{"weight": weight} for weight in weights]
     reference, fast = TorchOps(dtype="float32"), TorchCpuOps(dtype=dtype)
-    expected = reference.linear(x, reference.linear_weight(weights, biases), activation=activation)
-    actual = fast.linear(x, fast.linear_weight(weights, biases), activation=activation)
+    expected = reference.linear(x, reference.linear_weight(parts, biases), activation=activation)
+    actual = fast.linear(x, fast.linear_weight(parts, biases), activation=activation)
     torch.testing.assert_close(actual.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -45,8 +46,8 @@ def test_linear_with_residual_leaves_its_inputs_alone(dtype: str) -> None:
     x, weight, residual = random(37, 48, dtype=dtype), random(40, 48, dtype=dtype) / 7, random(37, 40, dtype=dtype)
     before = residual.clone()
     reference, fast = TorchOps(dtype="float32"), TorchCpuOps(dtype=dtype)
-    expected = reference.linear(x, reference.linear_weight([weight], [None]), residual=residual)
-    actual = fast.linear(x, fast.linear_weight([weight], [None]), residual=residual)
+    expected = reference.linear(x, reference.linear_weight([{"weight": weight}], [None]), residual=residual)
+    actual = fast.linear(x, fast.linear_weight([{"weight": weight}], [None]), residual=residual)
     torch.testing.assert_close(actual.float(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(residual, before)
 

@@ -42,7 +42,7 @@ def test_inputs_become_the_batch_of_the_reference() -> None:
     assert state.last_tokens.tolist()[:6] == [1, 10, 0, 30, 40, 2]
     assert sampling.positions is not None and other_sampling.positions is not None
     assert sampling.positions.tolist() == other_sampling.positions.tolist() == [1038, 1, 17, 0, 0]
-    places = find_places(batch, inputs.device)
+    places = find_places(batch)
     assert places.context_lens.tolist() == [1038, 1, 17, 0, 0]
     assert places.shared_len is not None
     assert places.shared_len.tolist() == [32]

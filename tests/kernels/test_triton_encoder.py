@@ -18,12 +18,12 @@ from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
 from archerfish.kernels.ops import Pooling, Segments  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.encoder import LAYOUT, FixedInputs, choose_rows, lay_out  # isort: skip
+from archerfish.kernels.triton.encoder import FixedInputs, choose_rows, lay_out  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.places import Tile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
-from archerfish.models.encoder import TokenBatch, encoder_class  # isort: skip
+from archerfish.models.adapter import TokenBatch, encoder_class  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -91,9 +91,7 @@ def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
     layout = lay_out(segments, torch.device(DEVICE), 16)
     assert layout.tile_sequences.tolist() == [0, 0, 0, 1]
     assert layout.tile_firsts.tolist() == [0, 16, 32, 0]
-    assert lay_out(segments, torch.device(DEVICE)) is layout
-    assert segments == Segments((40, 3))
-    assert LAYOUT in segments.derived
+    assert lay_out(Segments((40, 3)), torch.device(DEVICE), 16) is layout
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -111,8 +109,8 @@ def test_layer_norm(width: int, dtype: str) -> None:
         torch.testing.assert_close(out.float(), expected, atol=error, rtol=error)
     matrix, shift = random(width, width, dtype=dtype) / width, random(width, dtype=dtype)
     residual = random(7, width, dtype=dtype)
-    out = ops.linear_layer_norm(x, ops.linear_weight([matrix], [shift]), residual, weight, bias, 1e-5)
-    wide = reference.linear_weight([matrix.float()], [shift.float()])
+    out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, weight, bias, 1e-5)
+    wide = reference.linear_weight([{"weight": matrix.float()}], [shift.float()])
     expected = reference.linear_layer_norm(x.float(), wide, residual.float(), weight, bias, 1e-5)
     assert out.dtype == ops.torch_dtype
     torch.testing.assert_close(out.float(), expected, atol=2 * error, rtol=2 * error)

@@ -12,15 +12,21 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, random, untraced
 
 from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
-from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.tiles import MAX_ROWS, SHARED_BYTES, LinearTile, tile_of  # isort: skip
-from archerfish.kernels.triton.ops import TritonOps, filled_up  # isort: skip
+from archerfish.kernels.formats import PLAIN, WeightFormat  # isort: skip
+from archerfish.kernels.formats.int8_rows import Int8Rows  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
+from archerfish.kernels.triton import linear as triton_linear  # isort: skip
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up  # isort: skip
+from archerfish.kernels.triton.tiles import MAX_ADDED_ROWS, SHARED_BYTES, AddTile, LinearTile, add_tile, tile_of  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.layers.decoder import Attention, BlockNorms, DecoderBlock, GatedMLP, RMSNorm  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 ROWS = [1, 2, 3, 4, 5, 8, 16, 32]
+FORMATS = [PLAIN, Int8Rows()]
+MAX_ROWS = PlainRowsWeight.max_rows
 TILES = [
     LinearTile(4, 64, 4, 1), LinearTile(2, 32, 2, 3), LinearTile(8, 512, 4, 1), LinearTile(16, 64, 4, 2, is_dot=True),
     LinearTile(16, 128, 8, 3, is_dot=True),
@@ -32,13 +38,13 @@ STREAMS = [
 
 
 def weights(
-    num_outputs: int, width: int, dtype: str, *, has_bias: bool = False
+    num_outputs: int, width: int, dtype: str, *, has_bias: bool = False, weight_format: WeightFormat = PLAIN
 ) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
-    """Of a linear map, in a type, and of the same in float32."""
+    """Of a linear map for Triton in a type, and of the same numbers for the reference in float32."""
     weight = random(num_outputs, width, dtype=dtype) * width**-0.5
     bias = random(num_outputs, dtype=dtype) if has_bias else None
-    wide = TorchOps(DEVICE).linear_weight([weight.float()], [None if bias is None else bias.float()])
-    return TorchOps(DEVICE, dtype).linear_weight([weight], [bias]), wide
+    wide = TorchOps(DEVICE).linear_weight([{"weight": weight}], [None if bias is None else bias.float()], weight_format)
+    return TritonOps(DEVICE, dtype).linear_weight([{"weight": weight}], [bias], weight_format), wide
 
 
 def check(y: Tensor, expected: Tensor, dtype: str) -> None:
@@ -64,30 +70,34 @@ def _no_torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("left to torch")
 
-    monkeypatch.setattr(TorchOps, "linear", refuse)
-    monkeypatch.setattr(TorchOps, "logits", refuse)
+    monkeypatch.setattr(TorchWeight, "multiply", refuse)
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "width", "dtype"),
-    [(num_rows, *size, dtype) for num_rows, size, dtype in combine(ROWS, [(48, 64), (37, 100), (3, 515)], TYPES)],
+    ("num_rows", "size", "dtype", "weight_format"),
+    combine([*ROWS, 17, 64, 65], [(48, 64), (37, 100), (3, 515)], TYPES, FORMATS),
 )
-def test_linear(num_rows: int, num_outputs: int, width: int, dtype: str) -> None:
-    x = random(num_rows, 2 * width, dtype=dtype)[:, :width]
-    weight, wide = weights(num_outputs, width, dtype)
-    y = TritonOps(DEVICE, dtype).linear(x, weight)
-    assert y.dtype == x.dtype
-    check(y, TorchOps(DEVICE).linear(x.float(), wide), dtype)
-
-
-@pytest.mark.parametrize(
-    ("tile", "num_rows", "width", "dtype"), combine(TILES, [1, 3, 7] if HAS_CUDA else [3], [128, 300], TYPES)
-)
-def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, dtype: str) -> None:
+def test_linear(num_rows: int, size: tuple[int, int], dtype: str, weight_format: WeightFormat) -> None:
+    x, residual = random(num_rows, 2 * size[1], dtype=dtype)[:, : size[1]], random(num_rows, size[0], dtype=dtype)
+    weight, wide = weights(*size, dtype, has_bias=True, weight_format=weight_format)
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
-    ops.linear_tile = tile
+    y, added = ops.linear(x, weight), ops.linear(x, weight, residual=residual)
+    assert y.dtype == added.dtype == x.dtype
+    check(y, reference.linear(x.float(), wide), dtype)
+    check(added, reference.linear(x.float(), wide, residual=residual.float()), dtype)
+
+
+@pytest.mark.parametrize(
+    ("tile", "num_rows", "width", "dtype", "weight_format"),
+    combine(TILES, [1, 3, 7] if HAS_CUDA else [3], [128, 300], TYPES, FORMATS),
+)
+def test_every_tile_gives_the_same(
+    tile: LinearTile, num_rows: int, width: int, dtype: str, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
+    monkeypatch.setattr(RowsWeight, "tile", tile)
     x, residual, norm = random(num_rows, width, dtype=dtype), random(num_rows, width, dtype=dtype), random(width)
-    weight, wide = weights(38, width, dtype, has_bias=True)
+    weight, wide = weights(38, width, dtype, has_bias=True, weight_format=weight_format)
     check(ops.linear(x, weight), reference.linear(x.float(), wide), dtype)
     y, _ = ops.normed_linear(x, norm, 1e-3, weight, residual=residual, gate="silu")
     total = (x + residual).float()
@@ -96,14 +106,19 @@ def test_every_tile_gives_the_same(tile: LinearTile, num_rows: int, width: int, 
     check(y, reference.normed_linear(x.float(), norm, 1e-3, wide)[0], dtype)
 
 
-@pytest.mark.parametrize(("tile", "width", "gate", "dtype"), combine(STREAMS, [128, 300], [None, "silu"], TYPES))
-def test_programs_that_stay(tile: LinearTile, width: int, gate: Activation | None, dtype: str) -> None:
-    """Outputs that fill their last turn, and such that do not."""
+@pytest.mark.parametrize(
+    ("tile", "width", "gate", "dtype", "weight_format"), combine(STREAMS, [128, 300], [None, "silu"], TYPES, FORMATS)
+)
+def test_programs_that_read_several_tiles(
+    tile: LinearTile, width: int, gate: Activation | None, dtype: str, weight_format: WeightFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outputs that fill the last tile, and outputs that do not."""
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
-    ops.linear_tile = tile
+    monkeypatch.setattr(RowsWeight, "tile", tile)
     x, norm = random(1, width, dtype=dtype), random(width)
     for num_outputs in (24, 38):
-        weight, wide = weights(num_outputs, width, dtype, has_bias=True)
+        weight, wide = weights(num_outputs, width, dtype, has_bias=True, weight_format=weight_format)
         y, total = ops.normed_linear(x, norm, 1e-3, weight, gate=gate)
         check(y, reference.normed_linear(x.float(), norm, 1e-3, wide, gate=gate)[0], dtype)
         assert total is x
@@ -115,10 +130,12 @@ def test_programs_that_stay(tile: LinearTile, width: int, gate: Activation | Non
 @pytest.mark.parametrize("tile", [*TILES, *STREAMS])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.usefixtures("_no_torch_products")
-def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, request: pytest.FixtureRequest) -> None:
-    """What runs past the layers: it is normalised for a product, and a product is added to it, unrounded."""
+def test_every_tile_takes_rows_in_float32(
+    tile: LinearTile, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum of the layers is normalised for a product, and a product is added to it, unrounded."""
     ops, reference, num_rows = TritonOps(DEVICE, dtype), TorchOps(DEVICE), 1 if tile.num_programs else 3
-    ops.linear_tile = tile
+    monkeypatch.setattr(RowsWeight, "tile", tile)
     gates: list[Activation | None] = [None, "silu"]
     residual, norm = random(num_rows, 100), random(100)
     up, wide_up = weights(22, 100, dtype, has_bias=True)
@@ -126,7 +143,7 @@ def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, request:
     x = random(num_rows, 40, dtype=dtype)
     normed = [ops.normed_linear(residual, norm, 1e-3, up, gate=gate) for gate in gates]
     y = ops.linear(x, down, residual=residual)
-    request.getfixturevalue("monkeypatch").undo()
+    monkeypatch.undo()
     for (found, total), gate in zip(normed, gates, strict=True):
         assert found.dtype == getattr(torch, dtype)
         assert total is residual
@@ -135,31 +152,29 @@ def test_every_tile_takes_rows_in_float32(tile: LinearTile, dtype: str, request:
     check(y, reference.linear(x.float(), wide_down, residual=residual), "float32")
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS + 1])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_sums_in_float32_stay_so(num_rows: int, has_bias: bool) -> None:
-    """Many rows are added in place; with a bias, only few are added before they are rounded."""
+@pytest.mark.parametrize(
+    ("num_rows", "has_bias", "weight_format"),
+    [(num, bias, each) for num in (1, 5, -1) for bias in (True, False) for each in FORMATS],
+)
+def test_sums_in_float32_stay_so(num_rows: int, has_bias: bool, weight_format: WeightFormat) -> None:
+    """Many rows are added in place; with a bias, only few are added before they are rounded. -1: one more than few."""
+    most = MAX_ROWS if weight_format is PLAIN else Int8RowsWeight.max_rows
+    num_rows = most + 1 if num_rows == -1 else num_rows
     x, residual = random(num_rows, 64, dtype="float16"), random(num_rows, 48)[:, :24]
-    weight, wide = weights(24, 64, "float16", has_bias=has_bias)
-    expected = TorchOps(DEVICE).linear(x.float(), wide, residual=residual)
+    before = residual.clone()
+    weight, wide = weights(24, 64, "float16", has_bias=has_bias, weight_format=weight_format)
     y = TritonOps(DEVICE, "float16").linear(x, weight, residual=residual)
+    expected = TorchOps(DEVICE).linear(x.float(), wide, residual=before)
     assert y.dtype == torch.float32
-    is_many = num_rows > MAX_ROWS
+    is_many = num_rows > most
     check(y, expected, "float16" if is_many and has_bias else "float32")
     assert (y.data_ptr() == residual.data_ptr()) == (is_many and not has_bias)
 
 
-def test_sums_in_half_are_left_to_torch_where_products_are_float32() -> None:
-    ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE, "float16")
-    for num_rows in (2, MAX_ROWS + 1):
-        _, wide = weights(10, 32, "float16")
-        x, residual = random(num_rows, 32), random(num_rows, 10, dtype="float16")
-        assert torch.equal(ops.linear(x, wide, residual=residual), reference.linear(x, wide, residual=residual))
-
-
-def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
-    x, residual = random(33, 64, dtype="float16"), 100 * random(33, 24, dtype="float16")
-    weight, wide = weights(24, 64, "float16")
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_many_rows_are_added_to_the_residual_before_they_are_rounded(weight_format: WeightFormat) -> None:
+    x, residual = random(65, 64, dtype="float16"), 100 * random(65, 24, dtype="float16")
+    weight, wide = weights(24, 64, "float16", weight_format=weight_format)
     expected = TorchOps(DEVICE).linear(x.float(), wide, residual=residual.float())
     y = TritonOps(DEVICE, "float16").linear(x, weight, residual=residual)
     assert y.dtype == torch.float16
@@ -171,13 +186,13 @@ def test_many_rows_are_added_to_the_residual_before_they_are_rounded() -> None:
 )
 @pytest.mark.usefixtures("_no_torch_products")
 def test_bias_activation_and_residual(
-    activation: Activation, has_residual: bool, num_rows: int, request: pytest.FixtureRequest
+    activation: Activation, has_residual: bool, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, residual = random(num_rows, 40), random(num_rows, 21) if has_residual else None
-    weight, _ = weights(21, 40, "float32", has_bias=True)
+    weight, wide = weights(21, 40, "float32", has_bias=True)
     y = TritonOps(DEVICE, "float32").linear(x * 5, weight, activation=activation, residual=residual)
-    request.getfixturevalue("monkeypatch").undo()
-    check(y, TorchOps(DEVICE).linear(x * 5, weight, activation=activation, residual=residual), "float32")
+    monkeypatch.undo()
+    check(y, TorchOps(DEVICE).linear(x * 5, wide, activation=activation, residual=residual), "float32")
 
 
 @pytest.mark.parametrize(
@@ -202,19 +217,19 @@ def test_the_norm_sees_the_rounded_sum() -> None:
     """In float16, 2048 + 1 is 2048: the halves of the row are equal after it, and cancel."""
     signs = torch.tensor([1.0] * 16 + [-1.0] * 16, device=DEVICE)
     ops, ones = TritonOps(DEVICE, "float16"), torch.ones(32, device=DEVICE)
-    weight = ops.linear_weight([signs.expand(8, 32).half().contiguous()], [None])
+    weight = ops.linear_weight([{"weight": signs.expand(8, 32).half().contiguous()}], [None])
     x, residual = (2048 * ones[None]).half(), (signs[None] > 0).half()
     y, total = ops.normed_linear(x, ones, 0.0, weight, residual=residual)
     assert torch.equal(total, x)
     assert not y.any()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_rows", [1, 7, 33])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_logits_are_float32(num_rows: int, softcap: float, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "softcap", "dtype", "weight_format"), combine([1, 7, 33, 65], [0.0, 2.0], TYPES, FORMATS)
+)
+def test_logits_are_float32(num_rows: int, softcap: float, dtype: str, weight_format: WeightFormat) -> None:
     x = random(num_rows, 64, dtype=dtype)
-    head, wide = weights(50, 64, dtype)
+    head, wide = weights(50, 64, dtype, weight_format=weight_format)
     scores = TritonOps(DEVICE, dtype).logits(x, head, softcap=softcap)
     assert scores.dtype == torch.float32
     check(scores, TorchOps(DEVICE).logits(x.float(), wide, softcap=softcap), dtype)
@@ -222,18 +237,25 @@ def test_logits_are_float32(num_rows: int, softcap: float, dtype: str) -> None:
 
 def test_weights_of_an_odd_number_of_outputs_have_room_behind_them() -> None:
     matrix = random(50, 64, dtype="float16")
-    kept = TritonOps(DEVICE, "float16").linear_weight([matrix], [None]).get().matrix
+    kept = packed_matrix(matrix)
     assert torch.equal(kept, matrix)
     assert filled_up(kept).shape == (64, 64)
     assert torch.equal(filled_up(kept)[:50], matrix)
     assert filled_up(matrix) is matrix
     even = random(128, 64, dtype="float16")
-    assert TritonOps(DEVICE, "float16").linear_weight([even], [None]).get().matrix is even
+    assert packed_matrix(even) is even
 
 
-def test_logits_of_few_rows_are_not_rounded() -> None:
-    x = random(2, 64, dtype="float16")
-    head, wide = weights(50, 64, "float16")
+def packed_matrix(matrix: Tensor) -> Tensor:
+    packed = TritonOps(DEVICE, "float16").linear_weight([{"weight": matrix}], [None]).get()
+    assert isinstance(packed, RowsWeight)
+    return packed.matrix
+
+
+@pytest.mark.parametrize(("num_rows", "weight_format"), [(2, PLAIN), (17, FORMATS[1]), (64, FORMATS[1])])
+def test_logits_of_few_rows_are_not_rounded(num_rows: int, weight_format: WeightFormat) -> None:
+    x = random(num_rows, 64, dtype="float16")
+    head, wide = weights(50, 64, "float16", weight_format=weight_format)
     check(TritonOps(DEVICE, "float16").logits(x, head), TorchOps(DEVICE).logits(x.float(), wide), "float32")
 
 
@@ -251,10 +273,10 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
 def test_other_numbers_of_rows_are_left_to_torch(num_rows: int) -> None:
     ops, reference = TritonOps(DEVICE, "float32"), TorchOps(DEVICE)
     x, norm = random(num_rows, 32), random(32)
-    weight, _ = weights(10, 32, "float32")
-    assert torch.equal(ops.linear(x, weight), reference.linear(x, weight))
+    weight, wide = weights(10, 32, "float32")
+    assert torch.equal(ops.linear(x, weight), reference.linear(x, wide))
     y, total = ops.normed_linear(x, norm, 1e-5, weight, gate="silu")
-    check(y, reference.normed_linear(x, norm, 1e-5, weight, gate="silu")[0], "float32")
+    check(y, reference.normed_linear(x, norm, 1e-5, wide, gate="silu")[0], "float32")
     assert total is x
 
 
@@ -262,16 +284,58 @@ def test_other_types_are_left_to_torch() -> None:
     ops, reference = TritonOps(DEVICE, "float16"), TorchOps(DEVICE, "float16")
     weight, wide = weights(10, 32, "float16")
     x = random(2, 32, dtype="float16")
-    for kind, values in ((wide, x), (weight, x.float())):
-        assert torch.equal(ops.linear(values, kind), reference.linear(values, kind))
+    check(ops.linear(x.float(), weight), reference.linear(x.float(), wide).float(), "float16")
     residual = random(2, 32)
     assert ops.normed_linear(x, random(32), 1e-5, weight, residual=residual)[1].dtype == torch.float32
     assert ops.linear(x, weight, residual=random(2, 10)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "width", "dtype", "weight_format"),
+    combine([17, 32, 33, 64, 65, 128] if HAS_CUDA else [17, 70], [128, 300], TYPES, FORMATS),
+)
+def test_product_is_added_in_place(num_rows: int, width: int, dtype: str, weight_format: WeightFormat) -> None:
+    weight, wide = weights(40, width, dtype, weight_format=weight_format)
+    x, packed = random(num_rows, width + 8, dtype=dtype)[:, :width], weight.get()
+    assert isinstance(packed, RowsWeight)
+    tile = add_tile(num_rows, packed.matrix, x.element_size(), SHARED_BYTES)
+    assert tile is not None
+    for type_of_total in {dtype, "float32"}:
+        total = random(num_rows, 43, dtype=type_of_total)
+        expected = total.float()
+        expected[:, :40] += TorchOps(DEVICE).linear(x.float(), wide)
+        found = triton_linear.add_rows(total[:, :40], x, packed, tile)
+        assert found.data_ptr() == total.data_ptr()
+        check(total, expected, dtype)
+
+
+def test_more_rows_or_outputs_are_added_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    add_rows = triton_linear.add_rows
+
+    def noted(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Tensor:
+        calls.append(len(x))
+        return add_rows(total, x, packed, tile)
+
+    monkeypatch.setattr(triton_linear, "add_rows", noted)
+    ops, (weight, wide) = TritonOps(DEVICE, "float32"), weights(24, 64, "float32")
+    for num_rows in (4, 20, MAX_ADDED_ROWS, MAX_ADDED_ROWS + 1):
+        x, total = random(num_rows, 64), random(num_rows, 24)
+        expected = TorchOps(DEVICE).linear(x, wide, residual=total)
+        check(ops.linear(x, weight, residual=total), expected, "float32")
+    assert calls == [20, MAX_ADDED_ROWS]
+    for num_rows in (17, 32, 33, 128):
+        for element_bytes, most in [(size, room) for size in (2, 4) for room in (SHARED_BYTES, 86_000, 1)]:
+            tile = add_tile(num_rows, torch.empty(1024, 3072, device="meta"), element_bytes, most)
+            assert tile is not None
+            stage_bytes = (tile.rows + tile.outputs) * tile.columns * element_bytes
+            assert tile.num_stages == 1 or tile.num_stages * stage_bytes <= most
+        assert add_tile(num_rows, torch.empty(4096, 4096, device="meta"), 2, SHARED_BYTES) is None
+
+
 def test_tiles_fit_the_card() -> None:
     """227 KiB of shared memory, or 99 on other cards; parts of the columns that a tensor core takes."""
-    for num_rows in range(1, MAX_ROWS + 1):
+    for num_rows in range(1, Int8RowsWeight.max_rows + 1):
         for num_weights, width in ((1, 1), (1024, 3072), (4096, 1024), (28672, 4096), (4096, 14336), (151936, 1024)):
             for is_gated in (True, False):
                 for element_bytes, room in ((2, 227), (4, 227), (2, 99), (4, 99)):

@@ -1,10 +1,10 @@
-"""RWKV-7's mixes of a few decodes in few kernels against the operations that they are made of."""
+"""Whole layers of RWKV-7 in few kernels, for steps of decodes, against the equations of the model."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,15 +13,23 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
+from archerfish.kernels.formats import PLAIN, WeightFormat  # isort: skip
+from archerfish.kernels.formats.int8_rows import Int8Rows  # isort: skip
 from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: skip
-from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.mixes import FEW_ROWS, FewRowsRecurrentOps, choose_mix_tile  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.tiles import LinearTile  # isort: skip
-from archerfish.kernels.triton.wkv import TritonRecurrentOps  # isort: skip
+from archerfish.kernels.triton.recurrent import (  # isort: skip
+    FEW_ROWS,
+    PART_ROWS,
+    TritonRecurrentOps,
+    choose_mix_tile,
+    choose_part_tile,
+)
+from archerfish.kernels.triton.tiles import SHARED_BYTES, LinearTile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
-from archerfish.models.rwkv7 import Rwkv7Model  # isort: skip
+from archerfish.models.rwkv7 import Rwkv7Block, Rwkv7Model  # isort: skip
 from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
 from tests.models.recurring import (  # isort: skip
     GOLDEN,
@@ -36,50 +44,68 @@ from tests.models.recurring import (  # isort: skip
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 Model = tuple[Mapping[str, Any], Mapping[str, Tensor]]
+INT8 = Int8Rows()
 NUM_BLOCKS = 40
 BOUNDED = 1e-5  # of logits and states in float32
 ODD = Size(2, 192, 200, 67, {"w": 8, "a": 6, "v": 5, "g": 17})  # sizes that fill no tile
-WIDE = Size(2, 128, 1100, 67, SIZES["tiny"].ranks)  # a feed-forward of some shares
 TILES = [
     LinearTile(16, 0, 1, 1), LinearTile(4, 0, 2, 1), LinearTile(16, 64, 2, 2, is_dot=True),
     LinearTile(32, 128, 4, 1, is_dot=True),
 ]  # fmt: skip
 
 
+class MixPlainWeight(PlainRowsWeight):
+    multiply = TorchWeight.multiply
+
+
+class MixInt8Weight(Int8RowsWeight):
+    multiply = TorchWeight.multiply
+
+
+class MixOps(TorchOps):
+    """Nothing is in Triton but the mixes."""
+
+    products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": MixPlainWeight, "int8": MixInt8Weight}
+
+
+class UnfusedOps(TritonRecurrentOps):
+    fused_block = RecurrentOps.fused_block
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     directory = tmp_path_factory.mktemp("rwkv7")
-    sizes = {"tiny": SIZES["tiny"], "odd": ODD, "wide": WIDE, "small": SIZES["small"]}
+    sizes = {"tiny": SIZES["tiny"], "odd": ODD, "small": SIZES["small"]}
     return {name: read_rwkv7(write_checkpoint(size, directory / f"{name}.pth")) for name, size in sizes.items()}
 
 
 @pytest.fixture
-def _few_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fused_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Rwkv7Block.mix_time
 
-    def refuse(*args: Any) -> None:
-        raise AssertionError("left to operations for all steps")
+    def refuse(self: Rwkv7Block[Tensor], *args: Any) -> Any:
+        assert not isinstance(self.recurrent, TritonRecurrentOps), "a layer was not computed in kernels of its own"
+        return original(self, *args)
 
-    for name in ("shift", "mix_heads"):
-        monkeypatch.setattr(FewRowsRecurrentOps, name, refuse)
+    monkeypatch.setattr(Rwkv7Block, "mix_time", refuse)
 
 
 class Decodes:
     """One step of decodes, as recorded steps are staged, over states that are NaN in all other slots.
 
-    Sequences go on in place, in a block behind that of their state, or from the empty state, in turns.
+    Every third sequence goes on in place, in another block, or from the empty state.
     """
 
     def __init__(
         self, ops: TorchOps, model: Model, num_rows: int, num_real: int, recurrent: RecurrentOps[Tensor] | None = None, *,
-        weight_format: str = "auto",
+        weight_format: WeightFormat = PLAIN,
     ) -> None:
         self.ops, self.num_real = ops, num_real
         self.model = Rwkv7Model(Weights(model[1], ops, weight_format=weight_format), Config(model[0]), 64)
-        if recurrent is not None:
-            use_recurrent(self.model, recurrent)
-        self.memory: StateMemory[Tensor] = self.model.recurrent.new_states(
-            NUM_BLOCKS + 1, Rwkv7Model.memory_shape(Config(model[0]))
-        )
+        self.recurrent = recurrent or ops.recurrent()
+        use_recurrent(self.model, self.recurrent)
+        shape = Rwkv7Model.memory_shape(Config(model[0]))
+        self.memory: StateMemory[Tensor] = self.recurrent.new_states(NUM_BLOCKS + 1, shape)
         self.memory.wkv[1:], self.memory.inputs[1:] = float("nan"), float("nan")
         torch.manual_seed(5)
         words = torch.zeros((NUM_INPUTS, num_rows), dtype=torch.int64)
@@ -95,19 +121,23 @@ class Decodes:
         self.words, self.decode_state = words.to(DEVICE), ops.new_decode_state(num_rows, 1)
 
     def step(self) -> Tensor:
-        batch, _ = self.model.recurrent.decode_batch(self.words, self.decode_state)
+        batch, _ = self.recurrent.decode_batch(self.words, self.decode_state)
         with torch.inference_mode():
             return self.model.logits(self.model.forward(batch, self.memory.layers))[: self.num_real]
 
 
 def decodes_of(
-    model: Model, num_rows: int, num_real: int = 0, *, dtype: str = "float32", tile: LinearTile | None = None
+    model: Model, num_rows: int, num_real: int = 0, *, dtype: str = "float32", tile: LinearTile | None = None,
+    parts_rows: int = 64, weight_format: WeightFormat = PLAIN,
 ) -> Decodes:
-    """With nothing in Triton but the mixes."""
-    ops = TorchOps(DEVICE, dtype)
-    recurrent = FewRowsRecurrentOps(ops)
-    recurrent.mix_tile = tile
-    return Decodes(ops, model, num_rows, num_real or num_rows, recurrent)
+    ops = MixOps(DEVICE, dtype)
+    recurrent = TritonRecurrentOps(ops)
+    recurrent.mix_tile, recurrent.parts_rows = tile, parts_rows
+    return Decodes(ops, model, num_rows, num_real or num_rows, recurrent, weight_format=weight_format)
+
+
+def reference_of(model: Model, num_rows: int, num_real: int = 0, weight_format: WeightFormat = PLAIN) -> Decodes:
+    return Decodes(TorchOps(DEVICE), model, num_rows, num_real or num_rows, weight_format=weight_format)
 
 
 def noting(name: str, original: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
@@ -127,7 +157,7 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
 
 
 def check_alone(plain: Decodes, broken: Decodes) -> None:
-    """Two of the same: what the first row gives and leaves is the same beside others whose states are no numbers."""
+    """The first row's logits and state are the same if the states of all other rows are NaN."""
     others = broken.words[Input.SOURCE, 1:]
     broken.memory.wkv[1 + others[others >= 0]] = float("nan")
     broken.memory.inputs[1 + others[others >= 0]] = float("inf")
@@ -138,8 +168,8 @@ def check_alone(plain: Decodes, broken: Decodes) -> None:
 
 
 def check_captured(captured: Decodes, plain: Decodes) -> None:
-    """Many steps, whose kernels may start before the one in front has ended, against such that do not."""
-    use_recurrent(plain.model, TritonRecurrentOps(TritonOps(DEVICE, "float32")))
+    """Many steps, whose kernels may start before the kernel in front has ended, against kernels that do not."""
+    use_recurrent(plain.model, UnfusedOps(TritonOps(DEVICE, "float32")))
     for decodes in (captured, plain):
         decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
         decodes.memory.wkv.nan_to_num_(0.0)
@@ -152,25 +182,39 @@ def check_captured(captured: Decodes, plain: Decodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_rows", "num_filling"),
+    ("name", "num_rows", "num_filling", "weight_format"),
     [
-        ("tiny", 1, 0), ("tiny", 2, 1), ("tiny", 5, 1), ("odd", 8, 0),
-        *(pytest.param("tiny", *case, marks=pytest.mark.slow) for case in ((3, 0), (4, 0), (8, 3))),
-        pytest.param("odd", 1, 0, marks=pytest.mark.slow),
+        ("tiny", 1, 0, PLAIN), ("tiny", 2, 1, PLAIN), ("tiny", 5, 1, PLAIN), ("odd", 8, 0, PLAIN), ("odd", 1, 0, INT8),
+        ("tiny", 3, 0, INT8), ("odd", 5, 0, INT8),
+        *(pytest.param("tiny", *case, PLAIN, marks=pytest.mark.slow) for case in ((3, 0), (4, 0), (8, 3))),
+        pytest.param("odd", 1, 0, PLAIN, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("_few_only")
-def test_logits_and_states_are_those_of_the_reference(
-    name: str, num_rows: int, num_filling: int, models: dict[str, Model]
+@pytest.mark.usefixtures("_fused_only")
+def test_few_decodes(
+    name: str, num_rows: int, num_filling: int, weight_format: WeightFormat, models: dict[str, Model]
 ) -> None:
     num_real = num_rows - num_filling
-    reference = Decodes(TorchOps(DEVICE), models[name], num_rows, num_real)
-    check(decodes_of(models[name], num_rows, num_real), reference, BOUNDED)
+    ours = decodes_of(models[name], num_rows, num_real, weight_format=weight_format)
+    check(ours, reference_of(models[name], num_rows, num_real, weight_format), BOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_real", "parts_rows", "weight_format"),
+    [("tiny", 7, 64, PLAIN), ("tiny", 9, 8, PLAIN), ("odd", 9, 64, PLAIN), ("odd", 9, 8, INT8), ("tiny", 9, 64, INT8)],
+)
+@pytest.mark.usefixtures("_fused_only")
+def test_many_decodes(
+    name: str, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
+) -> None:
+    """parts_rows: up to which one kernel has all products."""
+    ours = decodes_of(models[name], FEW_ROWS + 1, num_real, parts_rows=parts_rows, weight_format=weight_format)
+    check(ours, reference_of(models[name], FEW_ROWS + 1, num_real, weight_format), BOUNDED)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (5, 7)])
-@pytest.mark.usefixtures("_few_only")
+@pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (5, 7), (FEW_ROWS + 1, 8)])
+@pytest.mark.usefixtures("_fused_only")
 def test_kernels_of_a_layer(
     num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,24 +222,34 @@ def test_kernels_of_a_layer(
     launches: list[str] = []
     monkeypatch.setattr(executor, "__call__", noting("launch", executor.__call__, launches))
     ours = Decodes(TritonOps(DEVICE, "float32"), models["tiny"], num_rows, num_rows)
-    check(ours, Decodes(TorchOps(DEVICE), models["tiny"], num_rows, num_rows), BOUNDED)
+    check(ours, reference_of(models["tiny"], num_rows), BOUNDED)
     assert len(launches) == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.usefixtures("_few_only")
-def test_every_tile_gives_the_same(tile: LinearTile, models: dict[str, Model]) -> None:
-    check(decodes_of(models["odd"], 2, tile=tile), Decodes(TorchOps(DEVICE), models["odd"], 2, 2), BOUNDED)
+@pytest.mark.parametrize(("name", "weight_format"), [("odd", PLAIN), ("tiny", INT8)])
+@pytest.mark.usefixtures("_fused_only")
+def test_every_tile_gives_the_same(
+    tile: LinearTile, name: str, weight_format: WeightFormat, models: dict[str, Model]
+) -> None:
+    ours = decodes_of(models[name], 2, tile=tile, weight_format=weight_format)
+    check(ours, reference_of(models[name], 2, 2, weight_format), BOUNDED)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), *([("bfloat16", 0.06)] if HAS_CUDA else [])])
-@pytest.mark.parametrize("num_rows", [3, *(pytest.param(num, marks=pytest.mark.slow) for num in (1, 8))])
-@pytest.mark.usefixtures("_few_only")
-def test_half_precision_is_close(num_rows: int, dtype: str, error: float, models: dict[str, Model]) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "weight_format"),
+    [(3, PLAIN), (FEW_ROWS + 1, INT8), *(pytest.param(num, PLAIN, marks=pytest.mark.slow) for num in (1, 8))],
+)
+@pytest.mark.usefixtures("_fused_only")
+def test_half_precision_is_close(
+    num_rows: int, weight_format: WeightFormat, dtype: str, error: float, models: dict[str, Model]
+) -> None:
     config, weights = models["tiny"]
     half = config, {name: each.to(getattr(torch, dtype)) for name, each in weights.items()}
-    ours, reference = decodes_of(half, num_rows, dtype=dtype), Decodes(TorchOps(DEVICE), half, num_rows, num_rows)
+    ours = decodes_of(half, num_rows, dtype=dtype, weight_format=weight_format)
+    reference = reference_of(half, num_rows, num_rows, weight_format)
     reference.memory.inputs.copy_(ours.memory.inputs)
     expected, logits = reference.step(), ours.step()
     assert float((logits - expected).norm() / expected.norm()) < error
@@ -205,7 +259,7 @@ def test_half_precision_is_close(num_rows: int, dtype: str, error: float, models
     assert float(difference.norm() / reference.memory.wkv[is_state].norm()) < error
 
 
-@pytest.mark.parametrize("num_rows", [2, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
     check_alone(*(decodes_of(models["tiny"], num_rows) for _ in range(2)))
 
@@ -214,8 +268,8 @@ def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     """Golden logits of the package rwkv: a prompt, decodes over the ends of blocks, decodes beside a prompt, wanted rows."""
     config, weights = models["tiny"]
     golden = torch.from_numpy(np.load(GOLDEN))
-    ops, tokens = TorchOps(DEVICE), random_tokens(SIZES["tiny"], 3, 100)
-    driver = RecurrentDriver(ops, weights, config, tokens, recurrent=FewRowsRecurrentOps(ops), block_size=4)
+    ops, tokens = MixOps(DEVICE), random_tokens(SIZES["tiny"], 3, 100)
+    driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=4)
     for work in ([(0, 3)], [(0, 1)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
         before = list(driver.num_computed)
         for (i, count), logits in zip(work, driver.step(work), strict=True):
@@ -225,21 +279,27 @@ def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     torch.testing.assert_close(logits.cpu(), golden[0, place : place + 1], atol=2e-4, rtol=2e-4)
 
 
-def test_many_decodes_and_other_types_are_left_to_the_operations_for_all_steps(
-    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "weight_format"), [("time.key", INT8), ("channel.key", INT8), ("time.decay.up", PLAIN), ("time.decay.up", INT8)]
+)
+def test_layers_whose_weights_differ_are_not_fused(
+    name: str, weight_format: WeightFormat, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where one matrix of a mix has another format than the others, or a bias that the kernels do not expect."""
     calls: list[str] = []
-    for name in ("mix_time", "mix_channels"):
-        original = getattr(RecurrentOps, name)
-        monkeypatch.setattr(RecurrentOps, name, noting(name, original, calls))
-    decodes_of(models["tiny"], FEW_ROWS + 1).step()
-    assert calls == ["mix_time", "mix_channels"] * 2
-    config, weights = models["tiny"]
-    decodes_of((config, weights), 1).step()
-    assert len(calls) == 4
-    key = "model.layers.1.ffn.key.weight"
-    decodes_of((config, {**weights, key: weights[key].double()}), 1).step()
-    assert calls[4:] == ["mix_channels"]
+    monkeypatch.setattr(Rwkv7Block, "mix_time", noting("mix_time", Rwkv7Block.mix_time, calls))
+    ours, reference = (decodes_of(models["tiny"], 2), reference_of(models["tiny"], 2))
+    *path, last = name.split(".")
+    tensor = {"time.key": "attn.k_proj", "channel.key": "ffn.key", "time.decay.up": "attn.w_lora.lora.2"}[name]
+    weight = models["tiny"][1][f"model.layers.1.{tensor}.weight"].to(DEVICE)
+    for decodes in (ours, reference):
+        owner: Any = decodes.model.blocks[1].weights
+        for part in path:
+            owner = getattr(owner, part)
+        object.__setattr__(owner, last, decodes.ops.linear_weight([{"weight": weight}], [None], weight_format))
+    check(ours, reference, BOUNDED)
+    is_fused = name == "channel.key"  # all matrices of a mix have one format, but the two mixes may have different ones
+    assert len(calls) == (2 if is_fused else 3)
 
 
 def test_tiles_fit_the_registers() -> None:
@@ -251,10 +311,16 @@ def test_tiles_fit_the_registers() -> None:
                 assert tile.is_dot or tile.outputs * tile.columns <= 64 * 32 * tile.num_warps
                 assert tile.outputs & (tile.outputs - 1) == 0
                 assert not tile.is_dot or tile.outputs >= 16
+    for element_bytes in (2, 4):
+        tile = choose_part_tile(element_bytes, torch.device("cpu"))
+        assert tile.num_stages * (PART_ROWS + tile.outputs) * tile.columns * element_bytes <= SHARED_BYTES
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
-@pytest.mark.parametrize("num_rows", [1, 4, 8])
-def test_steps_can_be_captured(num_rows: int, models: dict[str, Model]) -> None:
+@pytest.mark.parametrize(("num_rows", "parts_rows"), [(1, 64), (4, 64), (8, 64), (20, 64), (20, 8)])
+def test_steps_can_be_captured(num_rows: int, parts_rows: int, models: dict[str, Model]) -> None:
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
+    recurrent = TritonRecurrentOps(TritonOps(DEVICE, "float32"))
+    recurrent.parts_rows = parts_rows
+    use_recurrent(captured.model, recurrent)
     check_captured(captured, plain)

@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 
 from archerfish.kernels.ops import Activation, HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.places import PLACES, Places, Tile, choose_splits, send_pieces, find_places  # isort: skip
+from archerfish.kernels.triton.places import Places, Tile, choose_splits, find_places, send_pieces  # isort: skip
 from archerfish.kernels.triton.ops import FLOAT32_WIDTH, TritonOps  # isort: skip
 from archerfish.runtime.batch import build_batch  # isort: skip
 
@@ -108,9 +108,9 @@ def test_lengths_are_read_from_the_device_and_filling_gives_zeros(num_splits: in
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q = random(3, 128)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
-    batch.derived[PLACES] = Places(lengths, lengths, lengths, num_splits=num_splits)
+    find_places.set(batch, Places(lengths, lengths, lengths, num_splits=num_splits))
     out = ops.paged_attention(q, kv, batch, heads)
-    shorter = replace(batch, context_lens=np.array([50, 20, 7]), derived={})
+    shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     expected = TorchOps(DEVICE).paged_attention(q, in_float32(kv), shorter, heads)
     expected[2] = 0
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
@@ -149,10 +149,10 @@ def test_layers_share_what_is_found_of_a_batch() -> None:
     batch, kv = batch_over(ops, ((1, 5), (3, 9)), 4, heads)
     q = random(4, 32)
     ops.paged_attention(q, kv, batch, heads)
-    places = find_places(batch, q.device)
+    places = find_places(batch)
     before = [id(x) for pair in (*places.tiles.values(), *places.scratch.values()) for x in pair]
     ops.paged_attention(q, kv, batch, replace(heads, window=2))
-    assert find_places(batch, q.device) is places
+    assert find_places(batch) is places
     assert [id(x) for pair in (*places.tiles.values(), *places.scratch.values()) for x in pair] == before
 
 
@@ -298,7 +298,8 @@ def test_decodes_can_be_captured() -> None:
     sequences = ((1, 500), (1, 33), (1, 7), (1, 1200))
     batch, kv = batch_over(ops, sequences, 16, heads)
     lengths = torch.tensor([10, 10, 0, 10], dtype=torch.int32, device=DEVICE)
-    static = replace(batch, derived={PLACES: Places(lengths, lengths, lengths)})
+    static = replace(batch)
+    find_places.set(static, Places(lengths, lengths, lengths))
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(1200, 64)).astype(np.float32), 64)
     qkv, weight = random(4, 12 * 64, dtype="bfloat16"), random(512)
 

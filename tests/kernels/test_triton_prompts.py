@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must interpret)
 from archerfish.kernels.ops import KVLayer  # isort: skip
-from archerfish.kernels.prompting import Word  # isort: skip
+from archerfish.kernels.decoding import Word  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.adapter import model_class  # isort: skip
 from archerfish.models.config import Config  # isort: skip

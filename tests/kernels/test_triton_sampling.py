@@ -23,8 +23,9 @@ from archerfish.kernels.sampling import stream_key, uniform  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.params import SamplingParams  # isort: skip
 from archerfish.runtime.sampler import FastSampler  # isort: skip
+from archerfish.sched.plan import entry_of  # isort: skip
 from archerfish.sequence import Request, Sequence  # isort: skip
-from tests.runtime.sampling_reference import chi_square, probabilities  # isort: skip
+from tests.runtime.sampling_reference import chi_square, probabilities, sample_sequences  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where integers wrap around
 Tensor = torch.Tensor
@@ -212,12 +213,12 @@ def test_the_sampler_draws_as_with_the_reference(options: list[dict[str, Any]]) 
             sequence = Sequence(Request(f"r{row}", [1, 2, 3], params, 100, stop_token_ids=frozenset({5}), seed=row), 0)
             sequence.row = row
             sequences.append(sequence)
-            sampler.add(sequence)
+            sampler.add(entry_of(sequence))
         tokens = []
         for step in range(6 if HAS_CUDA else 2):
             logits = random_logits(len(options), vocab_size, 2.0, seed=step)
             before = logits.clone()
-            sampled = sampler.sample(logits, sequences, [3 + step] * len(options))
+            sampled = sample_sequences(sampler, logits, sequences, [3 + step] * len(options))
             assert sampled.errors == {} and torch.equal(logits, before)
             tokens.append(sampled.to_host())
         found.append(tokens)

@@ -13,7 +13,7 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, bat
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
-from archerfish.kernels.triton.places import PLACES, Places, Tile, find_places  # isort: skip
+from archerfish.kernels.triton.places import Places, Tile, find_places  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.places import choose_shared_parts  # isort: skip
 
@@ -39,16 +39,18 @@ def sharing(batch: PagedBatch[Tensor], kv: KVLayer[Tensor], shared_len: int, num
     lengths = torch.from_numpy(batch.context_lens).to(DEVICE, torch.int32)
     num_shared = torch.tensor([shared_len], dtype=torch.int32, device=DEVICE)
     places = Places(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
-    return replace(batch, block_tables=tables, derived={PLACES: places})
+    shared = replace(batch, block_tables=tables)
+    find_places.set(shared, places)
+    return shared
 
 
 def expect(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
-    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), replace(batch, derived={}), heads)
+    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads)
 
 
 def attend_anew(ops: TritonOps, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
     """A call before which all scratch memory becomes NaN."""
-    scratch = batch.derived[PLACES].scratch
+    scratch = find_places(batch).scratch
     if not scratch:
         ops.paged_attention(q, kv, batch, heads)
     for pair in scratch.values():
@@ -97,10 +99,11 @@ def test_what_is_shared_is_read_from_the_device_and_filling_gives_zeros(num_spli
     q[3] = float("nan")
     shared = sharing(batch, kv, 0, num_splits)
     shared.block_tables.copy_(batch.block_tables)
-    places = shared.derived[PLACES]
+    places = find_places(shared)
     places.context_lens[3:] = 0
     expected = expect(q, kv, batch, heads)
     expected[3:] = 0
+    assert places.shared_len is not None
     for num_blocks in (5, 0, 1):
         places.shared_len.fill_(num_blocks * 8)
         torch.testing.assert_close(attend_anew(ops, q, kv, shared, heads), expected, atol=2e-5, rtol=2e-5)
@@ -118,7 +121,7 @@ def test_windows_and_deterministic_batches_share_nothing(window: int, is_determi
     batch = replace(batch, is_deterministic=is_deterministic)
     shared = replace(sharing(batch, kv, 32), block_tables=batch.block_tables)
     assert torch.equal(ops.paged_attention(q, kv, shared, heads), ops.paged_attention(q, kv, batch, heads))
-    assert [purpose for purpose, *_ in shared.derived[PLACES].scratch] == ["parts"]
+    assert [purpose for purpose, *_ in find_places(shared).scratch] == ["parts"]
 
 
 def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
@@ -129,7 +132,7 @@ def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
     q = random(7, 64)
     batch = replace(batch, num_shared=32)
     out = ops.paged_attention(q, kv, batch, heads)
-    assert find_places(batch, q.device).shared_len is not None
+    assert find_places(batch).shared_len is not None
     torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-5, rtol=2e-5)
 
 
@@ -145,8 +148,10 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
     ops = TritonOps(DEVICE, "bfloat16")
     batch, kv = shared_batch(ops, tuple(1 + 7 * i % 80 for i in range(num)), 40, 16, heads)
     q = random(num, 1024, dtype="bfloat16")
-    shared = replace(sharing(batch, kv, 0), block_tables=batch.block_tables)
-    places = shared.derived[PLACES]
+    nothing_shared = sharing(batch, kv, 0)
+    shared = replace(nothing_shared, block_tables=batch.block_tables)
+    find_places.set(shared, find_places(nothing_shared))
+    places = find_places(shared)
     lengths = places.context_lens.clone()
     places.context_lens.fill_(0)
     ops.paged_attention(q, kv, shared, heads)
@@ -155,6 +160,7 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
     with torch.cuda.graph(graph):
         out = ops.paged_attention(q, kv, shared, heads)
     expected = expect(q, kv, batch, heads)
+    assert places.shared_len is not None
     for num_blocks, num_real in ((40, num), (0, num), (17, num - 3), (1, 1)):
         places.shared_len.fill_(16 * num_blocks)
         places.context_lens.copy_(lengths)
@@ -179,7 +185,7 @@ def test_sinks(shape: tuple[HeadShape, int], num_splits: int, dtype: str) -> Non
     ops.decode_tile = ops.prefill_tile = SMALL
     sequences = ((1, 90), (1, 5), (1, 33), (1, 1), (9, 70), (40, 40))
     batch, kv = batch_over(ops, sequences, block_size, heads)
-    find_places(batch, torch.device(DEVICE)).num_splits = num_splits
+    find_places(batch).num_splits = num_splits
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype=dtype)
     expected = expect(q, kv, batch, heads)
     out = ops.paged_attention(q, kv, batch, heads).float()
@@ -192,7 +198,7 @@ def test_sinks_of_long_prompts(is_gathered: bool) -> None:
     heads = HeadShape(8, 2, 128, 0.1, window=100, sinks=4)
     ops = TritonOps(DEVICE, "bfloat16")
     batch, kv = batch_over(ops, ((1, 3000), (1, 70), (300, 900), (1000, 1000)), 16, heads)
-    find_places(batch, torch.device(DEVICE)).is_gathered = is_gathered
+    find_places(batch).is_gathered = is_gathered
     q = random(batch.num_tokens, 1024, dtype="bfloat16")
     out = ops.paged_attention(q, kv, batch, heads).float()
     torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-2, rtol=2e-2)

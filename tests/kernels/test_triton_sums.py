@@ -12,17 +12,18 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.ops import LinearWeight  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.tiles import MAX_ROWS, LinearTile  # isort: skip
-from archerfish.kernels.torch.wkv import ChunkedRecurrentOps  # isort: skip
-from tests.kernels.test_triton_mixes import Decodes, Model, models  # noqa: F401  # isort: skip (a fixture)
+from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
+from archerfish.kernels.triton.linear import PlainRowsWeight, RowsWeight  # isort: skip
+from archerfish.kernels.triton.tiles import LinearTile  # isort: skip
+from tests.kernels.test_triton_mixes import Decodes, Model, _fused_only, models  # noqa: F401  # isort: skip (fixtures)
 from tests.models.decoding import Driver, make, random_tokens  # isort: skip
 from tests.models.recurring import SIZES, RecurrentDriver  # isort: skip
 from tests.models.recurring import random_tokens as random_state_tokens  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
+MAX_ROWS = PlainRowsWeight.max_rows
 DTYPE = "bfloat16" if HAS_CUDA else "float16"
 NUM_STEPS = 4 if HAS_CUDA else 2  # a few rows of one step are too few to compare errors by
 STEPS = [[(0, 5)], [(0, 1), (1, MAX_ROWS)], [(0, 1), (1, 1)]]  # (sequence, new tokens): many rows, and few
@@ -40,7 +41,6 @@ class WatchedOps(TritonOps):
 
     def __init__(self) -> None:
         super().__init__(DEVICE, DTYPE)
-        self.linear_tile = LinearTile(64, 64, 4, 1)  # few programs
         self.sums: list[torch.dtype] = []
         self.normed: list[torch.dtype] = []
 
@@ -55,6 +55,11 @@ class WatchedOps(TritonOps):
         self.sums.append(total.dtype)
         self.normed.append(y.dtype)
         return y, total
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowsWeight, "tile", LinearTile(64, 64, 4, 1))
 
 
 def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,20 +94,15 @@ def test_decoders_are_nearer_to_float32_than_with_rounded_sums(kind: str, keeps_
 
 
 @pytest.mark.parametrize("num_rows", [1, 6, MAX_ROWS + 1])
-def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """In few kernels, as with sums in the compute type."""
-
-    def refuse(*args: Any) -> None:
-        raise AssertionError("left to operations for all steps")
-
+@pytest.mark.usefixtures("_fused_only")
+def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model]) -> None:  # noqa: F811
     config, weights = models["tiny"][0], rounded(models["tiny"][1])
     ours, ops = Decodes(WatchedOps(), (config, weights), num_rows, num_rows), TorchOps(DEVICE, DTYPE)
     halves = Decodes(ops, (config, weights), num_rows, num_rows)
     reference = Decodes(TorchOps(DEVICE), (config, weights), num_rows, num_rows)
     reference.memory.inputs.copy_(ours.memory.inputs)
-    expected, theirs = (torch.cat([each.step() for _ in range(NUM_STEPS)]) for each in (reference, halves))
-    monkeypatch.setattr(DecodingRecurrentOps, "shift", refuse)
-    assert distance(torch.cat([ours.step() for _ in range(NUM_STEPS)]), expected) < distance(theirs, expected)
+    expected, theirs, mine = (torch.cat([each.step() for _ in range(NUM_STEPS)]) for each in (reference, halves, ours))
+    assert distance(mine, expected) < distance(theirs, expected)
     assert isinstance(ours.ops, WatchedOps)
     assert set(ours.ops.sums) == {torch.float32}
 
@@ -110,7 +110,5 @@ def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model], monkeypatch: 
 def test_other_steps_of_rwkv7(models: dict[str, Model]) -> None:  # noqa: F811
     config, weights = models["tiny"][0], rounded(models["tiny"][1])
     tokens, ours = random_state_tokens(SIZES["tiny"], 2, 40), WatchedOps()
-    check([
-        RecurrentDriver(ops, weights, config, tokens, recurrent=ChunkedRecurrentOps(ops)) for ops in backends(ours)
-    ])  # fmt: skip
+    check([RecurrentDriver(ops, weights, config, tokens, recurrent=TorchRecurrentOps(ops)) for ops in backends(ours)])
     assert set(ours.sums) == {torch.float32}

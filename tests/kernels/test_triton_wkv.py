@@ -20,10 +20,10 @@ from archerfish.kernels.decoding import (  # isort: skip (triton must be told to
 )
 from archerfish.kernels.recurrent import NO_SLOT  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.wkv import TritonRecurrentOps  # isort: skip
+from archerfish.kernels.triton.recurrent import TritonRecurrentOps  # isort: skip
 from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
 from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
-from tests.kernels.wkv_cases import WHOLE, MixCase, make_case  # isort: skip
+from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case  # isort: skip
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint  # isort: skip
 
 pytestmark = [untraced]
@@ -38,7 +38,7 @@ def both(case: MixCase, dtype: str, min_chunked: int, tolerance: float) -> None:
     """Output and states; the reference in float32."""
     states, expected_states = case.states.clone(), case.states.clone()
     out = TritonRecurrentOps(TorchOps(DEVICE, dtype), min_chunked).mix_heads(case.inputs, case.weights, states, case.batch)
-    expected = TorchRecurrentOps(TorchOps(DEVICE)).mix_heads(case.inputs, case.weights, expected_states, case.batch)
+    expected = SequentialOps(TorchOps(DEVICE)).mix_heads(case.inputs, case.weights, expected_states, case.batch)
     assert out.dtype == case.inputs.value.dtype
     num_tokens = case.batch.num_tokens
     scale = float(expected[:num_tokens].float().abs().max())

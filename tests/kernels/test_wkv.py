@@ -17,13 +17,12 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.wkv import (
     CHUNK,
     TOGETHER,
-    ChunkedRecurrentOps,
     TorchRecurrentOps,
     WkvInputs,
     wkv_chunked,
     wkv_sequential,
 )
-from tests.kernels.wkv_cases import WHOLE, MixCase, make_case, one_slot_batch
+from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case, one_slot_batch
 
 Tensor = torch.Tensor
 
@@ -92,7 +91,7 @@ def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
 
 def together(case: MixCase) -> tuple[Tensor, Tensor]:
     states, batch = case.states.clone(), replace(case.batch, is_deterministic=True)
-    return ChunkedRecurrentOps(TorchOps()).wkv(case.prepared(), states, batch), states
+    return TorchRecurrentOps(TorchOps()).wkv(case.prepared(), states, batch), states
 
 
 @settings(max_examples=40, deadline=None)
@@ -113,14 +112,14 @@ def test_sequences_together_give_the_same_bits_however_tokens_are_cut() -> None:
     parts = []
     for begin, end in ((9, 10), (10, 26), (26, 39)):  # the second sequence alone, in three parts
         batch = one_slot_batch([[1] * (end - begin)], [slot], is_deterministic=True)
-        parts.append(ChunkedRecurrentOps(TorchOps()).wkv(inputs.part(begin, end), alone, batch))
+        parts.append(TorchRecurrentOps(TorchOps()).wkv(inputs.part(begin, end), alone, batch))
     assert torch.equal(torch.cat(parts), out[9:39])
     assert torch.equal(alone[slot], states[slot])
 
 
 def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
     lengths = [1] * TOGETHER + [1, 9, 33]
-    case, recurrent = make_case(lengths), ChunkedRecurrentOps(TorchOps())
+    case, recurrent = make_case(lengths), TorchRecurrentOps(TorchOps())
     states = case.states.clone()
     out = recurrent.mix_heads(case.inputs, case.weights, states, replace(case.batch, is_deterministic=True))
     start = 0
@@ -140,10 +139,10 @@ def test_a_sequence_mixed_alone_gives_the_same_bits() -> None:
 def test_mixing_heads(
     lengths: list[int], has_value_mix: bool, block_size: int, has_batched_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChunkedRecurrentOps, "has_batched_products", has_batched_products)
+    monkeypatch.setattr(TorchRecurrentOps, "has_batched_products", has_batched_products)
     case = make_case(lengths, has_value_mix=has_value_mix, num_filling=3, block_size=block_size)
     results = []
-    for backend in (TorchRecurrentOps, ChunkedRecurrentOps):
+    for backend in (SequentialOps, TorchRecurrentOps):
         states = case.states.clone()
         results.append((backend(TorchOps()).mix_heads(case.inputs, case.weights, states, case.batch), states))
     assert results[0][0].shape == (sum(lengths) + 3, 128)

@@ -10,7 +10,7 @@ import torch
 
 from archerfish.kernels.recurrent import FIRST_SLOT, HeadInputs, HeadWeights, RecurrentBatch
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import WkvInputs, prepare_heads
+from archerfish.kernels.torch.wkv import TorchRecurrentOps, WkvInputs, prepare_heads, wkv_sequential
 from archerfish.runtime.batch import build_recurrent_batch
 
 Tensor = torch.Tensor
@@ -32,6 +32,13 @@ class MixCase:
 
     def prepared(self) -> WkvInputs:
         return prepare_heads(self.inputs, self.weights, self.batch.num_tokens, self.states.shape[1], self.states.shape[2])
+
+
+class SequentialOps(TorchRecurrentOps):
+    """Recurrent operations whose recurrence is the plain loop."""
+
+    def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
+        return wkv_sequential(inputs, states, batch)
 
 
 def one_slot_batch(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import KVShape, model_class
@@ -107,20 +108,20 @@ class Driver:
 
     def __init__(
         self, ops: TorchOps, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        block_size: int = 16, max_len: int = LENGTH, is_deterministic: bool = False,
+        block_size: int = 16, max_len: int = LENGTH, is_deterministic: bool = False, weight_format: WeightFormat = PLAIN,
     ) -> None:
         self.ops, self.block_size, self.is_deterministic = ops, block_size, is_deterministic
         self.tokens = [list(t) for t in tokens]
         values = Config(config)
         architecture = model_class(values)
-        self.model = architecture(Weights(weights, ops), values, max_len)
+        self.model = architecture(Weights(weights, ops, weight_format=weight_format), values, max_len)
         shape = architecture.memory_shape(values)
         assert isinstance(shape, KVShape)
         per_sequence = -(-max_len // block_size)
         num_blocks = per_sequence * len(tokens) + 3
         sizes = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         self.kv = [ops.new_kv_layer(*sizes) for _ in range(shape.num_layers)]
-        for layer in self.kv:  # whatever stands in memory that a sequence has not written must not matter
+        for layer in self.kv:  # the contents of unwritten memory must not matter
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
         order = np.random.default_rng(5).permutation(num_blocks)[: per_sequence * len(tokens)].tolist()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from archerfish.kernels.formats import PLAIN, WeightFormat
 from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentOps
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
@@ -95,17 +96,17 @@ class RecurrentDriver:
 
     def __init__(
         self, ops: TorchOps, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Sequence[Sequence[int]], *,
-        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16, weight_format: str = "auto",
+        recurrent: RecurrentOps[Tensor] | None = None, block_size: int = 16, weight_format: WeightFormat = PLAIN,
     ) -> None:
         values = Config(config)
         self.ops, self.block_size = ops, block_size
         self.model = Rwkv7Model(Weights(weights, ops, weight_format=weight_format), values, 1024)
-        if recurrent is not None:
-            use_recurrent(self.model, recurrent)
+        self.recurrent = recurrent or ops.recurrent()
+        use_recurrent(self.model, self.recurrent)
         self.tokens = [list(each) for each in tokens]
         num_blocks = (len(tokens) + 2) * -(-len(tokens[0]) // block_size)
-        self.memory = self.model.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
-        self.memory.wkv[1:].fill_(float("nan"))  # whatever stands in blocks that nobody has written must not matter
+        self.memory = self.recurrent.new_states(1 + num_blocks, Rwkv7Model.memory_shape(values))
+        self.memory.wkv[1:].fill_(float("nan"))  # the contents of unwritten blocks must not matter
         self.memory.inputs[1:].fill_(float("nan"))
         self.free: list[int] = np.random.RandomState(5).permutation(num_blocks).tolist()
         self.blocks: list[list[int]] = [[] for _ in tokens]
@@ -143,6 +144,5 @@ class RecurrentDriver:
 
 def use_recurrent(model: Rwkv7Model[Tensor], recurrent: RecurrentOps[Tensor]) -> None:
     """Have a model compute with other operations on states than its backend's."""
-    model.recurrent = recurrent
     for block in model.blocks:
-        block.channel_mix.recurrent = block.time_mix.recurrent = recurrent
+        block.recurrent = recurrent

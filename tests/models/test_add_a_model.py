@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from archerfish.kernels.torch.cpu import TorchCpuOps
-from archerfish.models import adapter, known
+from archerfish.models import adapter
 from archerfish.models.config import Config
 from tests.models.decoding import LENGTH, SIZES, Driver, make_model, random_tokens, their_logits
 
@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the page's Python defines; the registry is as before afterwards."""
-    monkeypatch.setattr(adapter, "MODELS", dict(known.MODELS))
+    monkeypatch.setattr(adapter, "MODELS", dict(adapter.MODELS))
     namespace: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(code, str(PAGE), "exec"), namespace)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from archerfish.errors import TensorError, UnsupportedModelError
+from archerfish.kernels.formats import choose_format
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.layers.weights import Weights
-from archerfish.models import adapter, known
+from archerfish.models import adapter
 from archerfish.models.adapter import KVShape, ModelAdapter, model_class, register_model
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
@@ -63,6 +64,24 @@ def test_half_precision_is_close(kind: str, backend: type[TorchOps], dtype: str)
     expected = their_logits(model, driver.tokens[0])
     error = (torch.cat([driver.step([(0, n)])[0] for n in (LENGTH - 1, 1)]) - expected).norm() / expected.norm()
     assert error < (0.03 if dtype == "bfloat16" else 0.004)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "phi3"])
+def test_int8_weights_equal_the_dequantised_model(kind: str, backend: type[TorchOps]) -> None:
+    int8 = choose_format("int8")
+    model, config = make(kind)
+    weights = dict(model.state_dict())
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights["lm_head.weight"]  # a tied head is quantised, its table is not
+    wide = {
+        name: int8.dequantise(int8.load({"weight": each}), torch.float32) if each.dim() == 2 and each is not embedding else each
+        for name, each in (weights | {"lm_head.weight": head.clone()}).items()
+    }
+    tokens, work = random_tokens(2), [(0, 20), (1, 7)]
+    expected = Driver(TorchOps(), wide, {**config, "tie_word_embeddings": False}, tokens).step(work)
+    found = Driver(backend(), weights, config, tokens, weight_format=int8).step(work)
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma2"])
@@ -188,7 +207,7 @@ def test_a_wrong_shape_is_named_with_both_shapes() -> None:
 
 
 def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "MODELS", dict(known.MODELS))
+    monkeypatch.setattr(adapter, "MODELS", dict(adapter.MODELS))
     register_model("mine", LlamaModel)
     assert model_class(Config({"model_type": "mine"})) is LlamaModel
 

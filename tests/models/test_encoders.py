@@ -11,8 +11,9 @@ import transformers
 
 from archerfish.engine.inference_core import InferenceCore
 from archerfish.errors import TensorError, UnsupportedModelError
+from archerfish.kernels.formats import choose_format
 from archerfish.kernels.ops import Segments
-from archerfish.models.encoder import TokenBatch
+from archerfish.models.adapter import TokenBatch
 
 LENGTHS = (7, 1, 19, 33, 7, 60, 4)
 COMMON = {"vocab_size": 120, "num_hidden_layers": 3, "max_position_embeddings": 70}
@@ -70,6 +71,22 @@ def test_hidden_states_equal_transformers(kind: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_weights_equal_the_dequantised_model(kind: str) -> None:
+    int8 = choose_format("int8")
+    model, config = make(kind, "Model")
+    weights = {name: each for name, each in model.state_dict().items() if "pooler" not in name}
+    wide = {
+        name: each if each.dim() != 2 or "embeddings" in name or "relative" in name
+        else int8.dequantise(int8.load({"weight": each}), torch.float32)
+        for name, each in weights.items()
+    }  # fmt: skip
+    batch = batch_of(config["vocab_size"])
+    expected = InferenceCore(wide, config, dtype="float32").run(batch)
+    found = InferenceCore(weights, config, dtype="float32", weight_format="int8").run(batch)
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> None:
@@ -83,7 +100,7 @@ def test_classifier_scores_equal_transformers(kind: str, num_labels: int) -> Non
 
 def test_longest_mpnet_distances_fall_into_transformers_buckets() -> None:
     """Distances beyond 128 share the last bucket."""
-    from archerfish.models.mpnet import distance_buckets
+    from archerfish.models.bert import distance_buckets
 
     theirs: Any = transformers.models.mpnet.modeling_mpnet.MPNetEncoder
     position = torch.arange(300)
@@ -158,11 +175,11 @@ def test_unknown_pooling_is_refused() -> None:
 
 
 def test_an_architecture_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from archerfish.models import encoder, known
+    from archerfish.models import adapter
     from archerfish.models.bert import BertEncoder
 
-    monkeypatch.setattr(encoder, "ENCODERS", dict(known.ENCODERS))
-    encoder.register_encoder("mine", BertEncoder)
+    monkeypatch.setattr(adapter, "ENCODERS", dict(adapter.ENCODERS))
+    adapter.register_encoder("mine", BertEncoder)
     model, config = make("bert", "Model")
     core = InferenceCore(model.state_dict(), {**config, "model_type": "mine"}, dtype="float32")
     assert core.run(batch_of(config["vocab_size"])).shape == (len(LENGTHS), 48)

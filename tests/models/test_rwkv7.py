@@ -21,17 +21,18 @@ from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.recurrent import RecurrentOps, StateShape
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import ChunkedRecurrentOps, TorchRecurrentOps
+from archerfish.kernels.torch.wkv import TorchRecurrentOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.store.rwkv_source import read_rwkv7
+from tests.kernels.wkv_cases import SequentialOps
 from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
 
 LENGTH = 100
 TOLERANCE = 1e-4
 BACKENDS = [TorchOps, TorchCpuOps]
-RECURRENT: list[type[TorchRecurrentOps]] = [TorchRecurrentOps, ChunkedRecurrentOps]
+RECURRENT: list[type[TorchRecurrentOps]] = [SequentialOps, TorchRecurrentOps]
 # (sequence, new tokens) of each step: a prefill, chunks of it, decodes, and all of these together
 STEPS = [
     [(0, 60)], [(1, 2)], [(0, 1), (1, 31)], [(0, 1), (2, 33), (1, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 1), (0, 1), (1, 1)],

@@ -11,7 +11,7 @@ import transformers
 
 from archerfish.config import HubConfig
 from archerfish.kernels.torch.cpu import TorchCpuOps
-from archerfish.store.converted import ensure_converted
+from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
 from archerfish.text.tokenizer import FastTokenizer

@@ -36,20 +36,6 @@ def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     assert (sizes.count(), sizes.sum()) == (5, 108)
 
 
-def test_quantile_is_linear_inside_a_bucket() -> None:
-    seconds = MetricRegistry().histogram("seconds", buckets=(1, 2, 4))
-    assert math.isnan(seconds.quantile(0.5))
-    seconds.observe_many([0.5, 1.5, 1.5, 3])
-    assert seconds.quantile(0) == 0
-    assert seconds.quantile(0.25) == 1
-    assert seconds.quantile(0.5) == 1.5
-    assert seconds.quantile(1) == 4
-    seconds.observe_many([50] * 10)
-    assert seconds.quantile(0.99) == 4
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        seconds.quantile(2)
-
-
 def test_registry_gives_the_same_metric_and_refuses_another_shape() -> None:
     registry = MetricRegistry()
     assert registry.counter("x", label_names=("a",)) is registry.counter("x", label_names=("a",))

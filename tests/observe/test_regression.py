@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.bench.stats import Summary, summarize
 from archerfish.observe.regression import Direction, RegressionDetector, worse_when
+from archerfish.observe.summary import Summary, summarize
 
 DIRECTED: list[tuple[str, Direction]] = [
     ("offline256_tok_s", "lower"), ("shared_prefix_req_s", "lower"), ("hit_ratio", "lower"), ("archerfish: tokens/s", "lower"),
@@ -36,10 +36,10 @@ def test_the_ending_of_a_name_tells_which_way_is_bad(metric: str, direction: Dir
 
 
 def test_a_metric_of_unknown_direction_is_refused_until_it_is_stated() -> None:
-    with pytest.raises(ValueError, match="which way 'warmth' is bad"):
+    with pytest.raises(ValueError, match="which 'warmth' is worse is unknown"):
         RegressionDetector({"warmth": steady(1)})
     detector = RegressionDetector({}, directions={"warmth": "lower"})
-    with pytest.raises(ValueError, match="which way 'colour' is bad"):
+    with pytest.raises(ValueError, match="which 'colour' is worse is unknown"):
         detector.check_regression({"colour": steady(1)})
     stated: dict[str, Direction] = {"requests_s": "lower", "window_*": "neither"}
     assert worse_when("requests_s", stated) == "lower"  # its ending alone would say the opposite

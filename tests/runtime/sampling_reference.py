@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from archerfish.params import SamplingParams
+from archerfish.runtime.sampler import FastSampler, Sampled
+from archerfish.sequence import Sequence
 
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
 
 
 def penalised(
-    logits: Logits, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stops: Collection[int]
+    logits: Logits, params: SamplingParams, prompt: SequenceOf[int], output: SequenceOf[int], stops: Collection[int]
 ) -> Logits:
     x = logits.copy()
     for token, bias in (params.logit_bias or {}).items():
@@ -70,3 +74,12 @@ def chi_square(counts: npt.NDArray[np.int64], p: Floats) -> tuple[float, float]:
     freedom = max(len(groups) - 1, 1)
     spread = 2 / (9 * freedom)
     return statistic, freedom * (1 - spread + 4.7534 * spread**0.5) ** 3  # Wilson and Hilferty's approximation
+
+
+def sample_sequences(
+    sampler: FastSampler[torch.Tensor], logits: torch.Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
+) -> Sampled[torch.Tensor]:
+    """`FastSampler.sample` of sequences that were added to it, with the masks of those that have one."""
+    masked = [(place, sequence.mask.bits) for place, sequence in enumerate(sequences) if sequence.mask is not None]
+    masks = (np.array([place for place, _ in masked]), np.stack([bits for _, bits in masked])) if masked else None
+    return sampler.sample(logits, np.array([sequence.row for sequence in sequences]), np.asarray(positions), masks)

@@ -7,7 +7,10 @@ import pytest
 
 from archerfish.kernels.torch.cpu import TorchCpuOps, padded_rows
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.batch import build_batch, build_recurrent_batch
+from archerfish.params import SamplingParams
+from archerfish.runtime import batch as batch_module
+from archerfish.runtime.batch import BlockTables, build_batch, build_recurrent_batch, find_shared, pad_tables
+from archerfish.step import NO_IDS, RowEntry, StepInput
 from tests.calls import num_calls
 
 
@@ -36,12 +39,6 @@ def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> 
 def test_decodes_after_longer_ones_are_refused() -> None:
     with pytest.raises(AssertionError, match="first"):
         build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
-
-
-def test_notes_of_a_batch_are_its_own() -> None:
-    one, two = (build_batch(TorchOps(), tokens=[[1]], starts=[0], blocks=[[0]], block_size=4) for _ in range(2))
-    one.derived["x"] = 1
-    assert two.derived == {}
 
 
 def test_building_a_batch_calls_nothing_per_token() -> None:
@@ -88,3 +85,48 @@ def test_building_a_batch_over_states_calls_nothing_per_token() -> None:
         )
 
     assert calls(256) == calls(16)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([[5, 7, 9], [5, 7, 8, 2]], 8),
+        ([[5, 7, 8, 2], [5, 7, 9]], 8),
+        ([[5, 7, 9, 4], [5, 7, 9, 2], [5, 6, 9, 2]], 4),
+        ([[5, 7], [6, 7]], 0),
+        ([[0, 0, 3], [0, 0, 4]], 8),
+        ([[1, 2, 3]], 0),
+        ([], 0),
+    ],
+)
+def test_whole_blocks_that_all_share(blocks: list[list[int]], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr(batch_module, "MIN_SHARED_TOKENS", 4)
+    assert find_shared(pad_tables(blocks), 4) == expected
+
+
+def test_little_is_not_shared() -> None:
+    same = list(range(100))
+    assert find_shared(pad_tables([[*same, 200 + i] for i in range(8)]), 16) == 1600
+    assert find_shared(pad_tables([[*same, 200 + i] for i in range(7)]), 16) == 0
+    assert find_shared(pad_tables([[*same[:15], 200 + i] for i in range(8)]), 16) == 0
+
+
+def test_block_tables_keep_blocks_until_a_row_changes_hands() -> None:
+    def step(rows: list[int], places: list[int], blocks: list[int], *entered: int) -> StepInput:
+        entries = [RowEntry(row, "r", SamplingParams(), 1) for row in entered]
+        return StepInput(
+            0, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, NO_IDS, 0, np.asarray(rows), np.asarray(places), np.asarray(blocks),
+            entries=entries,
+        )
+
+    tables = BlockTables(3)
+    tables.update(step([0, 0, 2], [0, 1, 0], [7, 8, 9], 0, 2))
+    tables.update(step([0, 2], [2, 1], [5, 6]))
+    assert tables.of(np.array([2, 0])).tolist() == [[9, 6, 0], [7, 8, 5]]
+    assert tables.at(np.array([0, 2]), np.array([2, 1])).tolist() == [5, 6]
+    long = list(range(100))
+    tables.update(step([0] * 100, long, long, 0))
+    assert tables.of(np.array([0])).tolist() == [long]
+    tables.update(step([0], [0], [4], 0))
+    assert tables.of(np.array([0])).tolist() == [[4]]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ import torch
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.decoding import FILLING_POSITION, Input
-from archerfish.kernels.ops import Ids
+from archerfish.kernels.ops import Ids, Replay
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, list_sizes
+from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PreparedDecodes, list_sizes
 from archerfish.runtime.runner import RunningStep
-from archerfish.sequence import Plan
+from archerfish.step import StepInput
 from tests.engine.tiny_llama import TINY
 
 USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1}
@@ -26,7 +26,7 @@ PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(1 + 5 * i % 23)] for i in ra
 
 
 class RecordingOps(TorchOps):
-    is_async = True
+    is_async = can_record = True
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pyt
     assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
 
 
-def test_the_device_is_told_what_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_SEQUENCES", 2)
-    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_TOKENS", 4)
+def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     sent: list[tuple[int, int]] = []  # sequences, and the tokens that they share
 
@@ -129,7 +129,7 @@ def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Pa
         assert not engine.has_work
 
 
-def interrupted(plan: Plan) -> RunningStep:
+def interrupted(step: StepInput) -> RunningStep:
     raise KeyboardInterrupt
 
 
@@ -144,6 +144,34 @@ def test_a_step_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
     assert generate(model, params, monkeypatch, records=True) == plain
 
 
+class AnyRowsOps(TorchOps):
+    """A backend that computes when it is called, and repeats what it recorded for any number of rows."""
+
+    can_record = replays_any_rows = True
+    replayed: ClassVar[list[int]] = []
+
+    def capture(self, call: Callable[[], torch.Tensor]) -> Replay[torch.Tensor]:
+        def repeat(num_rows: int = 0) -> torch.Tensor:
+            self.replayed.append(num_rows)
+            return call()
+
+        return repeat
+
+
+def test_a_backend_may_replay_one_recording_for_any_number_of_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)]
+    found = []
+    for ops in (TorchOps, AnyRowsOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(str(model), **USUAL, max_cache_tokens=1024, max_num_seqs=8) as engine:
+            found.append([output.token_ids for output in engine.generate(PROMPTS[:6], params)])
+            graphs = engine.runner._graphs
+            assert (graphs is not None) == (ops is AnyRowsOps)
+    assert found[0] == found[1]
+    assert graphs is not None and {kind.size for kind in graphs._recorded} == {8}
+    assert {1, 2, 3, 4, 5, 6} <= set(AnyRowsOps.replayed)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
 def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and eager against together and recorded, with a shared prefix, pressure, n and penalties."""
@@ -152,8 +180,8 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, mo
     each = [SamplingParams(max_tokens=20 + i, seed=i, n=1 + i % 2, ignore_eos=True) for i in range(len(prompts))]
     each[3] = replace(each[3], repetition_penalty=1.2)
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "block_size": 4}
-    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_SEQUENCES", 2)
-    monkeypatch.setattr("archerfish.runtime.shared.MIN_SHARED_TOKENS", 4)
+    monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
+    monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
     with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
         together = [[one.token_ids for one in output.outputs] for output in engine.generate(prompts, each)]
     monkeypatch.setattr(DecodeGraphs, "takes", lambda self, plan: False)
@@ -166,14 +194,14 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, mo
 
 
 def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    takes = DecodeGraphs.takes
+    num_started, start = 0, DecodeGraphs.start
 
-    def noted(self: DecodeGraphs[torch.Tensor], plan: Plan) -> bool:
-        calls.append(takes(self, plan))
-        return calls[-1]
+    def counted(self: DecodeGraphs[torch.Tensor], prepared: PreparedDecodes) -> torch.Tensor:
+        nonlocal num_started
+        num_started += 1
+        return start(self, prepared)
 
-    monkeypatch.setattr(DecodeGraphs, "takes", noted)
+    monkeypatch.setattr(DecodeGraphs, "start", counted)
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         for params in (
@@ -181,9 +209,9 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
             SamplingParams(max_tokens=6, logit_bias={5: 1.0}), SamplingParams(max_tokens=6, min_tokens=4),
         ):
             engine.generate([PROMPTS[3]], params)
-            assert calls and not any(calls)
+            assert not num_started
         engine.generate([PROMPTS[3]], SamplingParams(max_tokens=6))
-        assert any(calls)
+        assert num_started
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +264,7 @@ def test_a_start_records_every_size_only_where_kernels_are_compiled(
     assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
 
 
-def test_steps_are_told_apart_by_whether_a_row_is_cut(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
@@ -259,10 +287,10 @@ def test_a_buffer_that_held_another_size_is_filled_anew(model: Path, monkeypatch
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         graphs = engine.runner._graphs
         assert graphs is not None
-        expected = graphs._words(4).copy()
+        expected = graphs.empty_inputs(Kind(4)).copy()
         for _ in range(NUM_BUFFERS):
             next(graphs._buffers)[:] = 123
-        assert (graphs._words(4) == expected).all()
+        assert (graphs.empty_inputs(Kind(4)) == expected).all()
         assert (expected[Input.POSITION] == FILLING_POSITION).all()
         assert not expected[Input.NUM_SHARED].any()
 

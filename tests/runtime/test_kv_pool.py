@@ -82,7 +82,7 @@ def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:
         plan(max_cache_tokens=10, block_size=16)
 
 
-def test_the_budget_is_a_quarter_of_free_memory_and_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_budget_is_a_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     assert plan().num_bytes == pytest.approx(0.5 * GIB, rel=0.001)
     assert plan(memory_budget_gib=1.0).num_bytes == pytest.approx(GIB, rel=0.001)

@@ -16,7 +16,7 @@ from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.runtime.prompt_graphs import SIZES, PromptGraphs
+from archerfish.runtime.graphs import PROMPT_SIZES, PromptGraphs
 from tests.engine.tiny_llama import TINY
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.test_graphs import RecordingOps
@@ -102,7 +102,7 @@ def test_a_size_is_recorded_when_it_is_used_again(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("records")
-def test_prompts_in_company_and_those_that_ask_for_more_are_not_recorded(model: Path) -> None:
+def test_only_lone_plain_prompts_are_recorded(model: Path) -> None:
     with LLMEngine(str(model), **USUAL) as engine:
         for _ in range(3):
             engine.generate([PROMPTS[2], PROMPTS[3]], GREEDY)
@@ -186,10 +186,10 @@ def test_sizes_are_recorded_in_idle_time_or_where_kernels_are_compiled(
 ) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
-        assert set(prompts_of(engine)._recorded) == (set(SIZES) if compiles else set())
+        assert set(prompts_of(engine)._recorded) == (set(PROMPT_SIZES) if compiles else set())
         while engine.use_idle_time():
             pass
-        assert set(prompts_of(engine)._recorded) == set(SIZES)
+        assert set(prompts_of(engine)._recorded) == set(PROMPT_SIZES)
 
 
 @pytest.mark.usefixtures("records")
@@ -198,7 +198,7 @@ def test_the_largest_size_is_recorded_first(model: Path) -> None:
         prompts = prompts_of(engine)
         while prompts.record_next():
             pass
-        assert list(prompts._recorded) == sorted(SIZES, reverse=True)
+        assert list(prompts._recorded) == sorted(PROMPT_SIZES, reverse=True)
 
 
 @pytest.mark.usefixtures("records")

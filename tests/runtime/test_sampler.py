@@ -1,21 +1,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from archerfish.cache.logits_cache import CacheKey, LogitsCache
-from archerfish.errors import InvalidInputError, InvalidOptionError, ModelError, UnknownOptionError
-from archerfish.kernels.sampling import stream_key, uniform
+from archerfish.errors import ModelError
+from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import uniforms
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler, LogitsView, Sampled, SamplingConfig, prompt_logprobs
+from archerfish.runtime.sampler import FastSampler, Sampled, prompt_logprobs
+from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
+from tests.runtime.sampling_reference import sample_sequences
 
 Sampler = FastSampler[torch.Tensor]
 VOCAB = 640
@@ -47,8 +48,8 @@ def sequence_of(
 def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: Sampler | None = None) -> Sampled[torch.Tensor]:
     sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
     for sequence in sequences:
-        sampler.add(sequence)
-    return sampler.sample(logits, sequences, [sequence.num_known for sequence in sequences])
+        sampler.add(entry_of(sequence))
+    return sample_sequences(sampler, logits, sequences, [sequence.num_known for sequence in sequences])
 
 
 def test_uniform_numbers_are_those_of_the_definition() -> None:
@@ -78,13 +79,21 @@ def test_a_draw_is_the_same_alone_and_in_a_batch_of_32() -> None:
 @pytest.mark.parametrize("vocab_size", [50_257, 49_152])
 def test_weights_do_not_depend_on_the_batch_to_the_last_bit(vocab_size: int) -> None:
     logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(2)) * 5
-    sequences = [sequence_of(row) for row in range(9)]
-    ops = TorchOps()
-    sample(logits, sequences, FastSampler(ops, vocab_size, 9))
-    together = ops._sampling.buffers._arrays["sums"][: 9 * math.ceil(vocab_size / 32)].view(9, -1).clone()
-    for row in (0, 4, 8):
-        sample(logits[row : row + 1].clone(), [sequence_of(0)], FastSampler(ops, vocab_size, 1))
-        assert torch.equal(ops._sampling.buffers._arrays["sums"][: together.shape[1]], together[row])
+    sampling, found = TorchOps()._sampling, []
+    original = sampling._block_sums
+
+    def kept(weights: torch.Tensor) -> torch.Tensor:
+        found.append(original(weights).clone())
+        return found[-1]
+
+    sampling._block_sums = kept  # type: ignore[method-assign]
+    for some in (slice(0, 9), slice(0, 1), slice(4, 5), slice(8, 9)):
+        part = logits[some].clone()
+        keys = torch.zeros(len(part), dtype=torch.int64)
+        batch = SamplingBatch(temperature=torch.ones(len(part)).double(), keys=keys, positions=keys, has_uncut=True)
+        sampling.sample(part, batch)
+    together, *alone = found
+    assert all(torch.equal(one[0], together[row]) for one, row in zip(alone, (0, 4, 8), strict=True))
 
 
 def test_seed_index_and_position_choose_the_draw() -> None:
@@ -141,12 +150,7 @@ def test_a_bad_row_fails_alone(bad: float, vocab_size: int) -> None:
     assert all(isinstance(error, ModelError) for error in sampled.errors.values())
     assert sampled.to_host()[::2] == alone.to_host()[::2]
     assert all(0 <= token < vocab_size for token in sampled.to_host())
-    assert set(sampled.logprobs(range(rows))) == {14}
-
-
-def test_bias_out_of_the_vocabulary_fails_its_request_alone() -> None:
-    sampled = sample(torch.randn(2, VOCAB), [sequence_of(0, logit_bias={VOCAB: 1.0}), sequence_of(1)])
-    assert list(sampled.errors) == [0] and isinstance(sampled.errors[0], InvalidInputError)
+    assert set(sampled.logprobs) == {14}
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
@@ -154,29 +158,29 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     logits[0, 9] = 100.0
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
     sequence = sequence_of(0, temperature=0, min_tokens=2, stops=[9, 10**6])
-    sampler.add(sequence)
-    assert [sampler.sample(logits, [sequence], [3 + i]).to_host()[0] for i in range(4)] == [0, 0, 9, 9]
+    sampler.add(entry_of(sequence))
+    assert [sample_sequences(sampler, logits, [sequence], [3 + i]).to_host()[0] for i in range(4)] == [0, 0, 9, 9]
     nothing_left = sample(torch.zeros(1, 4), [sequence_of(0, min_tokens=1, stops=range(4))])
     assert isinstance(nothing_left.errors[0], ModelError)
 
 
-def test_penalties_follow_what_was_sampled_without_being_told() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     logits = torch.zeros(2, 8)
     logits[:, :4] = torch.tensor([0.4, 0.3, 0.2, 0.1])
     sampler: Sampler = FastSampler(TorchOps(), 8, 2)
     sequences = [sequence_of(0, [7], temperature=0, presence_penalty=1.0), sequence_of(1, [7], temperature=0)]
     for sequence in sequences:
-        sampler.add(sequence)
-    steps = [sampler.sample(logits, sequences, [1 + i, 1 + i]).to_host() for i in range(4)]
+        sampler.add(entry_of(sequence))
+    steps = [sample_sequences(sampler, logits, sequences, [1 + i, 1 + i]).to_host() for i in range(4)]
     assert steps == [[0, 0], [1, 0], [2, 0], [3, 0]]
 
 
 def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
     def run(num_steps: int, sequence: Sequence) -> list[int]:
         sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
-        sampler.add(sequence)
+        sampler.add(entry_of(sequence))
         for _ in range(num_steps):
-            sequence.tokens.extend(sampler.sample(logits, [sequence], [len(sequence.tokens)]).to_host())
+            sequence.tokens.extend(sample_sequences(sampler, logits, [sequence], [len(sequence.tokens)]).to_host())
         return sequence.tokens.tolist()
 
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
@@ -187,13 +191,13 @@ def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
     assert run(180, broken) == whole
 
 
-def test_a_row_forgets_who_had_it_before() -> None:
+def test_a_row_forgets_its_previous_sequence() -> None:
     logits = torch.zeros(1, VOCAB)
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
     heavy = sequence_of(0, temperature=0, repetition_penalty=2.0, logit_bias={5: 9.0}, min_tokens=50, stops=[0])
     assert sample(logits, [heavy], sampler).to_host() == [5]
     assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
-    sampler.add(heavy)
+    sampler.add(entry_of(heavy))
     sampler.remove(0)
     assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
 
@@ -212,9 +216,8 @@ def test_logprobs_are_of_the_unmodified_logits(vocab_size: int) -> None:
     biased: dict[str, Any] = {"logprobs": 7, "temperature": 0.1, "logit_bias": {4: 100.0}}
     options: list[dict[str, Any]] = [{"logprobs": 0}, {}, biased, {"logprobs": 3}]
     sampled = sample(logits, [sequence_of(row, **kw) for row, kw in enumerate(options)])
-    tokens, found = sampled.to_host(), sampled.logprobs(range(4))
+    tokens, found = sampled.to_host(), sampled.logprobs
     assert set(found) == {0, 2, 3} and tokens[2] == 4
-    assert list(sampled.logprobs([3])) == [3]
     for row, one in found.items():
         assert one.token_id == tokens[row]
         assert one.logprob == pytest.approx(exact[row, tokens[row]], abs=1e-5)
@@ -239,10 +242,10 @@ def test_large_arrays_are_made_once() -> None:
     sequences = [sequence_of(row, stops=[1], **options) for row, options in enumerate(MIXED)]
     sampler: Sampler = FastSampler(ops, 20_001, 8)
     sample(logits, sequences, sampler)
-    first = {name: buffer.data_ptr() for name, buffer in ops._sampling.buffers._arrays.items()}
+    before = ops.pool_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        sampler.sample(logits, sequences, [3] * 8)
-    assert {name: buffer.data_ptr() for name, buffer in ops._sampling.buffers._arrays.items()} == first
+        sample_sequences(sampler, logits, sequences, [3] * 8)
+    assert ops.pool_stats().cache_misses == before.cache_misses
     one_row_bytes = 20_001 * 4
     largest = max(event.cpu_memory_usage for event in profile.events() or [])
     assert 0 < largest < 8 * one_row_bytes
@@ -253,112 +256,13 @@ def test_a_batch_of_other_parameters_is_not_mistaken_for_the_last() -> None:
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 3)
     sequences = [sequence_of(row, seed=row, temperature=row * 0.5) for row in range(3)]
     for sequence in sequences:
-        sampler.add(sequence)
+        sampler.add(entry_of(sequence))
     for pair in ([0, 1], [1, 2], [2, 0], [0, 1]):
         chosen = [sequences[i] for i in pair]
-        alone = [sampler.sample(logits[i : i + 1], [chosen[i]], [3]).to_host()[0] for i in range(2)]
-        assert sampler.sample(logits, chosen, [3, 3]).to_host() == alone
+        alone = [sample_sequences(sampler, logits[i : i + 1], [chosen[i]], [3]).to_host()[0] for i in range(2)]
+        assert sample_sequences(sampler, logits, chosen, [3, 3]).to_host() == alone
 
 
 def test_wrong_shape_is_refused() -> None:
     with pytest.raises(Exception, match="shape"):
         sample(torch.zeros(2, VOCAB), [sequence_of(0)])
-
-
-class DictStore:
-    def __init__(self) -> None:
-        self.known: dict[str, torch.Tensor] = {}
-
-    def get(self, key: str) -> torch.Tensor | None:
-        return self.known.get(key)
-
-    def insert(self, key: str, value: torch.Tensor) -> None:
-        self.known[key] = value
-
-
-def test_sample_optimized_draws_as_a_request_would() -> None:
-    logits = torch.randn(VOCAB)
-    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
-    for seed in range(5):
-        drawn = sampler.sample_optimized(logits, SamplingConfig(top_k=20, top_p=0.9), seed=seed, position=3)
-        assert [drawn] == sample(logits[None], [sequence_of(0, seed=seed, top_k=20, top_p=0.9)]).to_host()
-    with pytest.raises(ModelError, match="finite"):
-        sampler.sample_optimized(torch.full((VOCAB,), math.nan), SamplingConfig())
-
-
-def test_sample_with_cache_computes_once() -> None:
-    calls = []
-
-    def compute(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: calls.append(1) or value  # type: ignore[func-returns-value]
-
-    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
-    store, logits = DictStore(), torch.randn(VOCAB)
-    tokens = {
-        sampler.sample_with_cache(compute(logits), SamplingConfig(), cache=store, cache_key="a", seed=1) for _ in range(3)
-    }
-    assert len(tokens) == 1 and len(calls) == 1
-
-
-def test_the_cache_of_logits_is_one_to_sample_with() -> None:
-    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
-    cache, logits = LogitsCache(VOCAB * 4, 60.0), torch.randn(2, VOCAB)
-
-    def drawn(row: int, context: list[int]) -> int:
-        key = CacheKey(context, len(context), "model")
-        return sampler.sample_with_cache(lambda: logits[row], SamplingConfig(), cache=cache, cache_key=key, seed=1)
-
-    first = drawn(0, [1, 2, 3])
-    assert first == sampler.sample_optimized(logits[0], SamplingConfig(), seed=1)
-    assert drawn(1, [1, 2, 3]) == first and sampler.metrics.cache_hits == 1  # the row of the first call is used again
-    assert drawn(1, [4]) == sampler.sample_optimized(logits[1], SamplingConfig(), seed=1)
-    assert len(cache) == 1 and cache.get_stats().evictions == 1  # there is room for one row
-
-
-def test_view_shares_memory_and_keeps_to_its_range_and_mask() -> None:
-    logits = torch.randn(VOCAB)
-    logits[:100] = 50.0
-    view = LogitsView(logits, 128, 192, masked=[130, 131, 5])
-    assert view.values.data_ptr() == logits[128:].data_ptr() and view.values.shape == (1, 64)
-    sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
-    drawn = {sampler.sample_optimized(view, SamplingConfig(temperature=20.0), seed=seed) for seed in range(600)}
-    assert drawn <= set(range(128, 192)) - {130, 131} and len(drawn) > 50
-    best = 128 + int(torch.argmax(logits[128:192].index_fill(0, torch.tensor([2, 3]), -math.inf)))
-    assert sampler.sample_optimized(view, SamplingConfig(temperature=0)) == best
-    assert view.effective_logit(130) == view.effective_logit(7) == -math.inf
-    assert dict(view.iter_valid()) == {i: view.effective_logit(i) for i in range(128, 192) if i not in (130, 131)}
-    logits[140] = 99.0
-    assert sampler.sample_optimized(view, SamplingConfig(temperature=0)) == 140
-
-
-@pytest.mark.parametrize("bounds", [(-1, 5), (5, 5), (0, VOCAB + 1)])
-def test_view_refuses_a_range_outside(bounds: tuple[int, int]) -> None:
-    with pytest.raises(InvalidInputError, match="range"):
-        LogitsView(torch.zeros(VOCAB), *bounds)
-    with pytest.raises(InvalidInputError, match="one row"):
-        LogitsView(torch.zeros(2, VOCAB))
-
-
-def test_config_refuses_what_is_not_exact() -> None:
-    with pytest.raises(UnknownOptionError, match="distribution"):
-        SamplingConfig(fast_path_threshold=0.9)  # type: ignore[call-arg]
-    with pytest.raises(UnknownOptionError, match="top_k"):
-        SamplingConfig(topk=3)  # type: ignore[call-arg]
-    with pytest.raises(InvalidOptionError, match="use_simd"):
-        SamplingConfig(use_simd=False)
-    with pytest.raises(InvalidInputError, match="temperature"):
-        SamplingConfig(temperature=-1.0)
-    assert SamplingConfig(top_k=5).params.top_k == 5
-
-
-def test_sampling_again_allocates_no_buffer() -> None:
-    ops = TorchOps()
-    sampler: Sampler = FastSampler(ops, VOCAB, 8)
-    sequences = [sequence_of(row, **options) for row, options in enumerate(MIXED)]
-    assert ops.pool_stats().total_gets == 0
-    for _ in range(3):
-        before = ops.pool_stats()
-        sample(torch.randn(8, VOCAB), sequences, sampler)
-    after = ops.pool_stats()
-    assert after.cache_misses == before.cache_misses > 0
-    assert after.cache_hits - before.cache_hits == after.total_gets - before.total_gets > 0

@@ -14,8 +14,9 @@ from archerfish.kernels.sampling import stream_key, uniform
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import FastSampler
+from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, penalised, probabilities, token_at
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample_sequences, token_at
 
 FEATURES: dict[str, Any] = {
     "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.06, "repetition_penalty": 1.3, "presence_penalty": 0.6,
@@ -44,8 +45,8 @@ def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int 
 def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[int]:
     sampler = FastSampler(TorchOps(), logits.shape[1], len(sequences))
     for sequence in sequences:
-        sampler.add(sequence)
-    sampled = sampler.sample(torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
+        sampler.add(entry_of(sequence))
+    sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
     assert sampled.errors == {}
     return sampled.to_host()
 
@@ -112,8 +113,8 @@ def test_draws_at_other_positions_are_independent() -> None:
     sequences[0].request = Request("r", [0], SamplingParams(), 16, seed=7)
     for sequence in sequences:
         sequence.request = sequences[0].request
-        sampler.add(sequence)
-    drawn = np.asarray(sampler.sample(torch.zeros(num_draws, 4), sequences, list(range(num_draws))).to_host())
+        sampler.add(entry_of(sequence))
+    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).to_host())
     pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
     statistic, most = chi_square(pairs, np.full(16, 1 / 16))
     assert statistic < most

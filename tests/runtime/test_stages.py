@@ -19,9 +19,10 @@ from archerfish.kernels.sampling import CHOSEN, NONE_LEFT, Entries, Ranges, Samp
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.params import SamplingParams, Stage
-from archerfish.runtime.sampler import FastSampler
+from archerfish.runtime.sampler import FastSampler, is_plain
+from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, probabilities, token_at
+from tests.runtime.sampling_reference import chi_square, probabilities, sample_sequences, token_at
 
 VOCAB = 700
 PROMPT = [1, 2, 3]
@@ -126,14 +127,14 @@ def test_every_token_is_the_references_for_its_stage() -> None:
     sampler = FastSampler(TorchOps(), VOCAB, num)
     sequences = [sequence_of(row, SamplingParams(stages=STAGES), seed=row) for row in range(num)]
     for sequence in sequences:
-        sampler.add(sequence)
+        sampler.add(entry_of(sequence))
     kinds = [stage for stage in STAGES for _ in range(stage.num_tokens)]
     num_unclear = 0
     for step in range(12):
         logits = random_logits(num, step)
         # Each row is a little further than the one before, so that all stages meet in one batch.
         positions = [len(PROMPT) + step + row % 12 for row in range(num)]
-        sampled = sampler.sample(torch.from_numpy(logits), sequences, positions)
+        sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, positions)
         assert sampled.errors == {}
         for row, token in enumerate(sampled.to_host()):
             stage = kinds[positions[row] - len(PROMPT)]
@@ -150,10 +151,11 @@ def test_distribution_passes_chi_square(stage: Stage) -> None:
     sampler = FastSampler(TorchOps(), VOCAB, num_draws)
     sequences = [sequence_of(row, SamplingParams(stages=[stage]), seed=99, index=row) for row in range(num_draws)]
     for sequence in sequences:
-        sampler.add(sequence)
+        sampler.add(entry_of(sequence))
     logits = random_logits(1, 3, scale=1.0)
     logits[0, stage.end :] += 50.0  # what lies outside of the range has no share, however likely it is
-    sampled = sampler.sample(torch.from_numpy(logits.repeat(num_draws, axis=0)), sequences, [len(PROMPT)] * num_draws)
+    repeated = torch.from_numpy(logits.repeat(num_draws, axis=0))
+    sampled = sample_sequences(sampler, repeated, sequences, [len(PROMPT)] * num_draws)
     own = np.asarray(sampled.to_host()) - stage.first - stage.offset
     params = SamplingParams(temperature=stage.temperature, top_k=stage.top_k, top_p=stage.top_p)
     p = probabilities(logits[0, stage.first : stage.end], params)
@@ -176,8 +178,8 @@ def test_a_row_does_not_depend_on_the_ranges_of_others() -> None:
         sampler = FastSampler(TorchOps(), VOCAB, len(options))
         sequences = [sequence_of(place, options[place], seed=place) for place in places]
         for sequence in sequences:
-            sampler.add(sequence)
-        return sampler.sample(logits[places], sequences, [len(PROMPT)] * len(places)).to_host()
+            sampler.add(entry_of(sequence))
+        return sample_sequences(sampler, logits[places], sequences, [len(PROMPT)] * len(places)).to_host()
 
     together = draw(list(range(len(options))))
     assert [draw([place])[0] for place in range(len(options))] == together
@@ -191,22 +193,22 @@ def test_a_row_that_is_given_to_another_forgets_its_stages() -> None:
     logits[0, 650] = 9.0
     for _ in range(2):
         staged, plain = sequence_of(0, SamplingParams(stages=STAGES[2:])), sequence_of(0, SamplingParams(temperature=0))
-        sampler.add(staged)
-        assert sampler.sample(torch.from_numpy(logits), [staged], [3]).to_host()[0] < 129
-        sampler.add(plain)
-        assert sampler.sample(torch.from_numpy(logits), [plain], [3]).to_host() == [650]
+        sampler.add(entry_of(staged))
+        assert sample_sequences(sampler, torch.from_numpy(logits), [staged], [3]).to_host()[0] < 129
+        sampler.add(entry_of(plain))
+        assert sample_sequences(sampler, torch.from_numpy(logits), [plain], [3]).to_host() == [650]
 
 
-def test_one_that_comes_back_goes_on_in_its_stage() -> None:
+def test_a_resumed_sequence_continues_in_its_stage() -> None:
     """After a preemption a sequence is added again, with some of its output."""
     logits = torch.from_numpy(random_logits(1, 8))
     whole, late = FastSampler(TorchOps(), VOCAB, 1), FastSampler(TorchOps(), VOCAB, 1)
     sequence = sequence_of(0, SamplingParams(stages=STAGES), seed=5)
-    whole.add(sequence)
+    whole.add(entry_of(sequence))
     for position in range(3, 20):
-        found = whole.sample(logits, [sequence], [position]).to_host()
-        late.add(sequence)
-        assert late.sample(logits, [sequence], [position]).to_host() == found
+        found = sample_sequences(whole, logits, [sequence], [position]).to_host()
+        late.add(entry_of(sequence))
+        assert sample_sequences(late, logits, [sequence], [position]).to_host() == found
 
 
 @settings(max_examples=60, deadline=None)
@@ -260,8 +262,8 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
     options = [SamplingParams(stages=STAGES)] * 3 + [SamplingParams(top_k=9), SamplingParams(temperature=0)]
     sequences = [sequence_of(row, params, seed=row) for row, params in enumerate(options)]
     for sequence in sequences:
-        sampler.add(sequence)
-    assert sampler.is_plain(sequences)
+        sampler.add(entry_of(sequence))
+    assert all(is_plain(entry_of(sequence)) for sequence in sequences)
     for step in range(8):
         logits = torch.from_numpy(random_logits(size, step))
         positions = np.asarray([3 + step + row for row in range(num)])
@@ -272,5 +274,5 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
         batch = sampling_batch(inputs, inputs[Input.POSITION] + 1, torch.arange(size))
         drawn = TorchOps().sample(logits, batch)
         assert not drawn.report[1].any()  # nor in rows that only fill
-        expected = sampler.sample(logits[:num], sequences, positions.tolist())
+        expected = sample_sequences(sampler, logits[:num], sequences, positions.tolist())
         assert drawn.tokens.tolist()[:num] == expected.to_host()

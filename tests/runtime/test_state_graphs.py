@@ -33,7 +33,7 @@ class RecordingTritonOps(TritonOps):
 
     def __init__(self, device: str = DEVICE, dtype: str = "float32") -> None:
         super().__init__(DEVICE, dtype)
-        self.is_async = True
+        self.is_async = self.can_record = True
 
 
 def test_tokens_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_tokens_are_the_same_with_one_state_a_sequence(model: Path, monkeypatch:
     assert found[0] == found[1]
 
 
-def test_the_device_is_told_both_blocks_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_hold_both_blocks_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it went."""
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     sent: list[tuple[int, int, int]] = []  # position, source, target

@@ -15,10 +15,11 @@ from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, unifor
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import TorchSampling
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler, Sampled
-from archerfish.runtime.token_masks import find_masks
+from archerfish.runtime.sampler import FastSampler, Sampled, is_plain
+from archerfish.sched.masks import MaskFinder
+from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, penalised, probabilities, token_at
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample_sequences, token_at
 
 PROMPT, OUTPUT = [1, 5, 5, 7], [5, 20]
 OPTIONS: list[dict[str, Any]] = [
@@ -54,11 +55,21 @@ def sequence_of(row: int, grammar: Listed | None = None, *, seed: int = 0, index
     return sequence
 
 
+def find_masks(sequences: list[Sequence], vocab_size: int) -> None:
+    finder = MaskFinder(vocab_size)
+    for sequence in sequences:
+        if sequence.request.grammar is not None:
+            finder.begin(sequence)
+    while any(sequence.mask is not None and not sequence.mask.done() for sequence in sequences):
+        finder.wait()
+
+
 def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: FastSampler[Any] | None = None) -> Sampled[Any]:
     sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
+    find_masks(sequences, logits.shape[1])
     for sequence in sequences:
-        sampler.add(sequence)
-    return sampler.sample(logits, sequences, [len(sequence.tokens) for sequence in sequences])
+        sampler.add(entry_of(sequence))
+    return sample_sequences(sampler, logits, sequences, [len(sequence.tokens) for sequence in sequences])
 
 
 @pytest.mark.parametrize("vocab_size", [33, 64, 640, 1001])
@@ -109,37 +120,31 @@ def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
     assert {together[2], together[5]} <= {9, 10}
 
 
-@pytest.mark.parametrize("num_others", [1, 6])
-def test_a_dead_end_is_an_error_of_its_row(num_others: int) -> None:
-    logits = torch.randn(1 + num_others, 100)
-    problems = [InvalidInputError("a dead end"), RuntimeError("anything else")]
-    for problem in problems:
-        sequences = [sequence_of(row, Listed([row], problem if row == 0 else None)) for row in range(1 + num_others)]
-        sampled = sample(logits, sequences)
-        assert sampled.errors == {0: problem} and sampled.to_host()[1:] == list(range(1, 1 + num_others))
+def test_a_failing_grammar_is_the_error_of_its_own_mask() -> None:
+    problems = [InvalidInputError("a dead end"), RuntimeError("anything else"), None]
+    sequences = [sequence_of(row, Listed([row], problem)) for row, problem in enumerate(problems)]
+    find_masks(sequences, 100)
+    assert [sequence.mask and sequence.mask.error for sequence in sequences] == problems
 
 
 def test_a_matcher_belongs_to_its_sequence_and_sees_all_its_output() -> None:
-    sampler: FastSampler[Any] = FastSampler(TorchOps(), 100, 4)
     grammar = Listed([7])
-    first, plain = sequence_of(0, grammar), sequence_of(1, temperature=0)
-    assert sample(torch.randn(2, 100), [first, plain], sampler).to_host()[0] == 7
-    assert not sampler.is_plain([first]) and not sampler.is_plain([plain, first]) and sampler.is_plain([plain])
+    first = sequence_of(0, grammar)
+    assert sample(torch.randn(1, 100), [first]).to_host() == [7]
     first.tokens.append(7)
-    first.row = 3  # as after a preemption
-    sample(torch.randn(1, 100), [first], sampler)
+    first.row = 0  # as after a preemption
+    sample(torch.randn(1, 100), [first])
     assert grammar.seen == [OUTPUT, [*OUTPUT, 7]] and first.matcher is grammar
-    sampler.add(sequence_of(3, temperature=0))
-    sampler.add(sequence_of(0, temperature=0))
-    assert sampler.is_plain([sequence_of(3), sequence_of(0)])
+    assert not is_plain(entry_of(first)) and is_plain(entry_of(sequence_of(0)))
 
 
 def test_many_masks_are_found_side_by_side() -> None:
     sequences = [sequence_of(row, Listed([row, 129])) for row in range(40)]
-    bits, errors = find_masks(sequences, 130)
-    flags = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-    assert errors == {} and bits.shape == (40, 3)
-    assert [np.flatnonzero(row).tolist() for row in flags] == [[row, 129] for row in range(40)]
+    find_masks(sequences, 130)
+    for row, sequence in enumerate(sequences):
+        assert sequence.mask is not None and sequence.mask.bits.shape == (3,)
+        flags = np.unpackbits(sequence.mask.bits.view(np.uint8), bitorder="little")
+        assert np.flatnonzero(flags).tolist() == [row, 129]
 
 
 def test_masks_are_applied_a_group_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from archerfish.bench.bookkeeping import measure_bookkeeping
+from archerfish.bench.scheduler import step_times_us
 from tests.calls import num_calls
 
 
 def calls_of(num_sequences: int, num_waiting: int, steps: int) -> int:
-    return num_calls(lambda: measure_bookkeeping(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16))
-
-
-def test_a_report_has_a_figure_for_every_part() -> None:
-    report = measure_bookkeeping(16, 30)
-    assert report.steps == 30
-    assert 0 < report.plan_p50_us <= report.both_p50_us <= report.both_p99_us
+    return num_calls(lambda: step_times_us(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16))
 
 
 def test_a_decode_costs_a_few_calls() -> None:

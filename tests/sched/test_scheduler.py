@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from archerfish.cache.radix import RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.fakes import expected_output
-from archerfish.sequence import Status, StepResult
+from archerfish.sequence import Status
+from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
 
 # What is accepted
@@ -41,7 +43,7 @@ def test_a_request_over_the_whole_memory_is_refused_at_once() -> None:
 
 
 @DEPTHS
-def test_a_request_as_large_as_the_whole_memory_runs_even_over_a_full_cache(depth: int) -> None:
+def test_a_request_as_large_as_the_memory_evicts_the_cache(depth: int) -> None:
     world = World(num_blocks=4, block_size=4, depth=depth)
     prompt = list(range(1, 12))
     (first,) = world.add(prompt, max_tokens=5)
@@ -116,7 +118,7 @@ def test_decodes_come_first_and_prefill_gets_what_they_leave() -> None:
         seen.append(counts(made))
         assert made.sequences[0].request.request_id == "a"
         commit(world, made)
-    assert seen == [{"a": 1, "b": 9}, {"a": 1, "b": 9}, {"a": 1, "b": 7, "c": 2}, {"a": 1, "b": 1, "c": 3}]
+    assert seen == [{"a": 1, "c": 5, "b": 4}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 8}, {"a": 1, "c": 1, "b": 5}]
 
 
 def test_unfinished_prefills_go_on_in_the_order_of_admission() -> None:
@@ -135,13 +137,13 @@ def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
     world = World()
     (seq,) = world.add(6, max_tokens=8)
     first, second = plan(world), plan(world)
-    assert (first.starts, first.counts) == ([0], [6])
-    assert (second.starts, second.counts) == ([6], [1])
+    assert (first.input.starts.tolist(), first.input.counts.tolist()) == ([0], [6])
+    assert (second.input.starts.tolist(), second.input.counts.tolist()) == ([6], [1])
     assert (seq.num_pending, seq.num_in_flight) == (2, 2)
     with pytest.raises(InvariantError, match="two steps"):
         world.scheduler.plan()
     with pytest.raises(InvariantError, match="open"):
-        world.scheduler.commit(second, StepResult([0]))
+        world.scheduler.commit(second, StepResult(np.zeros((1, 1), dtype=np.int64)))
     commit(world, first)
     assert (seq.num_pending, seq.num_known, seq.num_computed) == (1, 8, 7)
 
@@ -191,7 +193,7 @@ def test_blocks_are_taken_only_as_tokens_need_them() -> None:
 # Ends
 
 
-def test_a_stop_token_ends_a_sequence_and_is_told() -> None:
+def test_a_stop_token_ends_a_sequence_and_is_in_its_output() -> None:
     world = World()
     (probe,) = world.add([1, 2, 3], max_tokens=8)
     tokens, _ = expected_output(probe.request, 0, VOCAB)
@@ -212,7 +214,7 @@ def test_a_stop_token_does_not_count_before_min_tokens() -> None:
 
 
 @DEPTHS
-def test_tokens_after_the_end_are_dropped_and_memory_comes_back_with_the_step(depth: int) -> None:
+def test_tokens_after_the_end_are_dropped(depth: int) -> None:
     world = World(depth=depth)
     (seq,) = world.add(6, max_tokens=20)
     for _ in range(4):
@@ -294,7 +296,7 @@ def test_a_failed_step_ends_its_sequences_and_leaves_nothing_in_the_tree(depth: 
     world.check_output(late)
 
 
-def test_a_failed_step_of_a_sequence_that_has_just_ended_keeps_only_what_was_sure() -> None:
+def test_a_failed_step_keeps_only_what_was_committed() -> None:
     world = World()
     (seq,) = world.add(11, max_tokens=5)
     commit(world, plan(world))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from archerfish.sched.fakes import FakeRunner
-from archerfish.sequence import Plan, Sequence, StepResult
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Sequence
+from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, plan
 
 
@@ -17,7 +19,7 @@ class Recorder(FakeRunner):
         self.parts: dict[Sequence, list[tuple[int, int]]] = {}
 
     def execute(self, plan: Plan) -> StepResult:
-        for seq, start, count in zip(plan.sequences, plan.starts, plan.counts, strict=True):
+        for seq, start, count in zip(plan.sequences, plan.input.starts.tolist(), plan.input.counts.tolist(), strict=True):
             self.parts.setdefault(seq, []).append((start, start + count))
         return super().execute(plan)
 
@@ -31,7 +33,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_takes_its_blocks() -> None:
     world.run()
     (seq,) = world.add([*range(1, 11), 90, 91], max_tokens=3)
     made = plan(world)
-    assert (made.starts, made.counts, len(made.copies)) == ([10], [2], 1)
+    assert (made.input.starts.tolist(), made.input.counts.tolist(), len(made.input.copies)) == ([10], [2], 1)
     assert (seq.num_cached, seq.hit.num_matched) == (10, 10)
     commit(world, made)
     world.run()
@@ -46,7 +48,8 @@ def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
     before = world.runner.num_forward_tokens
     (seq,) = world.add(prompt, max_tokens=1, seed=5)
     made = plan(world)
-    assert (made.counts, made.samples, made.num_decodes, made.num_tokens) == ([0], [True], 0, 0)
+    step = made.input
+    assert (step.counts.tolist(), step.samples.tolist(), step.num_decodes, step.num_tokens) == ([0], [1], 0, 0)
     commit(world, made)
     assert world.runner.num_forward_tokens == before
     assert world.scheduler.stats().cached_logits_used == 1
@@ -60,7 +63,7 @@ def test_without_logits_at_least_one_token_is_computed() -> None:
     world.add(prompt, max_tokens=3)
     world.run()
     world.add(prompt, max_tokens=3)
-    assert plan(world).counts == [1]
+    assert plan(world).input.counts.tolist() == [1]
 
 
 def test_tenants_share_neither_blocks_nor_logits() -> None:
@@ -69,7 +72,7 @@ def test_tenants_share_neither_blocks_nor_logits() -> None:
     world.add(prompt, tenant="a")
     world.run()
     world.add(prompt, tenant="b")
-    assert plan(world).counts == [11]
+    assert plan(world).input.counts.tolist() == [11]
 
 
 def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None:
@@ -79,10 +82,10 @@ def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None
     world.add([*prompt, 70, 71, 72], tenant="b")
     world.run()
     world.add(prompt, tenant="b")
-    assert plan(world).counts == [1]
+    assert plan(world).input.counts.tolist() == [1]
 
 
-def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
+def test_prompt_logprobs_are_computed_in_full_and_reported_once() -> None:
     world = World(max_num_batched_tokens=9)
     prompt = list(range(1, 18))
     world.add(prompt)
@@ -96,7 +99,7 @@ def test_prompt_logprobs_are_computed_in_full_and_told_once() -> None:
     world.run()
 
 
-def test_prompt_logprobs_are_told_once_although_a_preemption_came_between() -> None:
+def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
     world = World(num_blocks=12, block_size=4, max_num_batched_tokens=10, max_num_seqs=2)
     world.add(8, max_tokens=30, priority=1)
     world.step()
@@ -130,7 +133,7 @@ def test_without_a_cache_all_sequences_of_a_request_start_at_once() -> None:
 
 
 @DEPTHS
-def test_of_prompts_that_arrive_together_and_begin_alike_one_is_computed(depth: int) -> None:
+def test_a_common_prefix_of_new_prompts_is_computed_once(depth: int) -> None:
     world = World(depth=depth, num_blocks=256, max_num_batched_tokens=100)
     shared = list(range(1, 81))
     sequences = [world.add([*shared, 100 + i, 200, 300], max_tokens=3)[0] for i in range(8)]
@@ -156,14 +159,14 @@ def test_a_sequence_does_not_lock_blocks_that_it_has_twice() -> None:
     assert world.cache.num_evictable == 2
 
 
-def test_a_short_common_beginning_makes_nobody_wait() -> None:
+def test_a_short_common_prefix_makes_no_sequence_wait() -> None:
     world = World(max_num_batched_tokens=100)
     for i in range(3):
         world.add([*range(1, 9), *[100 + i] * 12])
     assert len(plan(world).sequences) == 3
 
 
-def test_a_clear_during_a_run_keeps_what_was_computed_before_out_of_the_tree() -> None:
+def test_a_clear_keeps_running_sequences_out_of_the_tree() -> None:
     world = World()
     (seq,) = world.add(list(range(1, 12)), max_tokens=6)
     world.step()
@@ -177,7 +180,7 @@ def test_a_clear_during_a_run_keeps_what_was_computed_before_out_of_the_tree() -
 
 
 @DEPTHS
-def test_under_pressure_the_latest_of_the_lowest_priority_gives_way_and_resumes_by_a_hit(depth: int) -> None:
+def test_the_latest_of_the_lowest_priority_is_preempted_and_resumes_by_a_hit(depth: int) -> None:
     world = World(num_blocks=10, block_size=4, depth=depth, max_num_seqs=3)
     (low,) = world.add(8, max_tokens=20, priority=0)
     (high,) = world.add(8, max_tokens=20, priority=1)
@@ -208,7 +211,7 @@ def test_a_preempted_sequence_waits_at_its_old_place() -> None:
     third = world.add(8, max_tokens=20)[0]
     while not second.num_preemptions:
         world.step()
-    assert list(world.scheduler._board.queue.ordered(0, 9)) == [second, third]
+    assert list(world.scheduler._live.queue.ordered(0, 9)) == [second, third]
     world.run()
     assert world.order_of_ends == ["r0", "r1", "r2"]
 
@@ -239,7 +242,7 @@ def test_what_is_cached_is_evicted_before_anybody_is_preempted() -> None:
 @DEPTHS
 def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
     world = World(fixed_chunk=8, depth=depth, max_num_batched_tokens=20, num_blocks=16)
-    world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
+    world.runner = world.loop.runner = runner = Recorder(16, 4, vocab_size=VOCAB)
     sequences = [world.add(length, max_tokens=20)[0] for length in (30, 17, 8, 21, 5)]
     world.run()
     assert world.scheduler.stats().num_preemptions > 0
@@ -253,7 +256,7 @@ def test_fixed_chunks_end_at_multiples_whatever_else_runs(depth: int) -> None:
                 assert end == start + 1
 
 
-def test_with_fixed_chunks_matches_are_rounded_down_unless_all_is_known() -> None:
+def test_fixed_chunks_round_matches_down() -> None:
     world = World(fixed_chunk=8)
     world.add([*range(1, 22)], max_tokens=5)
     world.run()

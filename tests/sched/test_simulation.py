@@ -123,7 +123,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("policy", "depth"), [("fcfs", 0), ("fcfs", 1), ("fair-share", 1), ("longest-prefix-first", 1)])
-def test_mixed_requests_all_end_once_and_nobody_starves(policy: str, depth: int) -> None:
+def test_mixed_requests_all_end_once_and_none_starves(policy: str, depth: int) -> None:
     simulation = Simulation(policy, depth, seed=depth + len(policy))
     tally = simulation.run(700)
     simulation.check()

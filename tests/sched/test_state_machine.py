@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from archerfish.errors import OverloadedError
-from archerfish.sequence import Plan, Sequence, StepResult
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Sequence
+from archerfish.step import StepResult
 from tests.sched.worlds import World
 
 POLICIES = ["fcfs", "priority", "longest-prefix-first", "deadline", "fair-share"]
@@ -79,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         plan = self.w.scheduler.plan()
         if plan is not None:
-            assert plan.num_tokens <= self.w.scheduler.max_num_batched_tokens
+            assert plan.input.num_tokens <= self.w.scheduler.max_num_batched_tokens
             assert len(plan.sequences) <= self.w.scheduler.max_num_seqs
             self.in_flight.append((plan, self.w.runner.execute(plan)))
         else:

@@ -13,9 +13,10 @@ from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
 from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
+from archerfish.sched.plan import Plan
 from archerfish.sched.policy import SchedulingPolicy
 from archerfish.sched.scheduler import Scheduler
-from archerfish.sequence import Delta, Namespace, Plan, Request, Sequence
+from archerfish.sequence import Delta, Namespace, Request, Sequence
 
 VOCAB = 50
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -51,6 +52,7 @@ class World:
             model_state_hash="model",
             policy=policy,
             clock=lambda: self.now,
+            logits_row_bytes=64,
             **settings,
         )
         runner = FakeStateRunner if has_states else FakeRunner
@@ -116,6 +118,9 @@ class World:
     def check_nothing_is_held(self) -> None:
         assert self.blocks.num_free + self.cache.num_evictable == self.blocks.num_total
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        num_kept = 0 if self.logits_cache is None else len(self.logits_cache)
+        dropped = self.scheduler._memory._dropped  # the next step brings them to the runner
+        assert len(self.runner.kept_handles.difference(dropped)) == num_kept
 
     def check(self) -> None:
         """The books balance: free + cached + owned = total, and no block has an owner that is not known."""
@@ -149,4 +154,4 @@ def commit(world: World, made: Plan, **changes: Any) -> None:
 
 
 def counts(made: Plan) -> dict[str, int]:
-    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.counts, strict=True)}
+    return {seq.request.request_id: count for seq, count in zip(made.sequences, made.input.counts.tolist(), strict=True)}

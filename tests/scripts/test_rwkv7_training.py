@@ -54,7 +54,7 @@ def token_by_token(products: list[Tensor], vectors: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("chunk", [2, 12, 16])
-def test_values_and_gradients_are_those_of_one_token_at_a_time(chunk: int, num_chunks: int) -> None:
+def test_chunks_equal_token_by_token(chunk: int, num_chunks: int) -> None:
     products, vectors = random_products(2, chunk * num_chunks, 2 * HEAD_DIM)
     expected = token_by_token(products, vectors)
     fields = prepare(tuple(products), None, (vectors[0], vectors[1], vectors[2]), HEAD_DIM, chunk)
@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_one_token_at_a_time(chunk: int, num_c
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 16, 32])
-def test_a_triangle_of_ones_is_inverted_in_float32(size: int) -> None:
+def test_invert_triangle(size: int) -> None:
     """Its powers are as large as binomials, its inverse is -1 below the diagonal and nothing else."""
     inverse = invert_triangle(torch.ones(size, size).tril(-1))
     expected = torch.eye(size) - torch.diag(torch.ones(size - 1), -1)
@@ -86,7 +86,7 @@ def shaken_model(vocab_size: int) -> Rwkv7:
     return model
 
 
-def test_the_exported_model_gives_the_same_logits_in_archerfish(tmp_path: Path) -> None:
+def test_exported_model_gives_the_same_logits(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(STORIES, 300)
     model = shaken_model(tokenizer.get_vocab_size())
     export(model, tokenizer, tmp_path, torch.float32, {"steps": 0})
@@ -102,7 +102,7 @@ def test_the_exported_model_gives_the_same_logits_in_archerfish(tmp_path: Path) 
     torch.testing.assert_close(rest[1], expected[1], atol=1e-4, rtol=1e-4)
 
 
-def test_the_exported_tokenizer_is_one_of_archerfish(tmp_path: Path) -> None:
+def test_exported_tokenizer(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(STORIES, 300)
     export(shaken_model(tokenizer.get_vocab_size()), tokenizer, tmp_path, torch.float16, {})
     ours = TextTokenizer.find(tmp_path)

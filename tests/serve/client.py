@@ -22,8 +22,10 @@ from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.tenants import Tenants
 
+from .fake_backend import error_of, until
 from .hosting import WordEncoder, add_encoder, make_host
 
+__all__ = ["error_of", "until"]
 LIMIT_S = 20
 PASS = "the-pass-of-the-front-ends"
 WORDS = "fake/words"
@@ -31,7 +33,7 @@ Test = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
 def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] = (), **options: Any) -> EngineHost:
-    """An engine host that is not started yet, and knows our front ends by their pass."""
+    """An engine host that is not started yet; front ends use the password PASS."""
     host = make_host(directory, **{"front_end_pass": PASS, **options})
     for encoder in encoders:
         add_encoder(host, encoder)
@@ -56,7 +58,7 @@ def app_of(
 
 @asynccontextmanager
 async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
-    """With the app's lifespan around it, which httpx leaves to others."""
+    """A client of an app, inside of the app's lifespan, which httpx does not run."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -112,20 +114,6 @@ def num_waiting(host: EngineHost, name: str = WORDS) -> int:
     return sum(len(encoding.texts) for encoding in list(hosted(host, name)._queue))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
 async def entered(encoder: WordEncoder) -> None:
-    """Until an encoder has begun a pass."""
+    """Waits until an encoder has begun a pass."""
     assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have OpenAI's shape."""
-    body = answer.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    error: dict[str, Any] = body["error"]
-    return error

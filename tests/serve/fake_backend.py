@@ -200,6 +200,12 @@ class FakeBackend:
         return {"models": [card, bare, vectors]}
 
 
+def prompt_of(backend: FakeBackend) -> str:
+    """The prompt of the last request, with its special tokens."""
+    names = {END: "<|end|>", START: "<|start|>"}
+    return "".join(names.get(i) or chr(i) for i in backend.requests[-1].token_ids or [])
+
+
 def logprob_of(token_id: int, num_top: int) -> Logprob:
     return token_id, -0.5, 1, [(token_id, -0.5), (ord("?"), -1.5)][:num_top]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,10 +88,9 @@ class WordEncoder:
         self.is_closed = True
 
 
-def make_host(directory: Path, **options: Any) -> EngineHost:
-    """A host without models, at a socket in a directory. The options are those of HostConfig, and tenant_of and clock."""
-    own = {name: options.pop(name) for name in ("tenant_of", "clock") if name in options}
-    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", "grace_s": 30.0, **options}), **own)
+def make_host(directory: Path, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineHost:
+    """A host without models, at a socket in a directory. The options are those of HostConfig."""
+    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
 
 
 def add_llm(
@@ -161,10 +161,10 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
 
 
 class Raw:
-    """A plain DEALER socket."""
+    """A plain socket."""
 
-    def __init__(self, address: str) -> None:
-        self.socket = open_socket(zmq.DEALER)
+    def __init__(self, address: str, kind: int = zmq.DEALER) -> None:
+        self.socket = open_socket(kind)
         self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_S * 1000)
         self.socket.connect(address)
 
@@ -172,7 +172,8 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def send_message(self, message: Message) -> None:
-        self.send(b"", wire.encode(message))
+        payload = wire.encode(message)
+        self.send(*([payload] if self.socket.type == zmq.REQ else [b"", payload]))
 
     def receive(self) -> Any:
         return wire.decode_answer(self.socket.recv_multipart()[-1])

@@ -1,4 +1,4 @@
-"""The whole app over an engine host: models of every kind, what the service says of itself, and an engine that goes away."""
+"""The whole app over an engine host: models of every kind, health, figures, and an engine process that dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from archerfish.serve.client import AsyncClient, open_socket
 from archerfish.serve.wire import Query, Report
 
 from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, with_app, with_client
-from .fake_backend import MODEL, FakeBackend
 from .hosting import WordEncoder, add_llm
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
@@ -46,7 +45,7 @@ def completion(**changes: Any) -> dict[str, Any]:
 # Models
 
 
-def test_models_of_all_kinds_are_listed_with_what_they_do(tmp_path: Path) -> None:
+def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
     add_llm(host, tmp_path, has_text=True)
 
@@ -68,7 +67,7 @@ def test_models_of_all_kinds_are_listed_with_what_they_do(tmp_path: Path) -> Non
     with_client(test, host)
 
 
-def test_one_service_writes_and_embeds_at_the_same_time(tmp_path: Path) -> None:
+def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
@@ -91,7 +90,7 @@ def test_one_service_writes_and_embeds_at_the_same_time(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_the_document_names_every_route() -> None:
+def test_openapi_document_has_every_route() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         document = (await client.get("/openapi.json")).json()
         assert set(document["paths"]) == ROUTES
@@ -105,7 +104,7 @@ def test_the_document_names_every_route() -> None:
 # The backend
 
 
-def test_a_host_without_a_pass_serves_an_app_without_one(tmp_path: Path) -> None:
+def test_host_without_password_accepts_app_without_credentials(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
         assert (await client.get("/stats")).status_code == 200
@@ -113,7 +112,7 @@ def test_a_host_without_a_pass_serves_an_app_without_one(tmp_path: Path) -> None
     with_client(test, host_with(tmp_path, WordEncoder(WORDS), front_end_pass=""))
 
 
-def test_without_the_right_pass_nothing_is_told(tmp_path: Path) -> None:
+def test_wrong_credentials_get_no_stats_or_metrics(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
 
     async def test(client: httpx.AsyncClient) -> None:
@@ -126,18 +125,10 @@ def test_without_the_right_pass_nothing_is_told(tmp_path: Path) -> None:
         with_app(test, create_app(AsyncClient(host.address), credentials="another"))
 
 
-def test_a_backend_without_a_lifespan_is_used_as_it_is() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(CHAT, json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
-        assert answer.json()["choices"][0]["message"]["content"] == "Hello there"
-
-    with_app(test, create_app(FakeBackend()))
-
-
 # What it says of itself
 
 
-def test_health_answers_from_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, clock = WordEncoder(WORDS), FakeClock()
     compute = encoder.compute
 
@@ -166,7 +157,7 @@ def test_health_answers_from_a_computation(tmp_path: Path, monkeypatch: pytest.M
     with_client(test, host_with(tmp_path, encoder, clock=clock))
 
 
-def test_a_long_computation_does_not_make_health_lie(tmp_path: Path) -> None:
+def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
     encoder, clock = WordEncoder(WORDS), FakeClock()
 
     async def test(client: httpx.AsyncClient) -> None:
@@ -185,7 +176,7 @@ def test_a_long_computation_does_not_make_health_lie(tmp_path: Path) -> None:
     with_client(test, host_with(tmp_path, encoder, clock=clock))
 
 
-def test_stats_of_every_model_and_of_the_host(tmp_path: Path) -> None:
+def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
@@ -204,7 +195,7 @@ def test_stats_of_every_model_and_of_the_host(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_metrics_of_the_front_end_and_of_the_engine_on_one_page(tmp_path: Path) -> None:
+def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
@@ -247,7 +238,7 @@ def test_metrics_of_the_front_end_and_of_the_engine_on_one_page(tmp_path: Path) 
     with_client(test, host)
 
 
-def test_refusals_of_the_engine_are_counted(tmp_path: Path) -> None:
+def test_metrics_count_refusals_of_the_engine(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, max_queue_texts=1)
 
@@ -270,7 +261,7 @@ def test_refusals_of_the_engine_are_counted(tmp_path: Path) -> None:
 
 @contextmanager
 def vanishing_engine(directory: Path) -> Iterator[str]:
-    """The address of an engine process that dies of the first request that is no question about models."""
+    """The address of an engine process that dies at the first request that is not a Query."""
     router = open_socket(zmq.ROUTER)
     router.setsockopt(zmq.RCVTIMEO, 20_000)
     address = f"ipc://{directory}/socket"
@@ -295,7 +286,7 @@ def vanishing_engine(directory: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_an_engine_that_dies_is_told_at_once_and_found_again(tmp_path: Path) -> None:
+def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         async with asyncio.timeout(5):  # a first connection would be waited for for 10 s
             for _ in ("in flight", "afterwards"):
@@ -325,7 +316,7 @@ def test_an_engine_that_dies_is_told_at_once_and_found_again(tmp_path: Path) -> 
         with_app(test, create_app(AsyncClient(address, retry_after_s=6.2), credentials=PASS))
 
 
-def test_an_engine_that_is_stopped_answers_what_waits(tmp_path: Path) -> None:
+def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
@@ -343,7 +334,7 @@ def test_an_engine_that_is_stopped_answers_what_waits(tmp_path: Path) -> None:
         with_app(test, app_of(host))
 
 
-def test_requests_running_fall_back_to_zero_when_clients_leave(tmp_path: Path) -> None:
+def test_running_gauge_returns_to_zero_when_clients_leave(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
 
 from archerfish.serve.catalog import REFRESH_S, Catalog, Kind, ModelCard
 from archerfish.serve.client import Answer, Part, Question, RemoteError
@@ -51,13 +50,13 @@ class Clock:
         return self.now
 
 
-def test_a_card_has_what_the_engine_process_says_and_ignores_what_it_adds() -> None:
+def test_card_ignores_unknown_members() -> None:
     card = ModelCard.read({**WRITER, "vocab_size": 9, "is_loaded": True})
     assert card == ModelCard("lab/writer", "generation", 100, 0, "/models/writer", ("/m/pen/",), 9)
     assert card.names == ["lab/writer", "/m/pen/", "writer", "pen"]
 
 
-def test_models_are_found_by_all_their_names() -> None:
+def test_models_are_found_by_all_names() -> None:
     async def main() -> None:
         catalog = Catalog(Models(WRITER, VECTORS))
         for name in ("lab/writer", "writer", "/m/pen/", "pen"):
@@ -69,7 +68,7 @@ def test_models_are_found_by_all_their_names() -> None:
     asyncio.run(main())
 
 
-def test_who_names_no_model_that_there_is_hears_of_those_that_are_listed_and_of_no_other_names() -> None:
+def test_unknown_model_error_lists_only_visible_models() -> None:
     async def main() -> None:
         cards = [WRITER, {**VECTORS, "aliases": ["/home/ann/.cache/lab-vectors-float32-1a2b"]}]
         with pytest.raises(UnservedModelError) as caught:
@@ -81,7 +80,7 @@ def test_who_names_no_model_that_there_is_hears_of_those_that_are_listed_and_of_
     asyncio.run(main())
 
 
-def test_without_a_name_the_first_of_the_first_kind_is_meant() -> None:
+def test_find_without_name_gives_first_model_of_first_kind() -> None:
     async def main() -> None:
         catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
         assert (await catalog.find(None, "generation")).id == "lab/writer"
@@ -96,7 +95,7 @@ def test_without_a_name_the_first_of_the_first_kind_is_meant() -> None:
     asyncio.run(main())
 
 
-def test_the_engine_process_is_asked_once_and_again_for_a_name_that_is_new() -> None:
+def test_unknown_name_refreshes_the_catalog_once_a_second() -> None:
     backend, clock = Models(WRITER), Clock()
 
     async def main() -> None:
@@ -120,7 +119,7 @@ def test_the_engine_process_is_asked_once_and_again_for_a_name_that_is_new() -> 
     asyncio.run(main())
 
 
-def test_an_engine_process_that_is_not_there_is_asked_again() -> None:
+def test_catalog_asks_again_after_an_error() -> None:
     backend = Models(WRITER)
     backend.error = RemoteError("gone", status=503, retry_after_s=3.0)
 
@@ -137,16 +136,8 @@ def test_an_engine_process_that_is_not_there_is_asked_again() -> None:
     asyncio.run(main())
 
 
-def test_requests_are_addressed_with_ids_of_their_own() -> None:
-    catalog = Catalog(Models(), "pass", caller_of=lambda request: request.headers["x-name"])
-    card, request = ModelCard.read(VECTORS), Request({"type": "http", "headers": [(b"x-name", b"alice")]})
-    first, second = catalog.address(request, card), catalog.address(request, card)
-    assert first.pop("request_id") != second.pop("request_id")
-    assert first == second == {"model": "lab/vectors", "credentials": "pass", "tenant": "alice"}
-
-
 @pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])
-def test_what_is_shown_of_a_model_tells_no_paths(values: dict[str, Any], kind: Kind) -> None:
+def test_described_model_shows_no_paths(values: dict[str, Any], kind: Kind) -> None:
     catalog = Catalog(Models())
     shown = msgspec.to_builtins(catalog.describe(ModelCard.read(values)))
     assert set(shown) - {"dimension"} == {"id", "object", "created", "owned_by", "kind", "max_length"}
@@ -158,7 +149,7 @@ names = st.text("ab/", min_size=1, max_size=5)  # few letters, so that names and
 
 
 @given(st.lists(names, min_size=1, max_size=4, unique=True), st.lists(names, max_size=3))
-def test_a_model_answers_to_its_own_name_before_all_else(ids: list[str], aliases: list[str]) -> None:
+def test_own_name_wins_over_aliases(ids: list[str], aliases: list[str]) -> None:
     async def main() -> None:
         cards = [{**PAIRS, "id": name, "aliases": aliases} for name in ids]
         catalog = Catalog(Models(*cards))

@@ -162,7 +162,7 @@ def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "tiny", max_position_embeddings=4096)
     engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
     launch = engine.runner.launch
-    engine.runner.launch = lambda plan: QueuedStep(launch(plan).result)  # type: ignore[method-assign]
+    engine.runner.launch = lambda step: QueuedStep(launch(step).result)  # type: ignore[method-assign]
     controller = host.llm_controller(engine)
     host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, controller)))
     beats: list[float] = []

@@ -1,4 +1,4 @@
-"""What is said of schemas and formats that are wrong: which one, which part of it, and how it is written."""
+"""Errors about wrong schemas and formats: they name the schema and its part, and show an example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
-from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, find_word, response_grammar
+from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, response_grammar
 from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
 from .client import error_of as http_error_of
@@ -46,7 +46,7 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
         ({"type": ["regex"]}, "must be an object whose type is text,"), ("regex", "must be an object whose type is text,"),
     ],
 )  # fmt: skip
-def test_a_format_in_the_wrong_place_is_told_where_it_goes(stated: Any, said: str) -> None:
+def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         response_grammar(stated)
     assert said in caught.value.message
@@ -55,7 +55,7 @@ def test_a_format_in_the_wrong_place_is_told_where_it_goes(stated: Any, said: st
         assert error_of(post(FakeBackend(), CHAT, {"messages": HI, "response_format": stated}))["param"] == "response_format"
 
 
-def test_empty_members_of_a_format_do_not_count() -> None:
+def test_empty_members_of_a_format_are_ignored() -> None:
     assert response_grammar({"type": "text", "regex": None, "schema": {}}) is None
     flat = {"type": "json_schema", "json_schema": None, "schema": {"type": "object"}, "name": "x", "strict": True}
     assert response_grammar(flat) == {"kind": "json_schema", "value": {"type": "object"}}
@@ -82,7 +82,7 @@ def test_empty_members_of_a_format_do_not_count() -> None:
     ("route", "place"),
     [(CHAT, "[1].function.parameters"), ("/v1/responses", "[1].parameters"), ("/v1/messages", "[1].input_schema")],
 )
-def test_a_schema_of_a_tool_is_told_by_its_part(route: str, place: str, schema: dict[str, Any], said: str) -> None:
+def test_wrong_tool_schema_error_names_the_keyword(route: str, place: str, schema: dict[str, Any], said: str) -> None:
     made: dict[str, Any] = {
         CHAT: {"messages": HI, "tools": [
             {"type": "function", "function": {"name": "f"}},
@@ -101,7 +101,7 @@ def test_a_schema_of_a_tool_is_told_by_its_part(route: str, place: str, schema: 
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses", CHAT])
-def test_half_a_character_in_a_schema_can_be_told(route: str) -> None:
+def test_surrogate_in_a_schema_gives_a_readable_error(route: str) -> None:
     schema = {"type": "object", "properties": {"\ud800": ""}}
     tool = function(parameters=schema) if route == CHAT else {"name": "f", "parameters": schema, "type": "function"}
     tool = {"name": "f", "input_schema": schema} if route.startswith("/v1/messages") else tool
@@ -127,7 +127,7 @@ def function(**members: Any) -> dict[str, Any]:
         (function(parameters=[1]), "must be a JSON schema, which is an object, not an array"),
     ],
 )  # fmt: skip
-def test_a_tool_is_told_how_it_is_written(tool: Any, said: str) -> None:
+def test_wrong_tool_error_shows_an_example(tool: Any, said: str) -> None:
     error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "tools": [tool]}))
     assert error["param"] == "tools"
     assert said in error["message"]
@@ -141,7 +141,7 @@ JSONS = st.recursive(
 
 
 @given(JSONS)
-def test_any_json_gets_an_answer(schema: Any) -> None:
+def test_any_json_can_be_checked_as_a_schema(schema: Any) -> None:
     complaint = find_schema_problem(schema, "here")
     assert complaint is None or complaint.startswith("here")
     assert (complaint is None) or not isinstance(schema, bool)
@@ -156,23 +156,15 @@ def schemas() -> st.SearchStrategy[Any]:
 
 
 @given(schemas())
-def test_what_is_well_formed_is_let_through(schema: Any) -> None:
+def test_valid_schemas_have_no_problem(schema: Any) -> None:
     assert find_schema_problem(schema, "here") is None
 
 
-def test_a_schema_as_deep_as_json_can_be() -> None:
+def test_deeply_nested_schema_is_checked() -> None:
     schema: dict[str, Any] = {"type": "zzz"}
     for _ in range(5_000):
         schema = {"items": schema}
     assert "not 'zzz'." in (find_schema_problem(schema, "here") or "")
-
-
-def test_words_are_found_in_schemas() -> None:
-    schema = {"properties": {"a": {"anyOf": [{"format": "foo"}, {"$ref": "#/$defs/x"}, {"not": {}}]}}}
-    assert find_word(schema, "foo") == "properties.a.anyOf[0].format"
-    assert find_word(schema, "/$defs/x") == "properties.a.anyOf[1].$ref"
-    assert find_word(schema, "not") == "properties.a.anyOf[2].not"
-    assert find_word(schema, "nowhere") is None
 
 
 # Schemas that are well formed, but cannot be forced
@@ -182,7 +174,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
-def test_lines_of_a_grammar_are_about_tools() -> None:
+def test_tool_at_maps_grammar_lines_to_tools() -> None:
     names = ['say "it"', "b", "c"]
     forced = grammar_for_tools("hermes", [tool(name) for name in names], "required")
     assert forced is not None
@@ -194,7 +186,7 @@ def test_lines_of_a_grammar_are_about_tools() -> None:
     assert one is not None and tool_at(one["value"], 0) == "c"
 
 
-def test_other_errors_stay_as_they_are() -> None:
+def test_errors_not_about_grammars_are_unchanged() -> None:
     error = RemoteError("The engine process died.", code="unavailable", status=503)
     assert ToolUse.choose("hermes", [tool("f")], "required", None, None).explain(error) is error
 
@@ -202,14 +194,14 @@ def test_other_errors_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("wrong", "choice", "said"),
     [
-        ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed (at properties.a.not): Unimplemented"),
-        ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed (at properties.a.format): Unkn"),
-        ({"$ref": "#/$defs/x"}, "required", "(at properties.a.$ref): Pointer '/$defs/x' does not exist."),
+        ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed: Unimplemented"),
+        ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed: Unkn"),
+        ({"$ref": "#/$defs/x"}, "required", "cannot be followed: Pointer '/$defs/x' does not exist."),
         ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
         ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
     ],
 )
-def test_a_schema_that_cannot_be_forced_is_told_by_its_tool(tmp_path: Path, wrong: Any, choice: Any, said: str) -> None:
+def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path, wrong: Any, choice: Any, said: str) -> None:
     host = host_with(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
     (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)

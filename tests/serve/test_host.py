@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from archerfish.errors import InvalidInputError, InvalidOptionError
+from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
-from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.client import AsyncClient
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import (
@@ -52,7 +52,7 @@ from tests.serve.hosting import (
 # Generation
 
 
-def test_answers_are_those_of_the_engine_streamed_or_whole(tmp_path: Path) -> None:
+def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     many = prompts(6, least=4)
@@ -74,7 +74,7 @@ def test_answers_are_those_of_the_engine_streamed_or_whole(tmp_path: Path) -> No
     talk(host, test)
 
 
-def test_clients_side_by_side_get_their_own_answers(tmp_path: Path) -> None:
+def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     many = prompts(24)
@@ -95,7 +95,7 @@ def test_clients_side_by_side_get_their_own_answers(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
+def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
@@ -113,7 +113,7 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wants_ids", [False, True])
-def test_a_stop_string_ends_a_sequence_and_is_named(tmp_path: Path, wants_ids: bool) -> None:
+def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
@@ -157,7 +157,7 @@ def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_chat_goes_through_the_template(tmp_path: Path) -> None:
+def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
@@ -173,10 +173,10 @@ def test_a_chat_goes_through_the_template(tmp_path: Path) -> None:
     talk(host, test)
 
 
-# Ends
+# Cancellation and stopping
 
 
-def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
+def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
 
@@ -188,13 +188,13 @@ def test_leaving_a_stream_frees_its_blocks(tmp_path: Path) -> None:
             await stream.aclose()
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 3
-        assert found["host"]["live_requests"] == 1  # the question itself
+        assert found["host"]["live_requests"] == 1  # the query itself
 
     talk(host, test)
     engine.scheduler.cache.check([])
 
 
-def test_cancelling_before_the_text_is_read_leaves_nothing(tmp_path: Path) -> None:
+def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     gate = threading.Event()
@@ -218,7 +218,7 @@ def test_cancelling_before_the_text_is_read_leaves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_vanishes_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
+def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
 
@@ -238,7 +238,7 @@ def test_a_client_that_vanishes_frees_its_blocks(tmp_path: Path, is_streamed: bo
     engine.scheduler.cache.check([])
 
 
-def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
+def test_deadline_ends_a_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
 
@@ -249,7 +249,7 @@ def test_a_deadline_ends_a_request(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_slow_grammars_hold_up_no_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host, may_end = make_host(tmp_path), threading.Event()
     engine = add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
@@ -273,7 +273,7 @@ def test_slow_grammars_hold_up_no_other_text(tmp_path: Path, monkeypatch: pytest
     talk(host, test)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, max_len=4096)
 
@@ -292,23 +292,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> N
     talk(host, test)
 
 
-def test_stopping_at_once_tells_who_waits(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, max_len=4096)
-
-    async def test(client: AsyncClient) -> None:
-        stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True))
-        await anext(stream)
-        host.stop(0)
-        with pytest.raises(RemoteError) as caught:
-            async for _ in stream:
-                pass
-        assert caught.value.status == 503
-
-    talk(host, test)
-
-
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -342,7 +326,7 @@ def test_stopping_at_once_tells_who_waits(tmp_path: Path) -> None:
         (Ping(request_id="", probe="nobody"), 404),
     ],
 )
-def test_bad_requests_are_told_whose_fault_it_is(tmp_path: Path, message: Any, status: int) -> None:
+def test_bad_requests_fail_with_the_right_status(tmp_path: Path, message: Any, status: int) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
@@ -356,7 +340,7 @@ def test_bad_requests_are_told_whose_fault_it_is(tmp_path: Path, message: Any, s
     talk(host, test)
 
 
-def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
+def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
     host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
@@ -370,7 +354,7 @@ def test_an_unknown_model_is_named_with_its_parameter(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) -> None:
+def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
@@ -393,7 +377,7 @@ def test_a_live_request_id_is_refused_and_free_again_at_the_end(tmp_path: Path) 
     assert encoder.jobs == [["a"], ["c"]]
 
 
-def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
     host = make_host(tmp_path, max_queue_texts=3)
     add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
@@ -428,7 +412,7 @@ def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_failing_step_fails_its_requests_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     sample = engine.runner._sample
@@ -451,7 +435,7 @@ def test_a_failing_step_fails_its_requests_alone(tmp_path: Path, monkeypatch: py
 # Tenants
 
 
-def test_two_tenants_share_nothing(tmp_path: Path) -> None:
+def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
     prompt = prompts(1, least=50)[0]
@@ -479,7 +463,7 @@ def test_two_tenants_share_nothing(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_only_the_pass_opens_figures_options_and_tenants(tmp_path: Path) -> None:
+def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
 
@@ -499,28 +483,11 @@ def test_only_the_pass_opens_figures_options_and_tenants(tmp_path: Path) -> None
     talk(host, test)
 
 
-def test_keys_may_be_read_by_a_function_of_the_callers(tmp_path: Path) -> None:
-    def tenant_of(key: str) -> str:
-        if key != "good":
-            raise InvalidOptionError("An unknown key.")
-        return "alice"
-
-    host = make_host(tmp_path, tenant_of=tenant_of)
-    engine = add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
-        assert (await failure(client, GenerationRequest(request_id="", token_ids=[1], credentials="bad"))).status == 400
-        await whole(client, token_ids=[5, 6, 7], credentials="good")
-
-    talk(host, test)
-    assert engine.scheduler.cache.stats("alice").total_cached > 0
+# Limits
 
 
-# The gate
-
-
-def test_limits_of_a_tenant_hold_in_the_engine_process(tmp_path: Path) -> None:
-    """Whatever front end sends: tokens are settled when a request ends, and a client that leaves gives its place back."""
+def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
+    """Tokens are settled when a request ends, and a cancelled request gives its reservation back."""
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", tokens_per_minute=100)
     host = make_host(tmp_path, api_keys_file=str(file))

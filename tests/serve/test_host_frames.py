@@ -1,11 +1,17 @@
-"""EngineHost: frames that are no messages, or no good ones."""
+"""EngineHost and plain sockets: the documented client, unsolicited frames, and frames that are no messages."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import sys
+import types
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
@@ -20,6 +26,7 @@ from archerfish.serve.wire import (
     Pong,
     Query,
     ScoreRequest,
+    Vectors,
 )
 from tests.serve.hosting import (
     GREEDY,
@@ -28,13 +35,60 @@ from tests.serve.hosting import (
     add_encoder,
     add_llm,
     make_host,
+    stats,
     talk,
     until_free,
     whole,
 )
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 
-def test_what_is_no_message_is_answered_with_an_error(tmp_path: Path) -> None:
+
+def test_documented_python_client_gets_a_streamed_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codec = types.ModuleType("msgpack")
+    codec.packb, codec.unpackb = msgspec.msgpack.encode, msgspec.msgpack.decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "msgpack", codec)
+    host = make_host(tmp_path, open_address="tcp://127.0.0.1:*")
+    add_llm(host, tmp_path, has_text=True)
+    script = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[0]
+
+    async def test(client: AsyncClient) -> None:
+        _, expected = await whole(client, prompt="Once upon a time", params={"max_tokens": 16, "seed": 3})
+        address = host.open_address
+        code = script.replace("tcp://127.0.0.1:5555", address).replace('"max_tokens": 16', '"max_tokens": 16, "seed": 3')
+        await asyncio.to_thread(exec, code, {})
+        assert capsys.readouterr().out == expected.outputs[0].text
+
+    talk(host, test)
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_first_frame_of_a_client_is_its_answer(tmp_path: Path, kind: int) -> None:
+    """The host must not send other frames, even when it finds out which clients have disconnected."""
+    host, encoder = make_host(tmp_path), WordEncoder()
+    add_encoder(host, encoder)
+
+    async def test(client: AsyncClient) -> None:
+        encoder.gate.clear()
+        asking, leaving = Raw(host.config.address, kind), Raw(host.config.address)
+        for raw in (asking, leaving):
+            raw.send_message(EmbedRequest(request_id="mine", texts=["a"]))
+        while (await stats(client))["host"]["live_requests"] < 3:
+            pass
+        leaving.close()
+        while not (await stats(client))["host"]["lost_clients"]:
+            pass
+        encoder.gate.set()
+        answer = await asyncio.to_thread(asking.receive)
+        assert isinstance(answer, Vectors) and answer.request_id == "mine"
+        asking.close()
+
+    talk(host, test)
+
+
+def test_frames_that_are_no_message_get_an_error(tmp_path: Path) -> None:
     host = make_host(tmp_path)
 
     async def test(client: AsyncClient) -> None:
@@ -55,7 +109,7 @@ def test_what_is_no_message_is_answered_with_an_error(tmp_path: Path) -> None:
 
 
 def fuzzed(count: int, seed: int) -> list[list[bytes]]:
-    """Messages with bytes changed, cut out and put in, and frames of no sense at all."""
+    """Messages with changed, removed and added bytes, and random frames."""
     rng = np.random.default_rng(seed)
     good = [
         wire.encode(message)
@@ -114,10 +168,10 @@ def run_fuzz(tmp_path: Path, count: int) -> None:
     assert 500 not in statuses
 
 
-def test_fuzzed_frames_never_end_the_host(tmp_path: Path) -> None:
+def test_fuzzed_frames_do_not_end_the_host(tmp_path: Path) -> None:
     run_fuzz(tmp_path, 1000)
 
 
 @pytest.mark.slow
-def test_many_fuzzed_frames_never_end_the_host(tmp_path: Path) -> None:
+def test_many_fuzzed_frames_do_not_end_the_host(tmp_path: Path) -> None:
     run_fuzz(tmp_path, 100_000)

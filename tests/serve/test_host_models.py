@@ -1,4 +1,4 @@
-"""EngineHost: its models side by side, vectors, health, figures, loading, keys."""
+"""EngineHost with several models: vectors, health checks, metrics, options, loading, addresses and keys."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_vectors_and_scores(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -> None:
+def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     words, pairs = WordEncoder(), WordEncoder("pairs", is_cross_encoder=True)
     add_encoder(host, words)
@@ -91,7 +91,7 @@ def test_a_cross_encoder_scores_before_an_embedding_model_does(tmp_path: Path) -
     assert words.jobs == [["a", "b"]]
 
 
-def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(
+def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
@@ -121,12 +121,12 @@ def test_texts_that_wait_share_a_job_and_a_long_list_does_not_come_first(
 
 
 async def reached(client: AsyncClient, model: str, num_texts: int) -> None:
-    """Until so many texts are queued, and the reader has passed them on."""
+    """Wait until so many texts are queued."""
     while (await stats(client))["models"][model]["queue_texts"] < num_texts:
         pass
 
 
-def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
+def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
@@ -149,7 +149,7 @@ def test_a_text_that_breaks_a_job_fails_alone(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_embeddings_and_chat_take_turns(tmp_path: Path) -> None:
+def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     encoder = WordEncoder()
@@ -209,7 +209,7 @@ class FakeClock:
         return self.now
 
 
-def test_a_probe_answers_after_a_real_step_unless_one_is_fresh(tmp_path: Path) -> None:
+def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     add_llm(host, tmp_path)
@@ -236,7 +236,7 @@ def test_a_probe_answers_after_a_real_step_unless_one_is_fresh(tmp_path: Path) -
     talk(host, test)
 
 
-def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
+def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     encoder = WordEncoder()
@@ -256,7 +256,7 @@ def test_a_long_job_is_no_illness_until_it_is_too_long(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
@@ -274,7 +274,7 @@ def test_a_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.Mon
 # Figures and options
 
 
-def test_cards_say_what_a_front_end_needs(tmp_path: Path) -> None:
+def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
@@ -290,7 +290,7 @@ def test_cards_say_what_a_front_end_needs(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_metrics_can_be_read_by_prometheus(tmp_path: Path) -> None:
+def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
@@ -316,7 +316,7 @@ def test_metrics_can_be_read_by_prometheus(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_a_request_that_is_complete_for_its_client_is_not_counted_as_given_up(tmp_path: Path) -> None:
+def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
     params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
@@ -377,7 +377,7 @@ def test_options_change_while_requests_run(tmp_path: Path) -> None:
     engine.scheduler.cache.check([])
 
 
-def test_shares_follow_the_file_of_keys(tmp_path: Path) -> None:
+def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
     keys_file, clock = tmp_path / "keys.toml", FakeClock()
     add_key(keys_file, "alice", weight=2.0)
     host = make_host(tmp_path, api_keys_file=str(keys_file), front_end_pass="pass", clock=clock)
@@ -399,7 +399,7 @@ def test_shares_follow_the_file_of_keys(tmp_path: Path) -> None:
 # Loading
 
 
-def test_models_are_loaded_when_asked_for_and_unloaded_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_loaded_on_demand_and_unloaded_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoders = [WordEncoder(name) for name in "abc"]
     for encoder in encoders:
@@ -427,7 +427,7 @@ def test_models_are_loaded_when_asked_for_and_unloaded_for_room(tmp_path: Path, 
     talk(host, test)
 
 
-def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_failed_load_fails_the_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
 
     def load(_: Any) -> Any:
@@ -446,7 +446,7 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
     talk(host, test)
 
 
-def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
+def test_idle_models_are_loaded_in_idle_time(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     for name in "ab":
         add_encoder(host, WordEncoder(name), loads="idle")
@@ -466,7 +466,7 @@ def test_models_for_idle_times_are_loaded_then(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://192.0.2.1:5555", "tcp://example.org:1"]
 )
-def test_beyond_this_machine_there_must_be_keys(tmp_path: Path, address: str) -> None:
+def test_address_beyond_this_machine_needs_keys(tmp_path: Path, address: str) -> None:
     with pytest.raises(InvalidOptionError, match="CURVE"):
         make_host(tmp_path, address=address)
 
@@ -484,28 +484,32 @@ def keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_keys_encrypt_and_only_known_clients_get_in(tmp_path: Path) -> None:
+def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
     host = make_host(
-        tmp_path, address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
+        tmp_path, open_address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
     )
     add_encoder(host, WordEncoder())
 
     async def main() -> None:
+        address = host.open_address
         async with asyncio.timeout(LIMIT_S):
-            async with AsyncClient(host.address, server_key=server[0], own_keys=friend) as client:
+            async with AsyncClient(host.address) as client:  # front ends need no keys
                 assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
-            async with AsyncClient(host.address, server_key=server[0], own_keys=stranger) as client:
+            async with AsyncClient(address, server_key=server[0], own_keys=friend) as client:
+                assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
+                assert (await failure(client, Query(request_id=""))).status == 403  # statistics are for front ends
+            async with AsyncClient(address, server_key=server[0], own_keys=stranger) as client:
                 assert (await failure(client, Ping(request_id=""))).status == 403
             for wrong in ({}, {"server_key": stranger[0], "own_keys": friend}):
-                async with AsyncClient(host.address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
+                async with AsyncClient(address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
                     assert (await failure(client, Ping(request_id=""))).status in (403, 503)
 
     with host:
         asyncio.run(main())
 
 
-def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_taken_address_is_an_error(tmp_path: Path) -> None:
     first = make_host(tmp_path, address="tcp://127.0.0.1:*")
     with first:
         second = make_host(tmp_path, address=first.address)
@@ -514,7 +518,7 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
         second.stop(0)
 
 
-def test_a_models_own_name_comes_before_the_short_name_of_another() -> None:
+def test_own_name_of_a_model_wins_over_a_short_name() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
@@ -524,7 +528,7 @@ def test_a_models_own_name_comes_before_the_short_name_of_another() -> None:
     assert table.find("lab/writer", GENERATION).name == "lab/writer"
 
 
-def test_a_request_without_a_name_means_the_first_model_of_its_kind() -> None:
+def test_request_without_a_model_name_gets_the_default_model() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 

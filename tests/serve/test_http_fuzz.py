@@ -1,13 +1,16 @@
-"""Whatever a request holds, the answer is an answer or an error that blames the caller, in the shape of the route's family."""
+"""Requests with wrong bytes and headers: every answer is a success or an error that names the caller, in the right shape.
+
+test_schema.py makes requests whose values are wrong.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,20 +26,80 @@ from archerfish.serve.openapi import ANSWERS
 
 from .client import WORDS, app_of, host_with
 from .fake_backend import MODEL, TEMPLATE, FakeBackend
-from .fuzzed_requests import FuzzedRequest, fuzzed
 from .hosting import WordEncoder, add_llm
 
-LIMIT_S = 60  # of one request
-ALLOWED = {200, 400, 403, 404, 405, 413, 429, 503, 504}
-AT_ONCE = 8
-MAX_BODY = 1 << 20
+LIMIT_S = 60  # for one request
+ALLOWED = {200, 400, 404, 405, 413}
+NUM_AT_ONCE = 8
+HI = [{"role": "user", "content": "Hi"}]
+STREAM = {"stream": True, "n": 2, "stop": ["e", "zz"], "logprobs": True}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 COMPLETION = {"prompt": "Hi", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+VALID: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": MODEL, "messages": HI, "max_tokens": 4, **STREAM}),
+    ("/v1/chat/completions", {"messages": HI, "max_tokens": 9, "tools": [TOOL], "tool_choice": "auto"}),
+    ("/v1/completions", {"prompt": ["a", [5, 6]][0], "max_tokens": 3, "echo": True, "logprobs": 2}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 4, "instructions": "Be kind", "stream": True}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 4, "messages": HI, "system": "Be kind", "stream": True}),
+    ("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}),
+    ("/v1/embeddings", {"input": ["a", "b c"], "encoding_format": "base64"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "return_documents": True}),
+    ("/similarity", {"source": ["a", "b"], "sentences": ["c"]}),
+    ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
+    ("/v1/tts/tokens", {"text": "Hi", "max_tokens": 3, "seed": 5}),
+]
+NUMBERS = [b"NaN", b"1e999", b"-0", b"1" * 5000, b"1.0", b"9" * 30, b"01", b"true"]
+HEADERS = [
+    (b"content-type", b"text/plain"), (b"content-type", b"application/json; charset=\xff"), (b"content-length", b"-1"),
+    (b"content-length", b"x"), (b"content-encoding", b"gzip"), (b"authorization", b"Bearer \xff"), (b"x-api-key", b"\x00"),
+    (b"cache-control", b"max-age=-9e9,,=;no-cache="), (b"host", b"["), (b"cookie", b"\xff=;;" * 99), (b"accept", b"\xff"),
+]  # fmt: skip
+
+
+@dataclass
+class FuzzedRequest:
+    """One request as its bytes."""
+
+    path: str
+    content: bytes = b""
+    method: str = "POST"
+    headers: list[tuple[bytes, bytes]] = field(default_factory=lambda: [(b"content-type", b"application/json")])
+    num_parts: int = 1
+    is_broken_off: bool = False  # the client goes before the end of the body
+
+
+def fuzzed(draw: random.Random) -> FuzzedRequest:
+    path, body = draw.choice(VALID)
+    made = FuzzedRequest(path, json.dumps(body).encode(), num_parts=draw.choice((1, 2, 7)))
+    if draw.random() < 0.6:
+        made.content = garbled(draw, made.content)
+    if draw.random() < 0.3:
+        made.headers += draw.sample(HEADERS, 2)
+        draw.shuffle(made.headers)
+    if draw.random() < 0.05:
+        made.method = draw.choice(("GET", "PUT", "HEAD", "PATCH", "x"))
+    if draw.random() < 0.05:
+        made.path += draw.choice(("/", "/x", "/\x00", "%ff", "/../stats", "é"))
+    made.is_broken_off = draw.random() < 0.02
+    return made
+
+
+def garbled(draw: random.Random, content: bytes) -> bytes:
+    place = draw.randrange(len(content))
+    digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [place]
+    digit = draw.choice(digits)
+    ways: list[Callable[[], bytes]] = [
+        lambda: content[:place], lambda: content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :],
+        lambda: content[:place] + draw.randbytes(3) + content[place:], lambda: content + content,
+        lambda: content[:digit] + draw.choice(NUMBERS) + content[digit + 1 :], lambda: gzip.compress(content),
+        lambda: content.decode().encode("utf-16"), lambda: b"\xef\xbb\xbf" + content, lambda: b"[" * 50_000,
+        lambda: content.replace(b'"Hi"', b'"\\ud800"'), lambda: content.replace(b'"Hi"', b"null"), lambda: b"",
+    ]  # fmt: skip
+    return draw.choice(ways)()
 
 
 @dataclass
 class Answered:
-    """What came back."""
-
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytes = b""
@@ -66,7 +129,7 @@ async def ask(app: Starlette, made: FuzzedRequest) -> Answered:
 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": made.method, "scheme": "http",
-        "path": made.path, "raw_path": made.path.encode("utf-8", "surrogatepass"), "root_path": "", "query_string": made.query,
+        "path": made.path, "raw_path": made.path.encode("utf-8", "surrogatepass"), "root_path": "", "query_string": b"",
         "headers": [(b"host", b"test"), *made.headers], "client": ("127.0.0.1", 1), "server": ("test", 80), "state": {},
     }  # fmt: skip
     async with asyncio.timeout(LIMIT_S):
@@ -74,68 +137,24 @@ async def ask(app: Starlette, made: FuzzedRequest) -> Answered:
     return answered
 
 
-def read_json(data: bytes) -> Any:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(data, parse_constant=refuse)
-
-
 def check(made: FuzzedRequest, answered: Answered) -> None:
-    """That an answer is in order."""
     if made.is_broken_off and answered.status in (0, 499):
         return
-    assert answered.status in ALLOWED, answered.status
-    kind = answered.headers.get(b"content-type", b"").decode()
-    if answered.status not in (200, 404, 405, 413, 499):
-        assert answered.status in ANSWERS[made.method.lower(), route_of(made.path)][1]
-    is_claude = made.path == "/v1/messages" or made.path.startswith("/v1/messages/")
+    assert answered.status in ALLOWED
+    kind = answered.headers[b"content-type"].decode()
     if answered.status != 200:
-        if made.method == "HEAD":
-            return
         assert kind == "application/json"
-        check_error(read_json(answered.body), is_claude)
-    elif kind.startswith("text/event-stream"):
-        check_events(made.path, answered.body.decode())
-    elif made.method == "HEAD" or made.path == "/openapi.json":
-        assert kind == "application/json"
+        if made.method != "HEAD":
+            error = json.loads(answered.body)["error"]
+            assert 0 < len(error["message"]) < 1010 and "Traceback" not in error["message"]
     elif kind == "application/json":
-        stated, _ = ANSWERS[made.method.lower(), route_of(made.path)]
-        assert not isinstance(stated, str)
-        msgspec.convert(read_json(answered.body), stated)
+        msgspec.json.decode(answered.body, type=ANSWERS["post", made.path][0])
     else:
-        assert made.path in ("/", "/metrics")
+        assert kind.startswith("text/event-stream") and b'"error":{' not in answered.body
 
 
-def route_of(path: str) -> str:
-    return "/v1/models/{model_id}" if path.startswith("/v1/models/") else path
-
-
-def check_error(body: Any, is_claude: bool) -> None:
-    if is_claude:
-        assert set(body) == {"type", "error"}
-        assert set(body["error"]) == {"type", "message"}
-    else:
-        assert set(body) == {"error"}
-        assert set(body["error"]) == {"message", "type", "param", "code"}
-        assert isinstance(body["error"]["code"], str)
-    assert isinstance(body["error"]["message"], str)
-    assert 0 < len(body["error"]["message"]) < 1010
-    assert "Traceback" not in body["error"]["message"]
-
-
-def check_events(path: str, text: str) -> None:
-    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    if path in ("/v1/chat/completions", "/v1/completions", "/v1/tts/tokens"):
-        assert lines.pop() == "[DONE]", lines[-1:]
-    found = [read_json(line.encode()) for line in lines]
-    assert not any("error" in event or event.get("type") == "error" for event in found if not event.get("response")), found[-1]
-    last = {"/v1/messages": ["message_stop"], "/v1/responses": ["response.completed", "response.incomplete"]}.get(path)
-    assert last is None or found[-1]["type"] in last
-
-
-async def fuzz(app: Starlette, seed: int, number: int, at_once: int = 1) -> Counter[int]:
-    """So many requests; the statuses of their answers."""
+async def fuzz(app: Starlette, seed: int, number: int, num_at_once: int = 1) -> Counter[int]:
+    """Send so many requests; the statuses of their answers."""
     draw = random.Random(seed)
     statuses: Counter[int] = Counter()
 
@@ -144,83 +163,52 @@ async def fuzz(app: Starlette, seed: int, number: int, at_once: int = 1) -> Coun
             answered = await ask(app, made)
             check(made, answered)
         except Exception as error:
-            error.add_note(f"seed {seed}, after {statuses.total()} requests: {shown(made)}")
+            error.add_note(f"seed {seed}, after {statuses.total()} requests: {made}"[:2000])
             raise
         statuses[answered.status] += 1
 
     async with app.router.lifespan_context(app):
-        before = await ask(app, completion())
-        for _ in range(0, number, at_once):
-            await asyncio.gather(*(one(fuzzed(draw)) for _ in range(at_once)))
-        after = await ask(app, completion())
-        await until_free(app)
-    assert before.status == after.status == 200
-    assert text_of(before) == text_of(after)
+        plain = FuzzedRequest("/v1/completions", json.dumps(COMPLETION).encode())
+        before = json.loads((await ask(app, plain)).body)["choices"]
+        for _ in range(0, number, num_at_once):
+            await asyncio.gather(*(one(fuzzed(draw)) for _ in range(num_at_once)))
+        assert json.loads((await ask(app, plain)).body)["choices"] == before
+        await until_blocks_are_free(app)
+    assert min(statuses[200], statuses[400]) > statuses.total() / 8, "good and bad requests are both needed"
     return statuses
 
 
-async def until_free(app: Starlette) -> None:
-    """Waits until no sequence of any model holds a block; this ends, or an engine has lost some."""
+async def until_blocks_are_free(app: Starlette) -> None:
+    """Waits until no sequence of any model holds a block."""
     async with asyncio.timeout(LIMIT_S):
-        while any(model.get("num_blocks_in_use") for model in (await stats_of(app)).get("models", {}).values()):
+        while True:
+            stats = json.loads((await ask(app, FuzzedRequest("/stats", method="GET"))).body)
+            if not any(model.get("num_blocks_in_use") for model in stats.get("models", {}).values()):
+                return
             await asyncio.sleep(0)
 
 
-async def stats_of(app: Starlette) -> dict[str, Any]:
-    found: dict[str, Any] = read_json((await ask(app, FuzzedRequest("/stats", method="GET"))).body)
-    return found
-
-
-def shown(made: FuzzedRequest) -> str:
-    content = made.content if len(made.content) < 1500 else made.content[:1500] + b"..."
-    return f"{made.method} {made.path!r}?{made.query!r} {made.headers} {content!r} in {made.num_parts} parts"
-
-
-def completion() -> FuzzedRequest:
-    return FuzzedRequest("/v1/completions", json.dumps(COMPLETION).encode(), headers=[(b"content-type", b"application/json")])
-
-
-def text_of(answered: Answered) -> str:
-    text: str = read_json(answered.body)["choices"][0]["text"]
-    return text
-
-
-def fake_app() -> Starlette:
-    return create_app(FakeBackend(), ServeConfig(max_body_bytes=MAX_BODY))
-
-
-@contextmanager
-def hosted_app(directory: Path) -> Iterator[Starlette]:
-    """Over a tiny Llama and encoders in an engine host."""
+def fuzz_host(directory: Path, seed: int, number: int) -> Counter[int]:
+    """Fuzz an engine host with a tiny Llama and encoders."""
     host = host_with(directory, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
     add_llm(host, directory, has_text=True, max_len=64)
     host.models.entries[-1].aliases = (MODEL,)
     (directory / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
     with host:
-        yield app_of(host, max_body_bytes=MAX_BODY)
-
-
-def is_varied(statuses: Counter[int]) -> bool:
-    """Whether both good and bad requests were among them: a generator of nonsense would prove little."""
-    total = statuses.total()
-    return statuses[200] > total / 8 and statuses[400] > total / 8
+        return asyncio.run(fuzz(app_of(host, max_body_bytes=1 << 20), seed, number, NUM_AT_ONCE))
 
 
 @pytest.mark.no_cover
-def test_fuzzed_requests_are_never_the_servers_fault() -> None:
-    assert is_varied(asyncio.run(fuzz(fake_app(), 0, 1500)))
+def test_fuzzed_requests_get_answers_in_the_right_shape() -> None:
+    asyncio.run(fuzz(create_app(FakeBackend(), ServeConfig(max_body_bytes=1 << 20)), 0, 600))
 
 
 @pytest.mark.no_cover
-def test_fuzzed_requests_leave_an_engine_as_it_was(tmp_path: Path) -> None:
-    with hosted_app(tmp_path) as app:
-        assert is_varied(asyncio.run(fuzz(app, 1, 400, AT_ONCE)))
+def test_fuzzed_requests_leave_no_blocks_in_use(tmp_path: Path) -> None:
+    fuzz_host(tmp_path, 1, 240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_a_hundred_thousand_fuzzed_requests(tmp_path: Path, seed: int) -> None:
-    statuses = asyncio.run(fuzz(fake_app(), seed, 9_000))
-    with hosted_app(tmp_path) as app:
-        statuses += asyncio.run(fuzz(app, seed + 100, 1_000, AT_ONCE))
-    assert statuses.total() >= 10_000
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_many_fuzzed_requests(tmp_path: Path, seed: int) -> None:
+    assert fuzz_host(tmp_path, seed, 8_000).total() >= 8_000

@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, events, post
+from .fake_backend import END, MODEL, FakeBackend, events, post, prompt_of
 
 MESSAGES = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]
@@ -17,12 +17,7 @@ def asked(**changes: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 100, "messages": HI, **changes}
 
 
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    return "".join(names.get(i) or chr(i) for i in backend.requests[-1].token_ids or [])
-
-
-def test_a_whole_message() -> None:
+def test_whole_message() -> None:
     backend = FakeBackend("Good day")
     body = post(backend, MESSAGES, asked(system="Be kind", temperature=0.5, top_k=3, metadata={"user_id": "x"})).json()
     assert re.fullmatch("msg_[0-9a-f]{24}", body.pop("id"))
@@ -38,7 +33,7 @@ def test_a_whole_message() -> None:
     assert prompt_of(backend) == "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|><|start|>assistant\n"
 
 
-def test_blocks_of_every_kind() -> None:
+def test_prompt_has_blocks_of_every_kind() -> None:
     backend = FakeBackend()
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
@@ -59,7 +54,7 @@ def test_blocks_of_every_kind() -> None:
     )
 
 
-def test_an_answer_goes_on_where_the_last_message_ends() -> None:
+def test_answer_continues_the_last_assistant_message() -> None:
     backend = FakeBackend(" 42")
     messages = [*HI, {"role": "assistant", "content": "The answer is<|end|>"}]
     assert post(backend, MESSAGES, asked(messages=messages)).json()["content"][0]["text"] == " 42"
@@ -69,7 +64,7 @@ def test_an_answer_goes_on_where_the_last_message_ends() -> None:
     assert counted["input_tokens"] == len(backend.requests[-1].token_ids or [])
 
 
-def test_the_bytes_of_a_stream() -> None:
+def test_bytes_of_a_stream() -> None:
     text = post(FakeBackend('H"'), MESSAGES, asked(stream=True)).text
     usage = '"usage":{"input_tokens":17,"cache_creation_input_tokens":0,"cache_read_input_tokens":3,"output_tokens":%d}'
     blank = '"type":"message","role":"assistant","model":"lab/writer","content":[],"stop_reason":null,"stop_sequence":null'
@@ -87,7 +82,7 @@ def test_the_bytes_of_a_stream() -> None:
     )
 
 
-def test_why_it_ended() -> None:
+def test_stop_reasons() -> None:
     for stream in (False, True):
         for changes, reason, sequence in (
             ({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["o t"]}, "stop_sequence", "o t"),
@@ -99,7 +94,7 @@ def test_why_it_ended() -> None:
 
 
 @pytest.mark.parametrize("choice", [None, {"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_calls(choice: Any) -> None:
+def test_tool_calls(choice: Any) -> None:
     backend = FakeBackend(CALL)
     body = asked(tools=[TOOL], **({"tool_choice": choice} if choice else {}))
     answer = post(backend, MESSAGES, body).json()
@@ -117,12 +112,12 @@ def test_calls(choice: Any) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_one_call_where_no_more_are_wanted() -> None:
+def test_disabled_parallel_tool_use_gives_one_call() -> None:
     body = asked(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}, max_tokens=900)
     assert len(post(FakeBackend(CALL + "\n" + CALL), MESSAGES, body).json()["content"]) == 1
 
 
-def test_a_form_of_the_answer() -> None:
+def test_output_config_becomes_a_grammar() -> None:
     backend = FakeBackend("{}")
     post(backend, MESSAGES, asked(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}))
     assert backend.params()["grammar"] == {"kind": "json_schema", "value": {"type": "object"}}
@@ -146,7 +141,7 @@ def test_a_form_of_the_answer() -> None:
         ({"messages": [{"role": "user", "content": "a" * 1000}]}, 400, "invalid_request_error", "maximum context length"),
     ],
 )
-def test_errors_have_the_shape_of_anthropic(changes: dict[str, Any], status: int, kind: str, message: str) -> None:
+def test_errors_have_anthropic_shape(changes: dict[str, Any], status: int, kind: str, message: str) -> None:
     answer = post(FakeBackend(), MESSAGES, asked(**changes))
     assert answer.status_code == status, answer.text
     body = answer.json()
@@ -166,6 +161,6 @@ def test_refusals_and_failures(status: int, kind: str) -> None:
     assert last == {"type": "error", "error": {"type": kind, "message": "No."}}
 
 
-def test_the_input_of_a_call_that_was_cut_off_has_nothing_that_nobody_wrote() -> None:
+def test_cut_off_call_has_empty_input() -> None:
     body = post(FakeBackend(CALL[:-24]), MESSAGES, asked(tools=[TOOL])).json()
     assert [(block["type"], block.get("input")) for block in body["content"]] == [("tool_use", {})]

@@ -8,7 +8,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, error_of, events, ids, post, until, with_backend
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post, prompt_of, until, with_backend
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -16,13 +16,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"t
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    token_ids = backend.requests[-1].token_ids or []
-    return "".join(names.get(i) or chr(i) for i in token_ids)
-
-
-def test_a_whole_answer() -> None:
+def test_whole_answer() -> None:
     backend = FakeBackend("Hello thére")
     answer = post(backend, CHAT, {"messages": HI, "model": MODEL})
     assert answer.status_code == 200, answer.text
@@ -41,7 +35,7 @@ def test_a_whole_answer() -> None:
     assert (sent.model, sent.credentials, sent.stream, sent.params) == (MODEL, "pass", False, {"max_tokens": None})
 
 
-def test_the_bytes_of_a_stream() -> None:
+def test_bytes_of_a_stream() -> None:
     backend = FakeBackend('Hé"\n')
     body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
     answer = post(backend, CHAT, body)
@@ -63,12 +57,6 @@ def test_the_bytes_of_a_stream() -> None:
     )
 
 
-def test_without_include_usage_there_is_none() -> None:
-    answer = post(FakeBackend("a"), CHAT, {"messages": HI, "stream": True})
-    assert all("usage" not in event for event in events(answer))
-    assert answer.text.endswith("data: [DONE]\n\n")
-
-
 def test_every_parameter_reaches_the_engine() -> None:
     backend = FakeBackend()
     stated = {
@@ -85,16 +73,6 @@ def test_every_parameter_reaches_the_engine() -> None:
     assert {name: list(value) if isinstance(value, tuple) else value for name, value in sent.params.items()} == expected
     assert (sent.priority, sent.deadline_s, sent.tenant) == (-3, 2.5, "acme")
     assert sent.stream  # stop strings are found here
-
-
-def test_several_answers_in_a_stream() -> None:
-    chunks = events(post(FakeBackend("x"), CHAT, {"messages": HI, "n": 2, "stream": True}))
-    texts = ["", ""]
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "")
-    assert texts == ["x", "x 1"]
-    assert [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"] == "stop"] == [0, 1]
 
 
 def test_logprobs() -> None:
@@ -117,7 +95,7 @@ def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
+def test_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
     backend = FakeBackend("one two three four")
     body: dict[str, Any] = {"messages": HI, "stop": ["o t", " three"], "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
@@ -138,7 +116,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(stream: bool) -> None:
     assert "stop" not in backend.params()
 
 
-def test_with_several_answers_each_stops_by_itself() -> None:
+def test_each_of_several_choices_stops_by_itself() -> None:
     backend = FakeBackend("one two")
     choices = post(backend, CHAT, {"messages": HI, "stop": " 1", "n": 2}).json()["choices"]
     assert [choice["message"]["content"] for choice in choices] == ["one two", "one two"]
@@ -146,7 +124,7 @@ def test_with_several_answers_each_stops_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("reason", "shown"), [("length", None), ("deadline", "deadline")])
-def test_an_answer_that_was_cut_short(reason: str, shown: str | None) -> None:
+def test_length_and_deadline_finish_reasons(reason: str, shown: str | None) -> None:
     backend = FakeBackend("abc")
     backend.finish_reason = reason
     choice = post(backend, CHAT, {"messages": HI, "max_tokens": 2}).json()["choices"][0]
@@ -154,7 +132,7 @@ def test_an_answer_that_was_cut_short(reason: str, shown: str | None) -> None:
 
 
 @pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
-def test_an_engine_that_gives_up_is_an_error(reason: str, status: int) -> None:
+def test_aborted_and_failed_generation_give_errors(reason: str, status: int) -> None:
     backend = FakeBackend("abc")
     backend.finish_reason = reason
     assert post(backend, CHAT, {"messages": HI}).status_code == status
@@ -166,7 +144,7 @@ def test_special_tokens_in_a_message_are_text() -> None:
     assert (backend.requests[-1].token_ids or []).count(END) == 1
 
 
-def test_roles_parts_and_calls() -> None:
+def test_prompt_has_roles_parts_and_calls() -> None:
     backend = FakeBackend()
     called = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages: list[dict[str, Any]] = [
@@ -235,7 +213,7 @@ def test_roles_parts_and_calls() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str | None, message: str) -> None:
+def test_wrong_value_names_its_parameter(body: dict[str, Any], param: str | None, message: str) -> None:
     backend = FakeBackend()
     answer = post(backend, CHAT, body)
     assert answer.status_code == 400, answer.text
@@ -246,14 +224,7 @@ def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str | No
     assert backend.requests == []
 
 
-@pytest.mark.parametrize("name", ["functions", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"])
-def test_what_others_have_is_refused_by_name(name: str) -> None:
-    error = error_of(post(FakeBackend(), CHAT, {"messages": HI, name: "low"}))
-    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
-    assert post(FakeBackend(), CHAT, {"messages": HI, name: None}).status_code == 200
-
-
-def test_models_lengths_and_models_that_do_not_write() -> None:
+def test_wrong_model_and_long_prompt() -> None:
     error = error_of(post(FakeBackend(), CHAT, {"messages": HI, "model": "writr"}))
     assert error["code"] == "model_not_found"
     assert "'lab/writer'" in error["message"]
@@ -265,7 +236,7 @@ def test_models_lengths_and_models_that_do_not_write() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_says_when_to_come_back(stream: bool) -> None:
+def test_refusals_have_retry_after(stream: bool) -> None:
     backend = FakeBackend()
     backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=2.2)
     answer = post(backend, CHAT, {"messages": HI, "stream": stream})
@@ -277,7 +248,7 @@ def test_a_refusal_says_when_to_come_back(stream: bool) -> None:
     assert backend.left == []
 
 
-def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
+def test_error_during_a_stream_is_an_event() -> None:
     backend = FakeBackend("abc")
     backend.fails[2] = RemoteError("The engine process died.", code="unavailable", status=503)
     answer = post(backend, CHAT, {"messages": HI, "stream": True})
@@ -304,7 +275,7 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event() -> None:
         ({"guided_choice": ["a", "b"]}, {"kind": "choice", "value": ["a", "b"]}),
     ],
 )
-def test_forms_of_the_answer(stated: dict[str, Any], grammar: dict[str, Any] | None) -> None:
+def test_response_formats_become_grammars(stated: dict[str, Any], grammar: dict[str, Any] | None) -> None:
     backend = FakeBackend()
     assert post(backend, CHAT, {"messages": HI, **stated}).status_code == 200
     assert backend.params().get("grammar") == grammar
@@ -316,7 +287,7 @@ CALLS = (
 )
 
 
-def test_calls_of_tools() -> None:
+def test_tool_calls() -> None:
     backend = FakeBackend(CALLS)
     choice = post(backend, CHAT, {"messages": HI, "tools": [WEATHER, CLOCK]}).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -330,7 +301,7 @@ def test_calls_of_tools() -> None:
     assert prompt_of(backend).startswith("<|start|>tools\n")
 
 
-def test_calls_in_a_stream() -> None:
+def test_tool_calls_in_a_stream() -> None:
     chunks = events(post(FakeBackend(CALLS), CHAT, {"messages": HI, "tools": [WEATHER, CLOCK], "stream": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -344,7 +315,7 @@ def test_calls_in_a_stream() -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_without_a_choice_of_tools_there_are_none() -> None:
+def test_tool_choice_none_hides_tools() -> None:
     backend = FakeBackend(CALLS)
     choice = post(backend, CHAT, {"messages": HI, "tools": [WEATHER], "tool_choice": "none"}).json()["choices"][0]
     assert choice["message"]["content"] == CALLS
@@ -352,7 +323,7 @@ def test_without_a_choice_of_tools_there_are_none() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_must_be(choice: Any) -> None:
+def test_forced_tool_call_has_a_grammar(choice: Any) -> None:
     backend = FakeBackend(CALLS.removeprefix("I ask."))
     body = {"messages": HI, "tools": [WEATHER, CLOCK], "tool_choice": choice}
     answer = post(backend, CHAT, body).json()["choices"][0]
@@ -367,15 +338,15 @@ def test_a_call_that_must_be(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_call_where_no_more_are_wanted(stream: bool) -> None:
+def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
     body = {"messages": HI, "tools": [WEATHER, CLOCK], "parallel_tool_calls": False, "stream": stream}
     answer = post(FakeBackend(CALLS), CHAT, body)
     assert "weather" in answer.text
     assert "clock" not in answer.text
 
 
-def test_a_client_that_goes_cancels_its_request() -> None:
-    """Before the first token, and in the middle of a stream."""
+def test_disconnect_cancels_the_request() -> None:
+    """Before the first token, and during a stream."""
     for stream, num_before in ((False, 0), (True, 0), (True, 2)):
         backend = FakeBackend("abcdef")
         backend.gate.clear()

@@ -82,7 +82,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_a_chat_in_a_stream(client: openai.OpenAI) -> None:
+def test_chat_stream(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True, stream_options={"include_usage": True}, n=2,
         temperature=0.5,
@@ -97,7 +97,7 @@ def test_a_chat_in_a_stream(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == 13 + 15
 
 
-def test_calls_of_tools(client: openai.OpenAI) -> None:
+def test_tool_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}]
     ) as stream:
@@ -115,7 +115,7 @@ def test_calls_of_tools(client: openai.OpenAI) -> None:
     assert whole.choices[0].message.tool_calls is not None
 
 
-def test_a_schema(client: openai.OpenAI) -> None:
+def test_json_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}],
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
@@ -148,7 +148,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_errors_are_those_of_the_package(client: openai.OpenAI) -> None:
+def test_package_raises_its_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
     assert missing.value.code == "model_not_found"
@@ -180,7 +180,7 @@ def test_refusals_and_broken_streams() -> None:
         claude.close()
 
 
-def test_many_streams_of_the_async_package_at_once(address: str) -> None:
+def test_concurrent_async_streams(address: str) -> None:
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
 
@@ -206,7 +206,7 @@ def test_messages(claude: anthropic.Anthropic) -> None:
         assert stream.get_final_message().usage.output_tokens == 13
 
 
-def test_tools_of_messages(claude: anthropic.Anthropic) -> None:
+def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(
         model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}],
         tools=[{"name": "weather", "input_schema": {"type": "object"}}],
@@ -220,19 +220,7 @@ def test_tools_of_messages(claude: anthropic.Anthropic) -> None:
         claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
 
 
-def test_messages_with_the_async_package(address: str) -> None:
-    async def main() -> None:
-        async with anthropic.AsyncAnthropic(base_url=address, api_key="none", max_retries=0, timeout=LIMIT_S) as claude:
-            answer = await claude.messages.create(
-                model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "Hi"}], stream=True
-            )
-            deltas = [event.delta async for event in answer if event.type == "content_block_delta"]
-            assert "".join(delta.text for delta in deltas if delta.type == "text_delta") == "Hello thére"
-
-    asyncio.run(main())
-
-
-def test_a_closed_socket_cancels_the_request() -> None:
+def test_closed_socket_cancels_the_request() -> None:
     backend = FakeBackend("abc")
     left = threading.Event()
 

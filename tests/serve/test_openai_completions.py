@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
-from archerfish.store.bundled import BUNDLED_MODELS, STORY_MODEL
+from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL
 
 from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
 
@@ -36,7 +36,7 @@ def test_prompts_of_every_form(prompt: Any, sent: list[list[int]]) -> None:
     assert (body["object"], body["model"]) == ("text_completion", MODEL)
 
 
-def test_the_bytes_of_a_stream() -> None:
+def test_bytes_of_a_stream() -> None:
     backend = FakeBackend("é")
     body = {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}
     text = post(backend, COMPLETIONS, body).text
@@ -51,7 +51,7 @@ def test_the_bytes_of_a_stream() -> None:
     assert sorted(text.strip().split("\n\n")) == sorted([*expected, f'{head}],"usage":{usage}}}', "data: [DONE]"])
 
 
-def test_the_usual_length_is_sixteen() -> None:
+def test_default_max_tokens_is_16() -> None:
     backend = FakeBackend("x" * 50)
     choice = post(backend, COMPLETIONS, {"prompt": "a"}).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("x" * 16, "length")
@@ -79,8 +79,8 @@ def test_logprobs_and_echo() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abyz"
 
 
-def test_offsets_of_tokens_are_places_in_the_text_that_is_shown() -> None:
-    """Also where the tokenizer puts a token before a prompt, which the echo of a text does not have."""
+def test_text_offsets_point_into_the_shown_text() -> None:
+    """The tokenizer puts a special token before the prompt, which the echoed text does not have."""
     backend = FakeBackend("yz")
     backend.directory = BUNDLED_MODELS[STORY_MODEL].directory
     for prompt in ("Once upon a time", [0, 388, 390]):
@@ -108,7 +108,7 @@ def test_prompt_logprobs_and_token_ids() -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[121], [END]]
 
 
-def test_a_model_without_a_tokenizer_takes_ids() -> None:
+def test_model_without_tokenizer_takes_ids() -> None:
     body: dict[str, Any] = {"prompt": [1, 2], "return_token_ids": True, "model": "bare", "max_tokens": 3}
     backend = FakeBackend("xyz")
     choice = post(backend, COMPLETIONS, body).json()["choices"][0]
@@ -119,7 +119,7 @@ def test_a_model_without_a_tokenizer_takes_ids() -> None:
     assert error_of(refused)["param"] == "stop"
 
 
-def test_a_stop_string_across_tokens_and_chunks() -> None:
+def test_stop_string_across_tokens_and_chunks() -> None:
     for size in (1, 2, 5, 100):
         backend = FakeBackend("one two three")
         backend.tokens_per_chunk = size
@@ -131,7 +131,7 @@ def test_a_stop_string_across_tokens_and_chunks() -> None:
         assert len(backend.left) == (size < 100)
 
 
-def test_if_one_of_several_prompts_fails_the_others_are_cancelled() -> None:
+def test_failing_prompt_cancels_the_others() -> None:
     backend = FakeBackend("abc")
     backend.fails[1] = RemoteError("Out of luck.", code="unlucky", status=500)
     answer = post(backend, COMPLETIONS, {"prompt": ["a", "b"], "stop": "zz"})
@@ -160,7 +160,7 @@ def test_if_one_of_several_prompts_fails_the_others_are_cancelled() -> None:
         ({"prompt": "a", "n": 2, "temperature": 7000}, "temperature", "temperature must be"),
     ],
 )
-def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
+def test_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
     answer = post(FakeBackend(), COMPLETIONS, body)
     assert answer.status_code == 400, answer.text
     error = error_of(answer)
@@ -169,7 +169,7 @@ def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, mes
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_token_behind_an_echo_alone_is_not_shown(stream: bool) -> None:
+def test_echo_alone_hides_the_generated_token(stream: bool) -> None:
     body = {"prompt": "ab", "max_tokens": 0, "echo": True, "return_token_ids": True, "stream": stream}
     answer = post(FakeBackend(), COMPLETIONS, body)
     choices = [chunk["choices"][0] for chunk in (events(answer) if stream else [answer.json()])]
@@ -177,7 +177,7 @@ def test_the_token_behind_an_echo_alone_is_not_shown(stream: bool) -> None:
     assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == []
 
 
-def test_one_request_makes_no_more_choices_than_it_may() -> None:
+def test_too_many_choices_give_413() -> None:
     backend = FakeBackend()
     answer = post(backend, COMPLETIONS, {"prompt": ["a"] * 17, "n": 128, "stream": True})
     assert (answer.status_code, error_of(answer)["code"]) == (413, "input_too_large")
@@ -200,11 +200,7 @@ def test_tokenize_and_detokenize() -> None:
     assert "no tokenizer" in error_of(post(FakeBackend(), "/detokenize", {"tokens": [1], "model": "bare"}))["message"]
 
 
-def test_a_long_text_is_tokenized_too() -> None:
-    assert post(FakeBackend(), "/tokenize", {"prompt": "a" * 20_000}).json()["count"] == 20_000
-
-
-def test_what_the_cache_says_is_of_the_caller() -> None:
+def test_cache_explain_uses_the_callers_tenant() -> None:
     for body in ({"prompt": "abc"}, {"prompt": [1, 2, 3]}):
         answer = post(FakeBackend(), "/v1/cache/explain", body, tenant="acme")
         assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}

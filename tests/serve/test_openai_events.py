@@ -1,4 +1,4 @@
-"""How events leave, whatever they say."""
+"""How events are sent, whatever they contain."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ LIMIT_S = 20
 
 
 class Reader:
-    """The other side of an ASGI app: takes what it sends, slowly if asked to, and may go."""
+    """The client of an ASGI app: reads what it sends, slowly on request, and may disconnect."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -56,11 +56,11 @@ def run(test: Callable[[Reader], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def tell(error: Exception) -> bytes:
+def write_error(error: Exception) -> bytes:
     return f"error {error}".encode()
 
 
-def test_what_is_there_goes_out_in_one_write() -> None:
+def test_waiting_events_are_sent_in_one_write() -> None:
     async def produce(outbox: Outbox) -> None:
         for number in range(3):
             outbox.put(b"%d" % number)
@@ -68,14 +68,14 @@ def test_what_is_there_goes_out_in_one_write() -> None:
         await asyncio.sleep(0)
 
     async def test(reader: Reader) -> None:
-        await reader.read(await EventStream(produce, tell).start(reader.request))
+        await reader.read(await EventStream(produce, write_error).start(reader.request))
         assert reader.bodies == [b"012", b""]
         assert [message.get("more_body") for message in reader.sent] == [None, True, False]
 
     run(test)
 
 
-def test_an_error_before_the_first_event_is_raised_and_a_later_one_told() -> None:
+def test_error_is_raised_before_and_written_after_the_first_event() -> None:
     async def fails_first(outbox: Outbox) -> None:
         raise ValueError("no")
 
@@ -85,14 +85,14 @@ def test_an_error_before_the_first_event_is_raised_and_a_later_one_told() -> Non
 
     async def test(reader: Reader) -> None:
         with pytest.raises(ValueError, match="no"):
-            await EventStream(fails_first, tell).start(reader.request)
-        await reader.read(await EventStream(fails_later, tell).start(reader.request))
+            await EventStream(fails_first, write_error).start(reader.request)
+        await reader.read(await EventStream(fails_later, write_error).start(reader.request))
         assert b"".join(reader.bodies) == b"aerror no"
 
     run(test)
 
 
-def test_who_goes_before_the_first_event_cancels() -> None:
+def test_disconnect_before_the_first_event_cancels() -> None:
     was_cancelled = asyncio.Event()
 
     async def waits(outbox: Outbox) -> None:
@@ -104,13 +104,13 @@ def test_who_goes_before_the_first_event_cancels() -> None:
     async def test(reader: Reader) -> None:
         reader.gone.set()
         with pytest.raises(ClientGoneError):
-            await EventStream(waits, tell).start(reader.request)
+            await EventStream(waits, write_error).start(reader.request)
         assert was_cancelled.is_set()
 
     run(test)
 
 
-def test_a_slow_reader_makes_the_producer_wait() -> None:
+def test_slow_reader_makes_the_producer_wait() -> None:
     produced: list[int] = []
 
     async def produce(outbox: Outbox) -> None:
@@ -122,7 +122,7 @@ def test_a_slow_reader_makes_the_producer_wait() -> None:
 
     async def test(reader: Reader) -> None:
         reader.reads.clear()
-        stream = await EventStream(produce, tell, Outbox(max_bytes=50)).start(reader.request)
+        stream = await EventStream(produce, write_error, max_waiting_bytes=50).start(reader.request)
         reading = asyncio.create_task(reader.read(stream))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -134,7 +134,7 @@ def test_a_slow_reader_makes_the_producer_wait() -> None:
     run(test)
 
 
-def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
+def test_quiet_stream_sends_comments() -> None:
     async def test(reader: Reader) -> None:
         async def produce(outbox: Outbox) -> None:
             while reader.bodies.count(KEEP_ALIVE) < 3:
@@ -142,7 +142,7 @@ def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
             outbox.put(b"event")
             raise ValueError("late")
 
-        stream = await EventStream(produce, tell, keep_alive_s=0.002).start(reader.request)
+        stream = await EventStream(produce, write_error, keep_alive_s=0.002).start(reader.request)
         await reader.read(stream)
         assert reader.bodies.count(KEEP_ALIVE) >= 3
         assert [body for body in reader.bodies if body not in (KEEP_ALIVE, b"")] == [b"eventerror late"]
@@ -150,14 +150,14 @@ def test_a_quiet_stream_sends_comments_until_something_comes() -> None:
     run(test)
 
 
-def test_an_error_after_a_comment_is_told_as_an_event() -> None:
+def test_error_after_a_comment_is_an_event() -> None:
     async def test(reader: Reader) -> None:
         async def produce(outbox: Outbox) -> None:
             while KEEP_ALIVE not in reader.bodies:
                 await asyncio.sleep(0)
             raise ValueError("refused")
 
-        stream = EventStream(produce, tell, keep_alive_s=0.002)
+        stream = EventStream(produce, write_error, keep_alive_s=0.002)
         await reader.read(await stream.start(reader.request))
         assert reader.sent[0]["status"] == 200
         assert b"".join(reader.bodies).replace(KEEP_ALIVE, b"") == b"error refused"
@@ -165,22 +165,7 @@ def test_an_error_after_a_comment_is_told_as_an_event() -> None:
     run(test)
 
 
-def test_a_stream_that_is_not_quiet_sends_no_comment() -> None:
-    async def test(reader: Reader) -> None:
-        async def produce(outbox: Outbox) -> None:
-            for _ in range(200):
-                outbox.put(b".")
-                stream._tick()  # as often as something comes
-                await asyncio.sleep(0)
-
-        stream = EventStream(produce, tell, keep_alive_s=1000.0)
-        await reader.read(await stream.start(reader.request))
-        assert b"".join(reader.bodies) == b"." * 200
-
-    run(test)
-
-
-def test_who_goes_in_the_middle_cancels() -> None:
+def test_disconnect_during_a_stream_cancels() -> None:
     is_cancelled = False
 
     async def produce(outbox: Outbox) -> None:
@@ -193,7 +178,7 @@ def test_who_goes_in_the_middle_cancels() -> None:
             raise
 
     async def test(reader: Reader) -> None:
-        stream = await EventStream(produce, tell).start(reader.request)
+        stream = await EventStream(produce, write_error).start(reader.request)
         reading = asyncio.create_task(reader.read(stream))
         while not reader.bodies:
             await asyncio.sleep(0)
@@ -209,7 +194,7 @@ def test_who_goes_in_the_middle_cancels() -> None:
     text=st.text("ab é", min_size=1, max_size=30), stop=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
     size=st.integers(1, 8), stream=st.booleans(),
 )  # fmt: skip
-def test_text_and_usage_do_not_depend_on_how_tokens_come(text: str, stop: list[str], size: int, stream: bool) -> None:
+def test_text_and_usage_do_not_depend_on_chunk_sizes(text: str, stop: list[str], size: int, stream: bool) -> None:
     ends = {word: place for word in stop if (place := text.find(word)) >= 0}
     first = min(ends, key=lambda word: (ends[word] + len(word), -len(word)), default="")
     shown = text[: ends[first]] if ends else text
@@ -229,7 +214,7 @@ def test_text_and_usage_do_not_depend_on_how_tokens_come(text: str, stop: list[s
     assert (written, usage["completion_tokens"], usage["prompt_tokens"]) == (shown, num_tokens, 1)
 
 
-def test_several_producers_wait_for_room_and_all_go_on() -> None:
+def test_several_producers_wait_for_room() -> None:
     async def main() -> None:
         outbox = Outbox(max_bytes=10)
         num_written = 0
@@ -255,7 +240,7 @@ def test_several_producers_wait_for_room_and_all_go_on() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_choice_that_has_met_its_stop_string_is_ended_in_the_engine(stream: bool) -> None:
+def test_stopped_choice_is_ended_in_the_engine(stream: bool) -> None:
     backend = FakeBackend(lambda request: "one two three")
     body = {"prompt": "a", "n": 2, "stop": [" 1"], "max_tokens": 50, "stream": stream}
     assert post(backend, "/v1/completions", body).status_code == 200
@@ -268,7 +253,7 @@ def test_a_choice_that_has_met_its_stop_string_is_ended_in_the_engine(stream: bo
         assert backend.ended == [(request.request_id, index) for index in range(num)]
 
 
-def test_an_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
+def test_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
     params = {"n": 2, "max_tokens": 300, "temperature": 1.0, "seed": 3, "ignore_eos": True}

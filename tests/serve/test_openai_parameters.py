@@ -138,12 +138,12 @@ def names_of(parameters: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("route", "parameters"), PARAMETERS)
-def test_something_is_done_about_every_parameter_of_the_packages(route: str, parameters: Any) -> None:
+def test_every_parameter_of_the_packages_is_in_a_table(route: str, parameters: Any) -> None:
     known = SUPPORTED[route].keys() | WITHOUT_EFFECT[route].keys() | REFUSED[route].keys()
     assert names_of(parameters) <= known, "a parameter of the package that nobody has thought about"
 
 
-def test_the_tables_name_no_other_parameters() -> None:
+def test_tables_have_no_other_parameters() -> None:
     for route in BODIES:
         every = set[str]().union(*(names_of(parameters) for place, parameters in PARAMETERS if place == route))
         assert SUPPORTED[route].keys() | WITHOUT_EFFECT[route].keys() | REFUSED[route].keys() <= every
@@ -168,7 +168,7 @@ def test_parameters_without_effect(route: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REFUSED.items() for name in table])
-def test_parameters_that_are_refused_by_name(route: str, name: str) -> None:
+def test_refused_parameters(route: str, name: str) -> None:
     backend = FakeBackend()
     answer = post(backend, route, {**BODIES[route], name: REFUSED[route][name]}, app=create_app)
     assert answer.status_code == 400, answer.text
@@ -181,7 +181,7 @@ def test_parameters_that_are_refused_by_name(route: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_unknown_parameters_are_refused(route: str) -> None:
+def test_unknown_parameters(route: str) -> None:
     answer = post(FakeBackend(), route, {**BODIES[route], "tempratur": 1}, app=create_app)
     assert answer.status_code == 400
     assert "Unknown parameter 'tempratur'." in answer.json()["error"]["message"]
@@ -192,8 +192,8 @@ LENGTHS = [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_to
 
 
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
-def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, name: str) -> None:
-    """Up to the whole context it is a limit, whatever room the prompt leaves; beyond it, it is a mistake."""
+def test_max_tokens_above_the_context_is_refused(route: str, name: str) -> None:
+    """A limit up to the whole context is accepted, also if the prompt leaves less room."""
     backend = FakeBackend(max_length=1000)
     for number in (1001, 10**12, 10**30):
         answer = post(backend, route, {**BODIES[route], name: number}, app=create_app)
@@ -206,7 +206,7 @@ def test_a_longer_answer_than_the_model_can_hold_is_refused_by_name(route: str, 
     assert backend.params()["max_tokens"] == 1000
 
 
-def test_a_seed_that_stands_for_none_is_none_to_the_engine_and_the_result_cache() -> None:
+def test_seed_minus_one_means_no_seed() -> None:
     for seed, told in ((-1, None), (-2, 2**64 - 2), (5, 5)):
         backend = FakeBackend()
         assert post(backend, CHAT, {**BODIES[CHAT], "seed": seed}, app=create_app).status_code == 200
@@ -214,7 +214,7 @@ def test_a_seed_that_stands_for_none_is_none_to_the_engine_and_the_result_cache(
 
 
 @pytest.mark.parametrize(("route", "name"), LENGTHS)
-def test_a_message_has_the_name_that_the_route_has(route: str, name: str) -> None:
+def test_errors_use_the_parameter_names_of_the_route(route: str, name: str) -> None:
     for stated, expected in (
         ({name: -1}, rf"^{name} must be a whole number at least 1, not -1\."),
         ({name: 4, "min_tokens": 5}, rf"^min_tokens \(5\) is above {name} \(4\)\."),
@@ -234,10 +234,10 @@ FORMS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("route", "stated", "param"), FORMS)
-def test_a_form_that_cannot_be_compiled_is_told_by_its_parameter(
+def test_invalid_grammar_error_names_the_parameter(
     route: str, stated: dict[str, Any], param: str, stream: bool
 ) -> None:
-    """The engine process compiles it, and knows of no parameters of routes."""
+    """The engine process compiles grammars and does not know the parameters of routes."""
     backend = FakeBackend()
     for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):
         backend.fails[0] = RemoteError(message, code="invalid_input", status=400)
@@ -259,7 +259,7 @@ READ: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("route", "body", "param"), READ)
-def test_every_route_has_the_limit_of_bytes_of_a_prompt(route: str, body: dict[str, Any], param: str) -> None:
+def test_every_route_limits_prompt_bytes(route: str, body: dict[str, Any], param: str) -> None:
     backend = FakeBackend()
     assert post(backend, route, body, app=create_app).status_code == 200
     backend.requests, backend.max_prompt_bytes = [], 50
@@ -271,7 +271,7 @@ def test_every_route_has_the_limit_of_bytes_of_a_prompt(route: str, body: dict[s
     assert not backend.requests
 
 
-def test_what_is_nested_too_deeply_can_be_measured_and_is_refused() -> None:
+def test_deeply_nested_tools_are_refused() -> None:
     backend = FakeBackend()
     backend.max_prompt_bytes = 10**6
     schema: dict[str, Any] = {"type": "object"}

@@ -1,4 +1,4 @@
-"""The page at `/`: what it shows, and what its script does, run by node where there is one."""
+"""The page at `/`: what it shows, and what its script does, run by node if that is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from archerfish.serve.page import EXAMPLES, MAX_TOKENS, curl, examples, page, te
 from archerfish.serve.tenants import Tenants
 
 from .client import LIMIT_S, PASS, WORDS, app_of, host_with, running, with_app, with_client, words_host
-from .fake_backend import MODEL, FakeBackend
+from .fake_backend import FakeBackend
 from .hosting import WordEncoder, add_llm
 
 NODE = shutil.which("node")
@@ -66,7 +66,7 @@ class Parts(HTMLParser):
 # What it shows
 
 
-def test_the_page_has_everything_in_itself() -> None:
+def test_page_loads_nothing_from_elsewhere() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         answer = await client.get("/", headers={"Host": "<b>evil</b>"})
         assert answer.headers["content-type"].startswith("text/html")
@@ -80,16 +80,6 @@ def test_the_page_has_everything_in_itself() -> None:
     with_client(test)
 
 
-def test_a_chat_box_where_there_is_somebody_to_talk_to() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        text = (await client.get("/")).text
-        assert "chat" not in Parts(text).hidden
-        assert MODEL in text
-        assert "curl http://test/v1/chat/completions" in text
-
-    with_app(test, create_app(FakeBackend()))
-
-
 @pytest.mark.parametrize(
     ("models", "hidden"),
     [
@@ -98,14 +88,14 @@ def test_a_chat_box_where_there_is_somebody_to_talk_to() -> None:
         ([SPEAKER, VECTORS], {"chat"}),
     ],
 )  # fmt: skip
-def test_only_what_works_is_shown(models: list[Model], hidden: set[str]) -> None:
+def test_page_hides_sections_without_models(models: list[Model], hidden: set[str]) -> None:
     parts = Parts(page("http://here", models))
     assert parts.hidden & {"chat", "compare"} == hidden
     assert len(parts.ids) == len(set(parts.ids))
     assert set(re.findall(r'by\("(\w+)"\)', parts.script)) <= set(parts.ids)
 
 
-def test_nothing_of_the_template_stays() -> None:
+def test_all_placeholders_are_filled() -> None:
     text = page("http://here", [WRITER, VECTORS, PAIRS])
     assert "$$" not in text
     assert not re.findall(r"\$(?!\{)", text)
@@ -113,12 +103,12 @@ def test_nothing_of_the_template_stays() -> None:
     assert places == {"models", "routes", "hide_chat", "hide_compare", "most_tokens"}
 
 
-def test_the_chat_asks_for_no_more_than_the_model_can_hold() -> None:
+def test_chat_max_tokens_fits_the_model() -> None:
     for max_length, asked in ((256, 256), (8192, MAX_TOKENS)):
         assert f"max_tokens: {asked}," in page("http://here", [replace(WRITER, max_length=max_length), VECTORS])
 
 
-def test_names_are_shown_as_they_are_written() -> None:
+def test_names_are_escaped() -> None:
     text = page("http://here/<i>", [replace(WRITER, id="a<script>alert(1)</script>$routes & b")])
     assert "a&lt;script&gt;alert(1)&lt;/script&gt;$routes &amp; b" in text
     assert "<i>" not in text
@@ -139,13 +129,13 @@ OF_VECTORS = {"/v1/embeddings", "/similarity"}
         ({"tts", "embedding"}, "/v1/tts/tokens", OF_TEXTS),
     ],
 )
-def test_examples_are_calls_that_are_answered(kinds: set[str], first: str, absent: set[str]) -> None:
+def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) -> None:
     shown = [path for _, path, _ in examples(kinds)]
     assert shown[0] == first
     assert {path for _, _, path, _ in EXAMPLES} - set(shown) == absent
 
 
-def test_every_route_for_users_is_shown() -> None:
+def test_page_shows_every_route() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         paths = (await client.get("/openapi.json")).json()["paths"]
         told = {(method.upper(), path) for path in paths for method in paths[path] if not path.startswith("/admin")}
@@ -169,7 +159,7 @@ def test_examples_are_answered(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_shell_reads_an_example_as_it_is_meant() -> None:
+def test_examples_survive_shell_quoting() -> None:
     body = {"prompt": "it's \"so\" $HOME `x`", "n": 1}
     words = shlex.split(curl("http://here", "POST", "/v1/x", body).replace("\\\n", " "))
     assert words[:2] == ["curl", "http://here/v1/x"]
@@ -181,7 +171,7 @@ def test_a_shell_reads_an_example_as_it_is_meant() -> None:
 
 
 @needs_node
-def test_the_script_can_be_parsed(tmp_path: Path) -> None:
+def test_script_can_be_parsed(tmp_path: Path) -> None:
     assert NODE is not None
     path = tmp_path / "page.mjs"
     path.write_text(Parts(page("http://here", [WRITER, VECTORS])).script)
@@ -217,7 +207,7 @@ by("words").fire("keydown", {key: "Enter", shiftKey: false});
 
 
 def play(app: Starlette, steps: str, tmp_path: Path) -> dict[str, Any]:
-    """What is to be seen after some steps of somebody at the page."""
+    """What the page shows after some steps of a user."""
     assert NODE is not None
     with running(app) as (host, port):
         address = f"http://{host}:{port}"
@@ -238,7 +228,7 @@ def said(text: str) -> str:
 
 
 @needs_node
-def test_a_conversation_streams_and_is_sent_whole(tmp_path: Path) -> None:
+def test_conversation_is_streamed_and_sent_whole(tmp_path: Path) -> None:
     backend = FakeBackend("Hello thére")
     found = play(create_app(backend), said("Hi") + said("And you?"), tmp_path)
     talk = [["user", "Hi"], ["assistant", "Hello thére"], ["user", "And you?"], ["assistant", "Hello thére"]]
@@ -251,7 +241,7 @@ def test_a_conversation_streams_and_is_sent_whole(tmp_path: Path) -> None:
 
 @needs_node
 @pytest.mark.parametrize("num_before", [0, 4])
-def test_an_error_is_shown_and_the_conversation_goes_on_without_it(num_before: int, tmp_path: Path) -> None:
+def test_failed_turn_is_shown_and_left_out(num_before: int, tmp_path: Path) -> None:
     backend = FakeBackend()
     backend.fails[num_before] = RemoteError("The engine process has gone.", status=503, retry_after_s=1.0)
     found = play(create_app(backend), said("Hi"), tmp_path)
@@ -263,7 +253,7 @@ def test_an_error_is_shown_and_the_conversation_goes_on_without_it(num_before: i
 
 @needs_node
 @pytest.mark.parametrize("num_before", [0, 4])
-def test_an_answer_can_be_stopped(num_before: int, tmp_path: Path) -> None:
+def test_answer_can_be_stopped(num_before: int, tmp_path: Path) -> None:
     backend = FakeBackend()
     backend.gate.clear()
     backend.num_before_gate = num_before
@@ -278,12 +268,12 @@ def test_an_answer_can_be_stopped(num_before: int, tmp_path: Path) -> None:
 
 
 @needs_node
-def test_with_api_keys_the_page_asks_for_one(tmp_path: Path) -> None:
+def test_page_asks_for_an_api_key(tmp_path: Path) -> None:
     key = "alice-" + "0123456789" * 3
     app = create_app(FakeBackend(), credentials=PASS, tenants=Tenants.from_text(f"alice={key}"))
     refused = play(app, said("Hi"), tmp_path)
     assert refused["hasKeyField"]
-    assert "wants an API key" in refused["seen"][1][1]
+    assert "needs an API key" in refused["seen"][1][1]
     found = play(app, f'by("key").value = " {key} ";\n' + said("Hi"), tmp_path)
     assert found["seen"][1] == ["assistant", "Hello there"]
     assert not found["hasKeyField"]

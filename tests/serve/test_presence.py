@@ -54,7 +54,7 @@ def run(test: Callable[[Client], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_who_stays_gets_the_result() -> None:
+def test_result_for_a_connected_client() -> None:
     async def test(client: Client) -> None:
         work = Work()
         work.may_end.set()
@@ -65,7 +65,7 @@ def test_who_stays_gets_the_result() -> None:
     run(test)
 
 
-def test_work_for_who_has_left_is_cancelled() -> None:
+def test_disconnect_cancels_the_work() -> None:
     async def test(client: Client) -> None:
         work = Work()
         task = asyncio.create_task(unless_gone(client.request, work.run()))
@@ -78,7 +78,7 @@ def test_work_for_who_has_left_is_cancelled() -> None:
     run(test)
 
 
-def test_errors_of_the_work_are_its_own() -> None:
+def test_errors_of_the_work_are_raised() -> None:
     """Also one that looks as if time had run out."""
 
     async def test(client: Client) -> None:
@@ -90,7 +90,7 @@ def test_errors_of_the_work_are_its_own() -> None:
     run(test)
 
 
-def test_a_cancelled_request_is_no_client_that_left() -> None:
+def test_cancellation_is_not_a_disconnect() -> None:
     async def test(client: Client) -> None:
         work = Work()
         task = asyncio.create_task(unless_gone(client.request, work.run()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import http.client
 import itertools
@@ -208,15 +209,21 @@ def no_free_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_process_is_restarted_after_descriptors_were_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed, failed = threading.Semaphore(0), threading.Event()
+def test_process_is_watched_without_a_free_descriptor_and_restarted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed, failed, exhausted = threading.Semaphore(0), threading.Event(), contextlib.ExitStack()
+
+    def on_change(is_serving: bool) -> None:
+        if is_serving and not failed.is_set():
+            exhausted.enter_context(no_free_descriptors())
+        changed.release()
+
     monkeypatch.setattr(processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None)
     monkeypatch.setattr(processes, "backoff_s", lambda num_short_lives: 0.01)
-    with engine_process(CONFIG, command=COMMAND, on_change=lambda is_serving: changed.release()) as child:
+    with exhausted, engine_process(CONFIG, command=COMMAND, on_change=on_change) as child:
         assert changed.acquire(timeout=LIMIT_S)
-        with no_free_descriptors():
-            os.kill(child.pid, signal.SIGKILL)
-            assert failed.wait(LIMIT_S)  # a start needs more descriptors than the two that the old process has freed
+        os.kill(child.pid, signal.SIGKILL)
+        assert failed.wait(LIMIT_S)  # a start needs more descriptors than the two that the old process has freed
+        exhausted.close()
         for _ in range(2):
             assert changed.acquire(timeout=LIMIT_S)
         assert (child.is_serving, child.num_starts) == (True, 2)

@@ -1,4 +1,4 @@
-"""Tools over HTTP with a chat template that does not know them: all routes for conversations ask for calls and find them."""
+"""Tools with a chat template that does not support them: all chat routes describe them in the prompt and find calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def prompt_of(backend: FakeBackend) -> str:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_tools_are_asked_for_and_found(backend: FakeBackend, route: str) -> None:
+def test_tools_are_described_and_calls_found(backend: FakeBackend, route: str) -> None:
     answer = post(backend, route, BODIES[route])
     assert answer.status_code == 200, answer.text
     assert '"weather"' in answer.text
@@ -76,7 +76,7 @@ def test_tools_are_asked_for_and_found(backend: FakeBackend, route: str) -> None
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_tools_that_may_not_be_called_are_not_described(backend: FakeBackend, route: str) -> None:
+def test_tool_choice_none_leaves_out_the_description(backend: FakeBackend, route: str) -> None:
     choice: Any = {"type": "none"} if route == "/v1/messages" else "none"
     answer = post(backend, route, {**BODIES[route], "tool_choice": choice})
     assert "<tool_call>" in answer.text
@@ -93,14 +93,14 @@ def test_calls_in_a_stream(backend: FakeBackend) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas).strip() == "I ask."
 
 
-def test_tokens_are_counted_with_the_description(backend: FakeBackend) -> None:
+def test_count_tokens_includes_the_description(backend: FakeBackend) -> None:
     body = {key: value for key, value in BODIES["/v1/messages"].items() if key != "max_tokens"}
     count = post(backend, "/v1/messages/count_tokens", body).json()["input_tokens"]
     post(backend, "/v1/messages", BODIES["/v1/messages"])
     assert count == len(backend.requests[-1].token_ids or []) > len(ids(tool_prompt([WEATHER])))
 
 
-def test_a_wrong_name_of_a_template_is_refused(backend: FakeBackend) -> None:
+def test_unknown_template_name_is_refused(backend: FakeBackend) -> None:
     for name in ("other", ["default"], {"a": 1}):
         body = {**BODIES["/v1/chat/completions"], "chat_template_kwargs": {"template_name": name}}
         assert post(backend, "/v1/chat/completions", body).status_code == 400

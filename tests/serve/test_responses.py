@@ -5,19 +5,14 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, START, FakeBackend, error_of, events, post
+from .fake_backend import MODEL, FakeBackend, error_of, events, post, prompt_of
 
 RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-def prompt_of(backend: FakeBackend) -> str:
-    names = {END: "<|end|>", START: "<|start|>"}
-    return "".join(names.get(i) or chr(i) for i in backend.requests[-1].token_ids or [])
-
-
-def test_a_whole_response() -> None:
+def test_whole_response() -> None:
     backend = FakeBackend("Good day")
     body = post(backend, RESPONSES, {"input": "Hi", "instructions": "Be kind", "metadata": {"a": "b"}, "model": MODEL}).json()
     assert (body["object"], body["status"], body["store"], body["metadata"]) == ("response", "completed", False, {"a": "b"})
@@ -29,7 +24,7 @@ def test_a_whole_response() -> None:
     assert prompt_of(backend) == "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|><|start|>assistant\n"
 
 
-def test_items_of_every_kind() -> None:
+def test_prompt_has_items_of_every_kind() -> None:
     backend = FakeBackend()
     items: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -79,7 +74,7 @@ def test_calls_in_a_whole_response() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_was_cut_short(stream: bool) -> None:
+def test_incomplete_response(stream: bool) -> None:
     answer = post(FakeBackend("abcdef"), RESPONSES, {"input": "Hi", "max_output_tokens": 3, "stream": stream})
     body = events(answer)[-1]["response"] if stream else answer.json()
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -88,7 +83,7 @@ def test_a_response_that_was_cut_short(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_only_the_item_that_was_cut_short_is_incomplete(stream: bool) -> None:
+def test_only_the_last_item_is_incomplete(stream: bool) -> None:
     text = "Wait." + CALL
     body = {"input": "Hi", "tools": [TOOL], "max_output_tokens": text.index("Rome"), "stream": stream}
     answer = post(FakeBackend(text), RESPONSES, body)
@@ -100,13 +95,13 @@ def test_only_the_item_that_was_cut_short_is_incomplete(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_empty_response_has_an_empty_message(stream: bool) -> None:
+def test_empty_response_has_an_empty_message(stream: bool) -> None:
     answer = post(FakeBackend(""), RESPONSES, {"input": "Hi", "stream": stream})
     body = events(answer)[-1]["response"] if stream else answer.json()
     assert body["output"][0]["content"][0]["text"] == ""
 
 
-def test_forms_and_logprobs() -> None:
+def test_formats_and_logprobs() -> None:
     backend = FakeBackend("y")
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
     body = {"input": "Hi", "text": wanted, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -136,7 +131,7 @@ def test_forms_and_logprobs() -> None:
         ({"input": "Hi", "max_tokens": 5}, "max_tokens", "Did you mean 'min_tokens'"),
     ],
 )
-def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
+def test_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
     answer = post(FakeBackend(), RESPONSES, body)
     assert answer.status_code == 400, answer.text
     error = error_of(answer)
@@ -144,7 +139,7 @@ def test_a_wrong_value_names_its_parameter(body: dict[str, Any], param: str, mes
     assert error["param"] == param
 
 
-def test_an_error_in_the_middle_of_a_stream() -> None:
+def test_error_during_a_stream() -> None:
     backend = FakeBackend("abc")
     backend.fails[2] = RemoteError("It died.", code="unavailable", status=503)
     found = events(post(backend, RESPONSES, {"input": "Hi", "stream": True}))

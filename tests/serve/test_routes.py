@@ -51,7 +51,7 @@ def test_base64_is_little_endian_float32() -> None:
     with_client(test)
 
 
-def test_token_ids_are_taken_as_one_text_or_several() -> None:
+def test_token_ids_are_one_text_or_several() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         one = (await client.post(EMBEDDINGS, json={"input": [1, 2, 3]})).json()
         several = (await client.post(EMBEDDINGS, json={"input": [[1, 2, 3], [4]]})).json()
@@ -77,31 +77,6 @@ def test_fewer_dimensions_have_length_one() -> None:
     with_client(test)
 
 
-@pytest.mark.parametrize("name", [WORDS, "words", "/home/me/other", "other", None])
-def test_the_model_has_several_names(name: str | None, tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        body = {"input": "x"} if name is None else {"input": "x", "model": name}
-        answer = await client.post(EMBEDDINGS, json=body)
-        assert (answer.status_code, answer.json()["model"]) == (200, WORDS)
-        if name is not None:
-            assert (await client.get(f"/v1/models/{name}")).json()["id"] == WORDS
-
-    with_client(test, host_with(tmp_path, WordEncoder(WORDS), aliases=("/home/me/other",)))
-
-
-def test_other_models_are_not_found() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        for answer in (
-            await client.post(EMBEDDINGS, json={"input": "x", "model": "text-embedding-ada-002"}),
-            await client.get("/v1/models/text-embedding-ada-002"),
-        ):
-            assert answer.status_code == 404
-            error = error_of(answer)
-            assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
-
-    with_client(test)
-
-
 # Ranking
 
 
@@ -120,7 +95,7 @@ def test_rerank_by_cosine() -> None:
     with_client(test)
 
 
-def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path: Path) -> None:
+def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
     words, scorer = WordEncoder(WORDS), pairs()
 
     async def test(client: httpx.AsyncClient) -> None:
@@ -144,7 +119,7 @@ def test_rerank_by_a_cross_encoder_unless_the_embedding_model_is_named(tmp_path:
     with_client(test, host_with(tmp_path, words, scorer))
 
 
-def test_a_cross_encoder_alone_ranks_and_embeds_nothing(tmp_path: Path) -> None:
+def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         answer = await client.post(RERANK, json={"query": "a", "documents": ["a", "b c"]})
         assert [result["index"] for result in answer.json()["results"]] == [1, 0]
@@ -194,7 +169,7 @@ def test_concurrent_requests_share_a_batch(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
+def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
@@ -217,7 +192,7 @@ def test_a_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
+def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
@@ -236,7 +211,7 @@ def test_a_client_that_leaves_has_its_texts_dropped(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_a_full_queue_answers_503_and_says_how_long_it_will_take(tmp_path: Path) -> None:
+def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, max_queue_texts=3)
 

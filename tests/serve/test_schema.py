@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes of our own OpenAPI document: every answer is one that the document allows."""
+"""schemathesis makes requests from our OpenAPI document and checks every answer and event against it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def check(case: schemathesis.Case[Any]) -> None:
 @pytest.mark.no_cover
 @schema.parametrize()
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_answers_are_those_of_the_document(case: schemathesis.Case[Any]) -> None:
+def test_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @schema.parametrize()
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=GENERATED)
-def test_many_answers_are_those_of_the_document(case: schemathesis.Case[Any]) -> None:
+def test_many_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
     check(case)
 
 
-def test_every_route_states_its_answers() -> None:
+def test_document_has_the_answers_of_every_route() -> None:
     document = openapi_document(create_app(FakeBackend()).routes)
     assert {(method, path) for path, operations in document["paths"].items() for method in operations} == ANSWERS.keys()
     for operations in document["paths"].values():
@@ -75,7 +75,7 @@ def bodies(kind: type[Body]) -> dict[str, type[Body]]:
 
 
 @pytest.mark.parametrize("path", LEAST)
-def test_what_may_be_null_says_so_and_nothing_else(path: str) -> None:
+def test_document_marks_nullable_parameters(path: str) -> None:
     document = openapi_document(create_app(FakeBackend()).routes)
     reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     name = reference.rpartition("/")[2]

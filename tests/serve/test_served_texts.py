@@ -1,4 +1,4 @@
-"""The text side of a served model."""
+"""The tokenizer and chat template of a served model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .fake_backend import FakeBackend, model_directory
 LIMIT_S = 20
 
 
-def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes while the first reads the vocabulary must not take its longest token for one of a single letter."""
+def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second request must not use the length of the longest token before the vocabulary is read."""
     is_reading, may_go_on = threading.Event(), threading.Event()
     read = TextTokenizer.id_to_token
 
@@ -49,8 +49,8 @@ def test_nobody_uses_a_model_whose_files_are_half_read(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
-def test_conversations_with_an_rwkv_model(tmp_path: Path) -> None:
-    """Its tokenizer and its template are known from its configuration alone; answers end where the next turn would begin."""
+def test_rwkv_chat_template(tmp_path: Path) -> None:
+    """Tokenizer and template follow from the configuration; answers end where the next message would begin."""
     card = ModelCard("rwkv", "generation", 100, directory=str(save_tiny_rwkv(tmp_path, vocab_size=65536)))
 
     async def main() -> None:
@@ -74,10 +74,9 @@ TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "para
         ({"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": LONG}}}]}, {}),
     ],
 )  # fmt: skip
-def test_a_long_conversation_leaves_the_event_loop(
+def test_long_conversation_is_tokenised_in_a_thread(
     message: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever part of it is long."""
     threads: list[threading.Thread] = []
     encode = ChatTemplate.encode
 

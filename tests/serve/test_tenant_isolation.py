@@ -1,7 +1,7 @@
-"""Two tenants with equal prompts, through the whole stack: neither sees that the other is there.
+"""Two tenants with equal prompts, through the whole stack: neither can detect the other.
 
-What one tenant can see of the service is compared with what it sees where nobody else has ever been; times, ids that are drawn
-at random and the moment of the start are left out.
+All answers to one tenant are compared with those of a service that no other tenant has used. Times and random ids are left
+out.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ async def look(client: httpx.AsyncClient, key: str) -> Seen:
 
 @dataclass
 class Run:
-    """What each of some callers saw, in turn; and of the cache at the end: tokens in all, and blocks in use."""
+    """What each caller saw, and the tokens and blocks that the cache holds at the end."""
 
     seen: dict[str, Seen] = field(default_factory=dict)
     held: tuple[int, int] = (0, 0)
 
 
 class Stack:
-    """A service of two tenants; what `run` finds is kept."""
+    """A service of two tenants; results of `run` are kept."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.keys_file = directory, directory / "keys.toml"
@@ -93,7 +93,7 @@ class Stack:
         self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
 
     def run(self, *callers: str, **options: Any) -> Run:
-        """Of a service that nobody else has ever called."""
+        """The answers to these callers of a fresh service."""
         name = f"{callers} {options}"
         if name not in self.runs:
             self.runs[name] = self._run(callers, options)
@@ -124,7 +124,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
-def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any]) -> None:
+def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
     alone = stack.run("bob", **options).seen["bob"]
     both = stack.run("alice", "bob", **options).seen
     for expected, found in zip(alone, both["bob"], strict=True):
@@ -136,7 +136,7 @@ def test_a_tenant_sees_nothing_of_another(stack: Stack, options: dict[str, Any])
     }  # fmt: skip
 
 
-def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
+def test_tenants_share_no_blocks(stack: Stack) -> None:
     one, two = stack.run("bob"), stack.run("alice", "bob")
     assert one.held[0] > 0
     assert two.held == tuple(2 * number for number in one.held)
@@ -144,8 +144,8 @@ def test_equal_prompts_share_no_blocks(stack: Stack) -> None:
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
-def test_an_operator_sees_both(stack: Stack) -> None:
-    """So that what the others do not see is there to be seen."""
+def test_operator_figures_include_all_tenants(stack: Stack) -> None:
+    """The figures differ, so the test above could detect a leak."""
     alone, both = stack.run("operator").seen, stack.run("alice", "bob", "operator").seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:

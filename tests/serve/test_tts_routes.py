@@ -1,4 +1,4 @@
-"""/v1/tts/tokens: over an engine host with a tiny RWKV-7 model, whose tokens must be those of RwkvSampler."""
+"""/v1/tts/tokens over an engine host with a tiny RWKV-7 model. The tokens must equal those of RwkvSampler."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve import model_cards
 from archerfish.serve.app import create_app
-from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
-from archerfish.serve.generation import TextService
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_llm import HostedLLM, max_tokens_of
 from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.page import EXAMPLES
-from archerfish.serve.token_routes import TTSBody, TTSRoutes
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
@@ -45,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
-    """Beside a model that only writes, and which comes first."""
+    """A host with a text model, which comes first, and a TTS model."""
     made = host_with(tmp_path)
     add_llm(made, tmp_path)
     add_speaker(made, model)
@@ -71,7 +68,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
-def test_tokens_are_those_of_the_sampler(host: EngineHost, model: Path) -> None:
+def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> None:
     bodies: list[dict[str, Any]] = [
         {"text": "Hello there", "seed": 5, "max_tokens": 7},
         {"text": "你好", "seed": 6, "max_tokens": 4, "emotion": "happy", "top_k": 3, "temperature": 0.5, **REFERENCE},
@@ -101,8 +98,8 @@ def test_tokens_are_those_of_the_sampler(host: EngineHost, model: Path) -> None:
     with_client(test, host)
 
 
-def test_tokens_of_stages_count_against_the_limits() -> None:
-    """Whatever max_tokens stands beside them: a client that is no front end may write anything."""
+def test_stages_count_against_limits() -> None:
+    """max_tokens does not matter beside stages, and clients may send any values."""
     stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048}]
     assert max_tokens_of({"stages": stages, "max_tokens": 1}) == max_tokens_of({"stages": stages}) == 2080
     assert max_tokens_of({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) is None
@@ -110,7 +107,7 @@ def test_tokens_of_stages_count_against_the_limits() -> None:
     assert [max_tokens_of(one) for one in params] == [16, 3, None, 16]
 
 
-def test_bad_requests_name_their_parameter(host: EngineHost) -> None:
+def test_wrong_request_names_its_parameter(host: EngineHost) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         good = asyncio.create_task(client.post(ROUTE, json={"text": "Hello", "seed": 1, "max_tokens": 30}))
         for values, said in BAD:
@@ -149,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-def test_what_is_unknown_or_of_a_wrong_type_is_told_with_what_was_expected() -> None:
+def test_wrong_type_error_says_what_was_expected() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         for values, param, said in WRONG:
             answer = await client.post(ROUTE, json={"text": "a", **values})
@@ -159,13 +156,7 @@ def test_what_is_unknown_or_of_a_wrong_type_is_told_with_what_was_expected() -> 
     with_app(test, create_app(FakeBackend("Hi", max_length=400)))
 
 
-def test_the_semantic_tokens_of_a_reference_change_nothing() -> None:
-    asked = [TTSRequest(text="a", **{**REFERENCE, "ref_semantic_tokens": [number]}) for number in (1, 2)]
-    assert asked[0].prompt() == asked[1].prompt() and asked[0].params() == asked[1].params()
-    assert "not used" in TTSBody.model_json_schema()["properties"]["ref_semantic_tokens"]["description"]
-
-
-def test_a_service_that_speaks_offers_that_and_no_chat(model: Path, tmp_path: Path) -> None:
+def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
     host = host_with(tmp_path)
     add_speaker(host, model)
 
@@ -188,7 +179,7 @@ def test_a_service_that_speaks_offers_that_and_no_chat(model: Path, tmp_path: Pa
     ("vocab_size", "has_states", "has_tokenizer", "speaks"),
     [(VOCAB_SIZE, True, False, True), (65536, True, False, False), (151_936, False, False, False), (90_000, True, True, False)],
 )
-def test_what_a_model_that_speaks_is_known_by(
+def test_is_tts(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool
 ) -> None:
     monkeypatch.setattr(model_cards, "find_text_tokenizer", lambda directory: object() if has_tokenizer else None)
@@ -196,19 +187,7 @@ def test_what_a_model_that_speaks_is_known_by(
     assert model_cards.is_tts(facts) is speaks
 
 
-def test_without_a_name_a_model_that_speaks_goes_before_one_with_as_many_tokens() -> None:
-    big = ModelCard("big", "generation", 100, vocab_size=151_936)
-    speaker = ModelCard("speaker", "generation", 100, vocab_size=VOCAB_SIZE, is_tts=True)
-
-    async def test() -> None:
-        catalog = Catalog(FakeBackend())
-        catalog._cards = [big, speaker]
-        assert await TTSRoutes(TextService(catalog))._find_card(None) is speaker
-
-    asyncio.run(test())
-
-
-def test_a_service_that_does_not_speak_says_so() -> None:
+def test_service_without_tts_model_gives_400() -> None:
     backend = FakeBackend()
     backend.vocab_size = 50_000
 
@@ -219,7 +198,7 @@ def test_a_service_that_does_not_speak_says_so() -> None:
     with_app(test, create_app(backend))
 
 
-def test_what_the_engine_is_asked_for() -> None:
+def test_request_to_the_engine() -> None:
     backend = FakeBackend("Hi", max_length=100)
 
     async def test(client: httpx.AsyncClient) -> None:
@@ -234,7 +213,7 @@ def test_what_the_engine_is_asked_for() -> None:
     with_app(test, create_app(backend))
 
 
-def test_texts_over_the_limit_of_bytes_are_refused_before_they_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_text_is_refused_before_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FakeBackend("Hi", max_length=400)
     backend.max_prompt_bytes = 20
 
@@ -249,7 +228,7 @@ def test_texts_over_the_limit_of_bytes_are_refused_before_they_are_tokenised(mon
     with_app(test, create_app(backend))
 
 
-def test_a_stream_that_breaks_tells_why() -> None:
+def test_error_during_a_stream_is_an_event() -> None:
     backend = FakeBackend("Hello there")
     backend.fails[3] = RemoteError("The engine process has gone.", status=503, code="unavailable")
 

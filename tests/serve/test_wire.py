@@ -1,4 +1,4 @@
-"""The protocol: what is written is read, by either side, whatever else stands in it."""
+"""Encoding and decoding of messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 
 
 @given(TEXT, st.none() | TEXT, st.none() | IDS, st.dictionaries(TEXT, VALUES, max_size=3), st.booleans(), TEXT)
-def test_a_request_is_read_as_it_was_written(
+def test_request_survives_encoding(
     request_id: str, prompt: str | None, ids: list[int] | None, params: dict[str, Any], is_streamed: bool, tenant: str
 ) -> None:
     sent = wire.GenerationRequest(
@@ -35,7 +35,7 @@ LOGPROBS = st.lists(st.tuples(st.integers(0, 99), st.floats(-9, 0), st.integers(
 
 
 @given(TEXT, IDS, LOGPROBS)
-def test_answers_are_read_as_they_were_written_also_in_a_bundle(request_id: str, ids: list[int], logprobs: Any) -> None:
+def test_answers_survive_encoding_alone_and_in_a_bundle(request_id: str, ids: list[int], logprobs: Any) -> None:
     chunk = wire.Chunk(request_id=request_id, token_ids=ids, logprobs=logprobs)
     failed = wire.Failed(request_id="b", code="c", message="m", retry_after_s=1.5)
     bundle = wire.Bundle(request_id="", answers=[chunk, failed, wire.Generated(request_id="d")])
@@ -44,7 +44,7 @@ def test_answers_are_read_as_they_were_written_also_in_a_bundle(request_id: str,
 
 
 @given(st.binary(max_size=64))
-def test_bytes_that_are_no_message_are_a_wire_error(payload: bytes) -> None:
+def test_random_bytes_raise_only_wire_errors(payload: bytes) -> None:
     for decode in (wire.decode_request, wire.decode_answer):
         with contextlib.suppress(wire.WireError):
             decode(payload)
@@ -59,14 +59,14 @@ def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
 @pytest.mark.parametrize(
     "change", [{"v": 2}, {"v": 0}, {"type": "nonsense"}, {"token_ids": "text"}, {"priority": 1.5}, {"params": {1: 2}}]
 )
-def test_a_message_that_is_refused_still_says_whose_it_is(change: dict[str, Any]) -> None:
+def test_request_id_of_a_refused_message_can_be_read(change: dict[str, Any]) -> None:
     written = msgspec.msgpack.encode({"type": "generate", "v": 1, "request_id": "7", **change})
     with pytest.raises(wire.WireError):
         wire.decode_request(written)
     assert wire.request_id_of(written) == "7"
 
 
-def test_a_request_id_that_is_no_text_is_not_read() -> None:
+def test_request_id_that_is_no_string_is_ignored() -> None:
     assert wire.request_id_of(msgspec.msgpack.encode({"type": "ping", "request_id": 7})) == ""
 
 
@@ -77,7 +77,7 @@ def test_deep_nesting_is_refused() -> None:
         wire.decode_request(b"\x81" + head + nested)
 
 
-def test_an_error_of_ours_tells_all_and_any_other_nothing() -> None:
+def test_details_of_foreign_errors_stay_hidden() -> None:
     told = wire.Failed.of("1", OverloadedError("The queue is full.", hint="Wait."), 3.0)
     assert (told.status, told.code, told.retry_after_s) == (429, "overloaded", 3.0)
     assert (told.message, told.hint) == ("The queue is full.", "Wait.")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_model(
     directory: Path, weights: dict[str, torch.Tensor] | None = None, *, vocabulary: bool = True, **config: Any
 ) -> Path:
-    """A safetensors source with config.json and, unless told otherwise, a vocab.txt."""
+    """A safetensors source with config.json and, by default, a vocab.txt."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", {**BERT_CONFIG, **config})
     if vocabulary:
@@ -55,6 +58,17 @@ def flip_byte(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x55
     path.write_bytes(bytes(data))
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Let writes to files beyond a size fail, as they do on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def cut_off(path: Path, num_bytes: int) -> None:

@@ -23,17 +23,17 @@ from archerfish.errors import (
     ValidationError,
     WriteError,
 )
-from archerfish.store import ModelConverter, WeightLoader, files, mapping
+from archerfish.store import ModelConverter, WeightLoader, files, loader
+from archerfish.store.converter import compare, fingerprint_parts
 from archerfish.store.sources import open_source
-from archerfish.store.validate import compare
-from tests.store.models import MATRIX, flip_byte, snapshot, some_weights, write_json, write_model
+from tests.store.models import MATRIX, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
 
 
 def leftovers(target: Path) -> list[str]:
     return [path.name for path in target.parent.iterdir() if path.name.startswith(f".{target.name}")]
 
 
-def test_result_says_what_was_written(source: Path, tmp_path: Path) -> None:
+def test_conversion_result(source: Path, tmp_path: Path) -> None:
     seen: list[str] = []
     result = ModelConverter(ConversionConfig(use_float16=True, compression="zstd")).convert(
         model_name_or_path=str(source),
@@ -57,7 +57,7 @@ def test_without_parquet(source: Path, tmp_path: Path) -> None:
     assert result.file_size_mb * 1e6 == pytest.approx(result.arrow_path.stat().st_size)
 
 
-def test_parquet_that_cannot_hold_a_tensor_is_refused_first(
+def test_too_large_tensor_for_parquet_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
@@ -66,7 +66,7 @@ def test_parquet_that_cannot_hold_a_tensor_is_refused_first(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_output_is_kept_unless_told_otherwise(source: Path, converted: Path, tmp_path: Path) -> None:
+def test_existing_output_needs_overwrite(source: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(converted)
     with pytest.raises(InvalidOptionError, match="already holds a model"):
         ModelConverter().convert(source, converted)
@@ -85,21 +85,14 @@ def test_an_existing_output_is_kept_unless_told_otherwise(source: Path, converte
         ModelConverter().convert(source, tmp_path / "mine" / "thesis.txt")
 
 
-def test_overwriting_without_an_atomic_exchange(source: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "exchange", lambda first, second: False)
-    ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype(MATRIX) == "float16"
-    assert leftovers(converted) == []
-
-
-def test_a_directory_set_aside_by_a_killed_process_comes_back(converted: Path) -> None:
+def test_directory_renamed_by_a_killed_process_is_recovered(converted: Path) -> None:
     before = snapshot(converted)
-    converted.rename(files.set_aside_sibling(converted))
+    converted.rename(files.sibling(converted, "old"))
     assert len(WeightLoader(converted)) == 4
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
-def test_an_output_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_output_raises_write_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(WriteError, match="Cannot write"):
         ModelConverter().convert(source, tmp_path / "file" / "out")
@@ -113,27 +106,15 @@ def test_an_output_that_cannot_be_written(source: Path, tmp_path: Path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("after_bytes", [0, 700, 2000, 5000])
-def test_a_full_disk_leaves_the_old_directory(
-    source: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, after_bytes: int
-) -> None:
+@pytest.mark.parametrize("num_bytes", [0, 700, 2000, 3000])
+def test_full_disk_leaves_the_old_directory(source: Path, converted: Path, num_bytes: int) -> None:
     before = snapshot(converted)
-    left = [after_bytes]
-    write = files.HashingFile.write
-
-    def limited(self: files.HashingFile, data: Any) -> int:
-        left[0] -= len(data)
-        if left[0] < 0:
-            raise OSError(28, "No space left on device")
-        return write(self, data)
-
-    monkeypatch.setattr(files.HashingFile, "write", limited)
-    with pytest.raises(WriteError, match="No space left"):
+    with file_size_limit(num_bytes), pytest.raises(WriteError, match="File too large"):
         ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted)
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
-def test_too_little_space_is_said_before_anything_is_written(
+def test_too_little_disk_space_is_refused_first(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
@@ -145,7 +126,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("step", ["writing", "validating"])
-def test_an_interruption_leaves_the_old_directory(
+def test_interruption_leaves_the_old_directory(
     source: Path, converted: Path, error: type[BaseException], step: str
 ) -> None:
     before = snapshot(converted)
@@ -175,7 +156,6 @@ elif point == "after-swap":
     swap = files.swap_in
     files.swap_in = lambda new, target: (swap(new, target), die())
 elif point == "aside":
-    files.exchange = lambda first, second: False
     rename = files.Path.rename
     def once(self, other):
         rename(self, other)
@@ -186,7 +166,7 @@ ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(sourc
 
 
 @pytest.mark.parametrize("point", ["writing", "validating", "before-swap", "aside", "after-swap"])
-def test_kill_9_leaves_the_old_directory_or_the_new_one(source: Path, converted: Path, point: str) -> None:
+def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path, point: str) -> None:
     before = snapshot(converted)
     code = subprocess.run([sys.executable, "-c", KILLED, str(source), str(converted), point], check=False).returncode
     assert code == -signal.SIGKILL
@@ -201,7 +181,7 @@ def test_kill_9_leaves_the_old_directory_or_the_new_one(source: Path, converted:
     assert leftovers(converted) == []
 
 
-def test_nan_and_overflow_name_the_tensor(tmp_path: Path) -> None:
+def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:
     weights = {**some_weights(), "huge": torch.tensor([[1.0, 70000.0]])}
     source = write_model(tmp_path / "huge", weights)
     with pytest.raises(ValidationError, match="'huge' holds 70000, which float16 cannot hold"):
@@ -217,7 +197,7 @@ def test_nan_and_overflow_name_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_validation_allows_rounding_and_nothing_more(dtype: str) -> None:
+def test_validation_allows_only_rounding(dtype: str) -> None:
     kind = getattr(torch, dtype)
     source = torch.cat([torch.randn(4096), torch.randn(4096) * 1e-5, torch.randn(4096) * 1e-7, torch.zeros(3)])
     stored = source.to(kind)
@@ -231,21 +211,19 @@ def test_validation_allows_rounding_and_nothing_more(dtype: str) -> None:
             compare("x", source, wrong)
 
 
-def test_validation_reads_what_was_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = mapping.finish_arrow
-
-    def damage(file: files.HashingFile) -> Any:
-        record = finish(file)
-        flip_byte(file.path, record.spans[1].data.offset + 1)
+def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(path: Path) -> Any:
+        record = loader.arrow_record(path)
+        flip_byte(path, record.spans[1].data.offset + 1)
         return record
 
-    monkeypatch.setattr("archerfish.store.converter.finish_arrow", damage)
+    monkeypatch.setattr("archerfish.store.converter.arrow_record", damage)
     with pytest.raises(ValidationError):
         ModelConverter().convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_hint_is_checked(source: Path, tmp_path: Path) -> None:
+def test_model_type_is_checked(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match="auto"):
         ModelConverter().convert(source, tmp_path / "out", model_type="autoo")
     for hint in ("gguf", "torch", "sentence-transformers", "cross-encoder"):
@@ -275,7 +253,7 @@ def test_torch_checkpoints(tmp_path: Path, zipped: bool, nested: bool) -> None:
         assert torch.equal(tensor, weights[name])
 
 
-def test_a_bare_pth_and_a_sharded_bin(tmp_path: Path) -> None:
+def test_single_pth_and_sharded_bin(tmp_path: Path) -> None:
     weights = some_weights()
     torch.save(weights, tmp_path / "rwkv.pth")
     ModelConverter(ConversionConfig(dtype="float32")).convert(tmp_path / "rwkv.pth", tmp_path / "out")
@@ -297,7 +275,7 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-def test_unsound_torch_checkpoints(tmp_path: Path) -> None:
+def test_damaged_torch_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="more than tensors"):
         open_source(torch_source(tmp_path / "evil", {"w": Evil()}))
     with pytest.raises(UnsupportedModelError, match="is not a tensor"):
@@ -311,11 +289,11 @@ def test_unsound_torch_checkpoints(tmp_path: Path) -> None:
                 open_source(path)
 
 
-def test_ambiguous_and_unknown_files(tmp_path: Path) -> None:
+def test_ambiguous_and_unknown_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         open_source(tmp_path / "no")
     (tmp_path / "weights.h5").write_bytes(b"x")
-    with pytest.raises(UnsupportedModelError, match="not a kind of weight file"):
+    with pytest.raises(UnsupportedModelError, match="not a supported kind of weight file"):
         open_source(tmp_path / "weights.h5")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"x")
@@ -323,7 +301,7 @@ def test_ambiguous_and_unknown_files(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_metadata_keeps_what_the_source_says(source: Path, tmp_path: Path) -> None:
+def test_metadata_keeps_the_configuration(source: Path, tmp_path: Path) -> None:
     write_json(source / "generation_config.json", {"temperature": 0.5})
     config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}, "sentence_transformers": {"v": 1}}
     write_json(source / "config.json", {**json.loads((source / "config.json").read_text()), **config})
@@ -332,3 +310,12 @@ def test_metadata_keeps_what_the_source_says(source: Path, tmp_path: Path) -> No
     assert found["generation_config"] == {"temperature": 0.5} and found["embedding"] is None
     assert {key: found["config"][key] for key in config} == config
     assert found["source"]["kind"] == "safetensors" and found["created"].startswith("20")
+
+
+def test_broken_links_are_not_part_of_the_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = fingerprint_parts(tmp_path)
+    (tmp_path / "lock").symlink_to(tmp_path / "nothing")
+    assert fingerprint_parts(tmp_path) == before
+    (tmp_path / "more").symlink_to(tmp_path / "config.json")
+    assert [name for name, _, _ in fingerprint_parts(tmp_path)] == ["config.json", "more"]

@@ -1,4 +1,4 @@
-"""A truncated or altered file is a CorruptFileError that names it, whatever byte it is."""
+"""A truncated or altered file raises a CorruptFileError that names the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
 from tests.store.models import cut_off, flip_byte, some_weights, write_model
 
 
-def test_any_flipped_byte_of_the_metadata_is_found(converted: Path) -> None:
+def test_flipped_byte_in_metadata_is_found(converted: Path) -> None:
     path = converted / "metadata.json"
     good = path.read_bytes()
     for position in range(0, len(good), 7):
@@ -31,7 +31,7 @@ def test_any_flipped_byte_of_the_metadata_is_found(converted: Path) -> None:
             WeightLoader(converted)
 
 
-def test_any_flipped_byte_outside_the_tensors_is_found_on_opening(converted: Path) -> None:
+def test_flipped_byte_outside_tensors_is_found_on_open(converted: Path) -> None:
     path = converted / "weights.arrow"
     good = path.read_bytes()
     spans = read_metadata(converted).files["weights.arrow"].spans
@@ -43,7 +43,7 @@ def test_any_flipped_byte_outside_the_tensors_is_found_on_opening(converted: Pat
         path.write_bytes(good)
 
 
-def test_a_flipped_byte_inside_a_tensor_is_found_by_verify(converted: Path) -> None:
+def test_flipped_byte_in_a_tensor_is_found_by_verify(converted: Path) -> None:
     span = read_metadata(converted).files["weights.arrow"].spans[0].data
     flip_byte(converted / "weights.arrow", span.offset + 3)
     loader = WeightLoader(converted)
@@ -54,7 +54,7 @@ def test_a_flipped_byte_inside_a_tensor_is_found_by_verify(converted: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["weights.parquet", "tokenizer/tokenizer.json"])
-def test_verify_reads_the_other_files_too(converted: Path, name: str) -> None:
+def test_verify_checks_all_files(converted: Path, name: str) -> None:
     WeightLoader(converted).verify()
     flip_byte(converted / name, 50)
     with pytest.raises(CorruptFileError, match=name):
@@ -62,14 +62,14 @@ def test_verify_reads_the_other_files_too(converted: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 6, 100, -1])
-def test_truncated_arrow(converted: Path, num_bytes: int) -> None:
+def test_truncated_arrow_is_refused(converted: Path, num_bytes: int) -> None:
     cut_off(converted / "weights.arrow", num_bytes)
     with pytest.raises(CorruptFileError, match=r"weights\.arrow"):
         WeightLoader(converted)
 
 
 def rewrite(directory: Path, change: object) -> None:
-    """Change values of metadata.json and give it a matching checksum, as somebody with intent would."""
+    """Change values of metadata.json and give it a matching checksum, as an attacker would."""
     path = directory / "metadata.json"
     document = json.loads(path.read_text())
     del document["checksum"]
@@ -103,13 +103,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_no_value_of_the_metadata_is_trusted(converted: Path, what: str) -> None:
+def test_impossible_metadata_values_are_refused(converted: Path, what: str) -> None:
     rewrite(converted, CHANGES[what])
     with pytest.raises(CorruptFileError):
         WeightLoader(converted)
 
 
-def test_a_newer_format_says_so(converted: Path) -> None:
+def test_newer_format_version_is_refused(converted: Path) -> None:
     rewrite(converted, lambda d: d.__setitem__("format_version", 99))
     with pytest.raises(UnsupportedModelError, match="version 99"):
         WeightLoader(converted)
@@ -124,13 +124,13 @@ def refuse(source: Path, target: Path) -> ArcherfishError:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8, 60, -1, -200])
-def test_truncated_safetensors(source: Path, tmp_path: Path, num_bytes: int) -> None:
+def test_truncated_safetensors_is_refused(source: Path, tmp_path: Path, num_bytes: int) -> None:
     cut_off(source / "model.safetensors", num_bytes)
     error = refuse(source, tmp_path / "out")
     assert isinstance(error, CorruptFileError) and "model.safetensors" in str(error)
 
 
-def test_flipped_bytes_of_a_safetensors_header(source: Path, tmp_path: Path) -> None:
+def test_flipped_byte_in_safetensors_header_is_refused(source: Path, tmp_path: Path) -> None:
     path = source / "model.safetensors"
     good = path.read_bytes()
     header_bytes = struct.unpack("<Q", good[:8])[0]
@@ -146,7 +146,7 @@ def test_flipped_bytes_of_a_safetensors_header(source: Path, tmp_path: Path) -> 
     assert "refused" in outcomes
 
 
-def test_sharded_source_with_a_missing_or_repeated_part(source: Path, tmp_path: Path) -> None:
+def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     weights = some_weights()
@@ -170,19 +170,19 @@ def test_sharded_source_with_a_missing_or_repeated_part(source: Path, tmp_path: 
     assert "in both" in str(refuse(source, tmp_path / "out"))
 
 
-def test_broken_json_beside_the_weights(source: Path, tmp_path: Path) -> None:
+def test_broken_config_json_is_refused(source: Path, tmp_path: Path) -> None:
     (source / "config.json").write_text("{")
     assert "config.json is not valid JSON" in str(refuse(source, tmp_path / "out"))
     (source / "config.json").unlink()
     assert "no config.json" in str(refuse(source, tmp_path / "out"))
 
 
-def test_type_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "s", {"w": torch.zeros(4, dtype=torch.float8_e4m3fn)})
     error = refuse(source, tmp_path / "out")
     assert isinstance(error, UnsupportedModelError) and "'w'" in str(error)
 
 
-def test_directory_without_weights(tmp_path: Path, source: Path) -> None:
+def test_directory_without_weights_is_refused(tmp_path: Path, source: Path) -> None:
     (source / "model.safetensors").unlink()
     assert "no weights" in str(refuse(source, tmp_path / "out"))

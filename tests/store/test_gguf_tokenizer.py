@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from archerfish.config import ConversionConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.gguf_tokenizer import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
+from archerfish.store.tokenizer_files import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
 from tests.store.gguf_models import MERGES, byte_level_tokens, make_tensors, write_gguf
 
 TEXTS = [
@@ -49,7 +49,7 @@ def build(fields: dict[str, Any]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
-def test_byte_level_text_comes_back(pre: str) -> None:
+def test_byte_level_round_trip(pre: str) -> None:
     tokenizer = build(byte_level_fields(pre, add_bos_token=False))
     for text in TEXTS:
         if PRE_TOKENIZERS[pre].nfc and "\u0301" in text:
@@ -57,7 +57,7 @@ def test_byte_level_text_comes_back(pre: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_byte_level_splits_as_the_file_says() -> None:
+def test_byte_level_pre_tokenizers() -> None:
     plain, single = build(byte_level_fields("gpt-2")), build(byte_level_fields("smollm"))
     assert plain.encode(" hello12<|im_end|>").tokens == ["Ġhello", "12", "<|im_end|>"]
     assert single.encode(" hello12<|im_end|>").tokens == ["Ġhello", "1", "2", "<|im_end|>"]
@@ -68,7 +68,7 @@ def test_byte_level_splits_as_the_file_says() -> None:
     assert [piece for piece, _ in pieces] == ["123", "45", "ĠI", "'LL", "ĊĊ", "Ġx"]
 
 
-def test_beginning_and_end_are_added_when_the_file_says_so() -> None:
+def test_bos_and_eos_are_added_as_the_file_says() -> None:
     tokens = build(byte_level_fields("default", add_bos_token=True, add_eos_token=True)).encode("hi").tokens
     assert tokens == ["<|im_start|>", "hi", "<|im_end|>"]
     pair = build(byte_level_fields("default", add_bos_token=True)).encode("hi", "hi")
@@ -167,20 +167,20 @@ def test_wordpiece() -> None:
         (wordpiece_fields(["[PAD]", "[UNK]", "x", "y", "z"]), CorruptFileError, None),
     ],
 )
-def test_tokenizers_that_cannot_be_built(fields: dict[str, Any], error: type[Exception], message: str | None) -> None:
+def test_unsupported_tokenizers_are_refused(fields: dict[str, Any], error: type[Exception], message: str | None) -> None:
     if message is None:
         fields = {**fields, "tokenizer.ggml.cls_token_id": 77}
     with pytest.raises(error, match=message or "cls_token_id"):
         make_tokenizer_files("m.gguf", fields, {"vocab_size": 1000})
 
 
-def test_more_tokens_than_embeddings() -> None:
+def test_more_tokens_than_embeddings_is_refused() -> None:
     with pytest.raises(CorruptFileError, match="2 embeddings"):
         make_tokenizer_files("m.gguf", byte_level_fields("gpt-2"), {"vocab_size": 2})
 
 
 @pytest.mark.slow
-def test_smollm2_is_what_transformers_makes_of_it(
+def test_smollm2_tokenizer_equals_transformers(
     smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers

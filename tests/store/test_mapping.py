@@ -14,9 +14,10 @@ import torch
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, WriteError
-from archerfish.store import ModelConverter, WeightLoader, ensure_converted, mapping
+from archerfish.store import ModelConverter, WeightLoader, ensure_converted
+from archerfish.store import loader as loader_module
 from archerfish.store.metadata import FileRecord
-from tests.store.models import MATRIX, cut_off, flip_byte, some_weights, write_model
+from tests.store.models import MATRIX, cut_off, file_size_limit, flip_byte, some_weights, write_model
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
 NUM_ROWS, NUM_COLUMNS = 2048, 2048
@@ -50,7 +51,7 @@ def big(tmp_path: Path) -> Path:
     return tmp_path / "big"
 
 
-def test_tensors_lie_inside_the_mapping(big: Path) -> None:
+def test_tensors_are_aligned_views_of_the_mapping(big: Path) -> None:
     loader = WeightLoader(big)
     ranges = mapped_ranges(loader.arrow_path)
     assert ranges
@@ -60,7 +61,7 @@ def test_tensors_lie_inside_the_mapping(big: Path) -> None:
         assert tensor.data_ptr() % 64 == 0
 
 
-def test_pages_become_resident_when_touched_and_leave_when_released(big: Path) -> None:
+def test_release_frees_resident_pages(big: Path) -> None:
     loader = WeightLoader(big)
     tensor = loader.get_layer("big")
     untouched = smaps(loader.arrow_path)["Rss"]
@@ -78,16 +79,16 @@ TOUCH = """
 import sys, json
 from archerfish.store import WeightLoader
 loader = WeightLoader(sys.argv[1])
-data = loader.get_array("big").data
+data = loader.get_buffers("big")[0]
 total = sum(data[::4096])
 print("ready", flush=True)
 sys.stdin.readline()
 """
 
 
-def test_two_processes_share_the_pages(big: Path) -> None:
+def test_processes_share_pages(big: Path) -> None:
     loader = WeightLoader(big)
-    assert sum(loader.get_array("big").data[::4096]) >= 0
+    assert sum(loader.get_buffers("big")[0][::4096]) >= 0
     command = [sys.executable, "-c", TOUCH, str(big)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -98,8 +99,8 @@ def test_two_processes_share_the_pages(big: Path) -> None:
     assert shared["Pss"] <= shared["Rss"] * 0.6
 
 
-def test_a_directory_replaced_while_it_is_opened(converted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    map_file = mapping.map_file
+def test_open_while_the_directory_is_replaced(converted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    map_file = loader_module.map_file
     replaced: list[Path] = []
 
     def replace_first(path: Path, record: FileRecord) -> mmap.mmap:
@@ -119,13 +120,13 @@ def parquet_only(directory: Path) -> bytes:
     return data
 
 
-def test_parquet_only_gains_its_mapped_file_once(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_only_directory_gets_an_arrow_file(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before = parquet_only(converted)
     loader = WeightLoader(converted / "weights.parquet", hub=hub)
     assert loader.arrow_path == converted / "weights.arrow"
     assert loader.arrow_path.read_bytes() == before
     loader.verify()
-    monkeypatch.setattr(mapping, "build_arrow", None)
+    monkeypatch.setattr(loader_module, "build_arrow", None)
     assert torch.equal(WeightLoader(converted).get_layer("scale"), some_weights()["scale"])
     assert not list(converted.glob(".weights.arrow.tmp-*"))
 
@@ -134,7 +135,7 @@ def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
     converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parquet_only(converted)
-    monkeypatch.setattr("archerfish.store.mapping.os.access", lambda path, mode: False)
+    monkeypatch.setattr("archerfish.store.loader.os.access", lambda path, mode: False)
     loader = WeightLoader(converted, hub=hub)
     assert hub.cache_path() / "mapped" in loader.arrow_path.parents
     assert not (converted / "weights.arrow").exists()
@@ -144,7 +145,7 @@ def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip-first", "flip-footer", "flip-middle"])
-def test_damaged_parquet_is_refused_and_nothing_appears(converted: Path, hub: HubConfig, damage: str) -> None:
+def test_damaged_parquet_is_refused(converted: Path, hub: HubConfig, damage: str) -> None:
     parquet_only(converted)
     path = converted / "weights.parquet"
     size = path.stat().st_size
@@ -159,14 +160,10 @@ def test_damaged_parquet_is_refused_and_nothing_appears(converted: Path, hub: Hu
     ]  # fmt: skip
 
 
-def test_full_disk_while_mapping_is_a_write_error(converted: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_write_error(converted: Path, hub: HubConfig) -> None:
     parquet_only(converted)
 
-    def full(self: object, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("archerfish.store.files.HashingFile.write", full)
-    with pytest.raises(WriteError, match="No space left"):
+    with file_size_limit(700), pytest.raises(WriteError, match="File too large"):
         WeightLoader(converted, hub=hub)
     assert not (converted / "weights.arrow").exists() and not list(converted.glob(".weights.arrow.tmp-*"))
 
@@ -174,7 +171,7 @@ def test_full_disk_while_mapping_is_a_write_error(converted: Path, hub: HubConfi
 def open_parquet(arguments: tuple[str, str]) -> tuple[float, int]:
     directory, cache = arguments
     loader = WeightLoader(directory, hub=HubConfig(cache_dir=cache))
-    return sum(loader.get_array("scale").data), loader.arrow_path.stat().st_ino
+    return sum(loader.get_buffers("scale")[0]), loader.arrow_path.stat().st_ino
 
 
 def convert_cached(arguments: tuple[str, str]) -> tuple[str, int]:
@@ -183,7 +180,7 @@ def convert_cached(arguments: tuple[str, str]) -> tuple[str, int]:
     return str(path), (path / "weights.arrow").stat().st_ino
 
 
-def test_processes_that_ask_at_once_get_one_file(converted: Path, source: Path, hub: HubConfig) -> None:
+def test_concurrent_processes_make_one_file(converted: Path, source: Path, hub: HubConfig) -> None:
     parquet_only(converted)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         opened = pool.map(open_parquet, [(str(converted), hub.cache_dir)] * 2, chunksize=1)
@@ -209,7 +206,7 @@ def test_ensure_converted(source: Path, converted: Path, hub: HubConfig) -> None
     assert json.loads((again / "metadata.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_writing_to_a_tensor_stays_in_this_process(converted: Path) -> None:
+def test_writes_to_a_tensor_do_not_reach_the_file(converted: Path) -> None:
     """The mapping is copy-on-write: red if writing kills the process or reaches the file."""
     before = (converted / "weights.arrow").read_bytes()
     loader = WeightLoader(converted)

@@ -19,12 +19,14 @@ from hypothesis.extra import numpy as hnp
 from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.format import COLUMN_NAMES, ITEM_BYTES, Row, TensorInfo
-from archerfish.store.mapping import write_arrow
-from archerfish.store.torch_source import as_bytes
+from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, as_bytes
+from archerfish.store.loader import write_arrow
 from tests.store.models import some_weights, write_model
 
 DTYPES = ("float32", "float16", "bfloat16")
+COLUMNS = (
+    "layer_name", "shape", "dtype", "data", "num_params", "quant_type", "scales", "zero_points", "quant_axis", "group_size",
+)  # fmt: skip
 
 
 def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
@@ -34,7 +36,7 @@ def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
+def test_every_dtype_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
     loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
     narrowed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
     expected = {name: narrowed[name] if tensor.dim() > 1 else tensor for name, tensor in some_weights().items()}
@@ -48,11 +50,11 @@ def test_every_type_and_compression(source: Path, tmp_path: Path, hub: HubConfig
         assert torch.equal(tensor, expected[name])
 
 
-def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
+def test_pyarrow_reads_both_files(converted: Path) -> None:
     table = pq.read_table(converted / "weights.parquet")
     with pa.memory_map(str(converted / "weights.arrow")) as file:
         mapped = pa.ipc.open_file(file).read_all()
-    assert tuple(table.column_names) == tuple(mapped.column_names) == COLUMN_NAMES
+    assert tuple(table.column_names) == tuple(mapped.column_names) == COLUMNS
     assert table.to_pylist() == mapped.to_pylist()
     row = next(row for row in table.to_pylist() if row["layer_name"] == "encoder.layer.0.output.dense.weight")
     assert (row["shape"], row["dtype"], row["num_params"], row["quant_type"]) == ([8, 16], "float32", 128, None)
@@ -61,9 +63,9 @@ def test_plain_pyarrow_reads_both_files(converted: Path) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     if large:
-        monkeypatch.setattr("archerfish.store.mapping.LARGE_TENSOR_BYTES", 100)
+        monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
     infos, rows = [], []
     for index in range(40):
         shape = (index % 7,) * (index % 4)
@@ -91,7 +93,7 @@ def test_every_tensor_lies_at_a_multiple_of_64(tmp_path: Path, monkeypatch: pyte
     ),
     names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
 )
-def test_any_tensors_come_back_bit_for_bit(
+def test_random_tensors_round_trip(
     tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "weights.arrow"
@@ -106,7 +108,7 @@ def test_any_tensors_come_back_bit_for_bit(
         assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == bytes(row.data)
 
 
-def test_integers_and_odd_shapes_stay_as_they_are(tmp_path: Path) -> None:
+def test_integers_and_odd_shapes_are_kept(tmp_path: Path) -> None:
     weights = {
         "empty": torch.zeros(0, 3),
         "scalar": torch.tensor(2.5),
@@ -124,16 +126,16 @@ def test_integers_and_odd_shapes_stay_as_they_are(tmp_path: Path) -> None:
     assert found["scalar"].dtype == torch.float32 and found["scalar"].item() == 2.5
 
 
-def test_loader_tells_what_it_has(converted: Path) -> None:
+def test_loader_methods(converted: Path) -> None:
     loader = WeightLoader(str(converted / "weights.arrow"))
     assert len(loader) == 4 and "scale" in loader
     assert loader.get_shape("encoder.layer.0.output.dense.weight") == (8, 16)
-    assert loader.get_dtype("scale") == "float32" and loader.get_num_bytes("scale") == 4
+    assert loader.get_dtype("scale") == "float32"
     assert loader.config["hidden_size"] == 8
     assert loader.get_metadata()["total_parameters"] == 12 * 8 + 8 * 16 + 8 + 1
-    view = loader.get_array("encoder.layer.0.output.dense.bias")
-    assert (view.shape, view.dtype, view.data.readonly) == ((8,), "float32", True)
-    assert bytes(view.data) == some_weights()["encoder.layer.0.output.dense.bias"].numpy().tobytes()
+    data, scales, zero_points = loader.get_buffers("encoder.layer.0.output.dense.bias")
+    assert data.readonly and scales is None and zero_points is None
+    assert bytes(data) == some_weights()["encoder.layer.0.output.dense.bias"].numpy().tobytes()
     with pytest.raises(UnknownLayerError, match=r"encoder\.layer\.0\.output\.dense\.bias"):
         loader.get_layer("encoder.layer.0.output.dense.bais")
     with pytest.raises(UnknownLayerError, match="not quantised"):
@@ -151,7 +153,7 @@ def test_tensors_outlive_their_loader(converted: Path) -> None:
         closed.get_layer("scale")
 
 
-def test_what_is_not_a_converted_directory(tmp_path: Path, source: Path) -> None:
+def test_unconverted_directories_are_refused(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="does not exist"):
         WeightLoader(tmp_path / "nowhere")
     with pytest.raises(ModelNotFoundError, match=r"no metadata\.json"):
@@ -160,18 +162,18 @@ def test_what_is_not_a_converted_directory(tmp_path: Path, source: Path) -> None
         WeightLoader(tmp_path / "weights.arrow")
 
 
-def test_a_directory_without_its_weights_says_so(converted: Path) -> None:
+def test_missing_weight_files_are_reported(converted: Path) -> None:
     (converted / "weights.arrow").unlink()
     (converted / "weights.parquet").unlink()
     with pytest.raises(CorruptFileError, match=r"neither weights\.arrow nor weights\.parquet"):
         WeightLoader(converted)
 
 
-def test_opening_needs_neither_torch_nor_pyarrow(converted: Path) -> None:
+def test_open_imports_no_heavy_packages(converted: Path) -> None:
     code = (
         "import sys; from archerfish.store import WeightLoader, ensure_converted; from pathlib import Path;"
-        f"p = ensure_converted(Path({str(converted)!r}), dtype='float16'); v = WeightLoader(p).get_array('scale');"
-        "assert v.data.nbytes == 4; heavy = {'torch', 'pyarrow', 'numpy', 'gguf', 'tokenizers', 'filelock'} & set(sys.modules);"
+        f"p = ensure_converted(Path({str(converted)!r}), dtype='float16'); v = WeightLoader(p).get_buffers('scale');"
+        "assert v[0].nbytes == 4; heavy = {'torch', 'pyarrow', 'numpy', 'gguf', 'tokenizers', 'filelock'} & set(sys.modules);"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -64,7 +64,7 @@ def hub(tmp_path: Path) -> HubConfig:
     return HubConfig(cache_dir=str(tmp_path / "cache"))
 
 
-def test_only_what_we_read_is_fetched(fake: FakeHub, hub: HubConfig) -> None:
+def test_only_needed_files_are_downloaded(fake: FakeHub, hub: HubConfig) -> None:
     seen: list[tuple[int, int]] = []
     path = resolve_model("org/name", hub, lambda done, total, what: seen.append((done, total)))
     assert sorted(fake.asked) == [
@@ -74,7 +74,7 @@ def test_only_what_we_read_is_fetched(fake: FakeHub, hub: HubConfig) -> None:
     assert seen[-1] == (18, 18)
 
 
-def test_offline_uses_what_is_there(fake: FakeHub, hub: HubConfig) -> None:
+def test_offline_uses_the_cache(fake: FakeHub, hub: HubConfig) -> None:
     offline = hub.replace(offline=True)
     with pytest.raises(UnreachableError, match="offline mode is on"):
         resolve_model("org/name", offline)
@@ -84,20 +84,20 @@ def test_offline_uses_what_is_there(fake: FakeHub, hub: HubConfig) -> None:
     assert resolve_model("org/name", hub.replace(revision=COMMIT)) == path
 
 
-def test_a_partial_snapshot_does_not_count(fake: FakeHub, hub: HubConfig) -> None:
+def test_partial_snapshot_is_not_used(fake: FakeHub, hub: HubConfig) -> None:
     path = resolve_model("org/name", hub)
     (path / "model.safetensors").unlink()
     with pytest.raises(UnreachableError):
         resolve_model("org/name", hub.replace(offline=True))
 
 
-def test_an_unreachable_hub_falls_back_to_the_cache(fake: FakeHub, hub: HubConfig) -> None:
+def test_unreachable_hub_falls_back_to_the_cache(fake: FakeHub, hub: HubConfig) -> None:
     path = resolve_model("org/name", hub)
     fake.error = httpx.ConnectError("no route")
     assert resolve_model("org/name", hub) == path
 
 
-def test_an_unreachable_hub_names_the_builtin(fake: FakeHub, hub: HubConfig) -> None:
+def test_unreachable_hub_suggests_a_builtin_model(fake: FakeHub, hub: HubConfig) -> None:
     fake.error = httpx.ConnectError("no route")
     with pytest.raises(UnreachableError, match="The built-in model 'all-minilm-l6-v2' needs only a package index"):
         resolve_model("sentence-transformers/all-MiniLM-L6-v2", hub)
@@ -119,13 +119,13 @@ def http_error(kind: type[errors.HfHubHTTPError]) -> Exception:
         (TimeoutError(), UnreachableError, "TimeoutError"),
     ],
 )
-def test_errors_of_the_hub(fake: FakeHub, hub: HubConfig, error: Exception, kind: type[Exception], message: str) -> None:
+def test_hub_errors(fake: FakeHub, hub: HubConfig, error: Exception, kind: type[Exception], message: str) -> None:
     fake.error = error
     with pytest.raises(kind, match=message):
         resolve_model("org/name", hub)
 
 
-def test_one_file_of_a_repository(fake: FakeHub, hub: HubConfig) -> None:
+def test_single_file_of_a_repository(fake: FakeHub, hub: HubConfig) -> None:
     fake.files = ["a.Q4_0.gguf", "a.Q8_0.gguf"]
     assert resolve_model("org/name:a.Q8_0.gguf", hub).name == "a.Q8_0.gguf"
     assert fake.asked == ["a.Q8_0.gguf"]
@@ -150,7 +150,7 @@ def test_choice_of_weights() -> None:
         choose_files("r", ["config.json", "onnx/model.onnx"])
 
 
-def test_the_cache_of_the_hub_is_where_its_library_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_path_equals_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")

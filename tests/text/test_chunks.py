@@ -113,7 +113,7 @@ def test_the_same_ids_as_the_rust_tokenizer(both: tuple[FastTokenizer, Tokenizer
     assert ids_of(ours, texts, max_length) == theirs(rust, texts, max_length)
 
 
-def test_every_piece_beside_others(both: tuple[FastTokenizer, Tokenizer]) -> None:
+def test_every_pair_of_pieces(both: tuple[FastTokenizer, Tokenizer]) -> None:
     ours, rust = both
     others = random.Random(0)
     texts = [f"{a}{b} {b}.{a}" for a in PIECES for b in others.sample(PIECES, 15)]
@@ -121,7 +121,7 @@ def test_every_piece_beside_others(both: tuple[FastTokenizer, Tokenizer]) -> Non
         assert ids_of(ours, texts) == theirs(rust, texts)
 
 
-def test_plain_text_never_reaches_the_rust_tokenizer_again(minilm_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_text_does_not_reach_the_rust_tokenizer(minilm_source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red if what was learned is not found, for any reason: accents, line ends, long words, repeated spaces, "[1]"."""
     tokenizer = FastTokenizer(minilm_source, 256)
     assert tokenizer._chunks is not None
@@ -134,14 +134,14 @@ def test_plain_text_never_reaches_the_rust_tokenizer_again(minilm_source: Path, 
     assert [ids.tolist() for ids in again if ids is not None] == [ids.tolist() for ids in first if ids is not None]
 
 
-def test_texts_with_added_tokens_and_very_long_ones_are_left_to_the_rust_tokenizer(minilm_source: Path) -> None:
+def test_added_tokens_and_very_long_texts_use_the_rust_tokenizer(minilm_source: Path) -> None:
     tokenizer = ChunkTokenizer.of(open_tokenizer(find_tokenizer(minilm_source)), 256)
     assert tokenizer is not None
     found = tokenizer.tokenize(["some words " * 50, "a [SEP] b", "x" * 65, "a" + "." * chunks.BLOCK_CHARACTERS], 256)
     assert [ids is None for ids in found] == [False, True, True, True]
 
 
-def test_only_tokenizers_that_read_chunks_alike_are_recognised(minilm_source: Path) -> None:
+def test_only_bert_tokenizers_are_supported(minilm_source: Path) -> None:
     assert ChunkTokenizer.of(open_tokenizer(find_tokenizer(minilm_source)), 256) is not None
     assert ChunkTokenizer.of(small(post=BERT), 2) is None
     assert ChunkTokenizer.of(small(added=(AddedToken("<x>", normalized=True),)), 256) is None
@@ -163,7 +163,7 @@ def test_a_length_below_the_special_tokens_is_refused(minilm_source: Path) -> No
         FastTokenizer(minilm_source, 256).tokenize(["word " * 100], 2)
 
 
-def test_a_long_chunk_is_whole_whatever_the_models_own_length(tmp_path: Path) -> None:
+def test_a_long_chunk_is_not_truncated(tmp_path: Path) -> None:
     """The model's length cuts what the Rust tokenizer reads, and so what is learned: red if that is kept for other lengths."""
     small(post=BERT).save(str(tmp_path / "tokenizer.json"))
     text = "".join(random.Random(1).choices(string.ascii_lowercase, k=40)) + " the" * 100
@@ -179,7 +179,7 @@ def new_texts(seed: int, num_texts: int) -> list[str]:
     return [" ".join(words[start : start + 40]) for start in range(0, len(words), 40)]
 
 
-def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ever new chunks: red if anything grows beyond its limit, or if nothing can be learned after that."""
     limit(monkeypatch, MAX_CHUNKS=2000, MAX_IDS=9000, MAX_LONG_CHUNKS=300, MAX_PAUSE=0)
     tokenizer = ChunkTokenizer.of(small(post=BERT), 256)
@@ -197,7 +197,7 @@ def test_memory_is_bounded_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> No
     assert tokenizer.tokenize(plain, 256)[0] is not None
 
 
-def test_new_chunks_are_looked_up_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_grow_while_chunks_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of unknown chunks only: red if each is cut and looked up in vain, or if texts that are known then stay slow."""
     cut: list[Block] = []
     of = Block.of
@@ -217,14 +217,14 @@ def test_new_chunks_are_looked_up_ever_more_seldom(monkeypatch: pytest.MonkeyPat
     assert all(tokenizer.tokenize(plain, 256)[0] is not None for _ in range(40))
 
 
-def test_chunks_that_differ_in_one_byte_are_told_apart(both: tuple[FastTokenizer, Tokenizer]) -> None:
+def test_chunks_that_differ_in_one_byte(both: tuple[FastTokenizer, Tokenizer]) -> None:
     ours, rust = both
     words = [("a" * place + "b" + "a" * length)[:length] for length in range(1, 19) for place in range(length + 1)]
     texts = [" ".join(words[start : start + 30]) for start in range(0, len(words), 30)]
     assert ids_of(ours, texts) == theirs(rust, texts)
 
 
-def test_chunks_that_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_collide(monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one slot, of which eight places are tried: red if a chunk is taken for another."""
     monkeypatch.setattr(KnownChunks, "_slots_of", lambda self, heads, tails: (heads * 0).astype("int64"))
     rust = small(post=BERT)
@@ -238,7 +238,7 @@ def test_chunks_that_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(ids is None or ids.tolist() == wanted for ids, wanted in zip(found, expected, strict=True))
 
 
-def test_many_threads_at_once_get_what_one_gets(size: None, minilm_source: Path) -> None:
+def test_threads_get_the_same_ids(size: None, minilm_source: Path) -> None:
     """Red if a thread reads what another is writing, or numbers of chunks that have been forgotten meanwhile."""
     draw, words = random.Random(3), [*new_texts(5, 20)[0].split(), *PIECES[:40]]
     jobs = [[" ".join(draw.choices(words, k=60)) for _ in range(40)] for _ in range(32)]

@@ -61,7 +61,7 @@ def streamed(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_pieces_join_to_what_the_tokenizer_decodes(kind: str, data: st.DataObject) -> None:
+def test_joined_pieces_are_the_decoded_text(kind: str, data: st.DataObject) -> None:
     tokenizer = made(kind)
     # The bytes of a byte-level vocabulary are among its first tokens, after the special ones.
     token = st.one_of(st.integers(0, min(300, tokenizer.vocab_size) - 1), st.integers(0, tokenizer.vocab_size + 5))
@@ -87,7 +87,7 @@ def test_an_emoji_of_four_tokens_comes_with_its_last_byte() -> None:
     assert "".join(pieces) == "🧑‍🚀" and pieces[0] == "" and len(ids) > 4
 
 
-def test_a_broken_end_is_shown_at_the_end() -> None:
+def test_an_incomplete_character_is_shown_at_the_end() -> None:
     for kind in ("smollm2", "byte_fallback"):
         tokenizer = made(kind)
         ids = tokenizer.encode("好 🚀", add_special_tokens=False)[:-1]
@@ -102,7 +102,7 @@ def test_the_space_before_the_first_word_depends_on_the_prompt() -> None:
     assert streamed(tokenizer, [1], cat, True, [1])[0] == "cat"
 
 
-def test_a_character_begun_by_the_prompt_is_completed() -> None:
+def test_a_character_that_begins_in_the_prompt() -> None:
     tokenizer = made("smollm2")
     ids = tokenizer.encode("🚀", add_special_tokens=False)
     assert len(ids) > 1

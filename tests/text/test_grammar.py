@@ -17,7 +17,8 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import CompletionOutput
 from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.params import MAX_GRAMMAR_BYTES, MAX_GRAMMAR_LINES, SamplingParams
-from archerfish.sequence import Sequence
+from archerfish.runtime.runner import RunningStep
+from archerfish.step import PENDING, StepInput
 from archerfish.text.grammar import MAX_KEPT, GrammarCompiler
 from archerfish.text.text_tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
@@ -114,7 +115,7 @@ def test_every_output_matches_its_pattern(engine: LLMEngine) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"^https?://[a-c]{1,3}/[0-9]$", "a/b\nc?", r'["\\/]{2}', "(?i)abc", r"[^\x00-\x7f]"])
-def test_patterns_with_marks_in_them(engine: LLMEngine, pattern: str) -> None:
+def test_patterns_with_special_characters(engine: LLMEngine, pattern: str) -> None:
     for output in outputs_of(engine, constrained("regex", pattern), 10):
         assert output.finish_reason == "stop" and re.fullmatch(pattern, output.text), output
 
@@ -130,7 +131,7 @@ def test_choices_and_lark(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.2}, {"min_p": 0.9}, {"n": 8},
                                      {"repetition_penalty": 1.5, "presence_penalty": 1.0}, {"logprobs": 3}])  # fmt: skip
-def test_all_ways_to_sample_keep_to_the_grammar(engine: LLMEngine, options: dict[str, Any]) -> None:
+def test_sampling_options_respect_the_grammar(engine: LLMEngine, options: dict[str, Any]) -> None:
     params = constrained("regex", PATTERN, **options)
     results = engine.generate([[7, 8, 9], [7, 8, 9], [30]], params)
     for result in results:
@@ -143,7 +144,7 @@ def test_all_ways_to_sample_keep_to_the_grammar(engine: LLMEngine, options: dict
 
 
 @pytest.mark.no_cover
-def test_the_distribution_is_that_of_the_model_over_the_allowed_tokens(engine: LLMEngine) -> None:
+def test_the_distribution_over_allowed_tokens(engine: LLMEngine) -> None:
     num_draws = 4000
     assert engine.tokenizer is not None
     prompt = [11, 12, 13]
@@ -163,7 +164,7 @@ def test_the_distribution_is_that_of_the_model_over_the_allowed_tokens(engine: L
     assert counts.sum() == num_draws and statistic < limit
 
 
-def test_neighbours_do_not_notice(directory: Path) -> None:
+def test_other_sequences_are_not_affected(directory: Path) -> None:
     prompts = [[2 + place, 40, 41 + place] for place in range(6)]
     params = [SamplingParams(max_tokens=24, seed=place, logprobs=1, ignore_eos=True) for place in range(6)]
 
@@ -179,7 +180,7 @@ def test_neighbours_do_not_notice(directory: Path) -> None:
 
 
 @pytest.mark.no_cover
-def test_preempted_sequences_go_on_where_they_were(directory: Path) -> None:
+def test_preempted_sequences_continue(directory: Path) -> None:
     params = constrained("json_schema", SCHEMA)
     with LLMEngine(tiny_config(directory)) as engine:
         expected = [output.text for output in outputs_of(engine, params, 12)]
@@ -196,7 +197,7 @@ def test_a_repeated_prompt_and_a_stop_string(engine: LLMEngine) -> None:
     assert again.text == first.text  # its logits come out of the cache
 
 
-def test_the_end_of_max_tokens_cuts_a_grammar_short(engine: LLMEngine) -> None:
+def test_max_tokens_can_end_a_grammar_early(engine: LLMEngine) -> None:
     output = outputs_of(engine, constrained("regex", "[a-c]{50}", max_tokens=5), 1)[0]
     assert output.finish_reason == "length" and re.fullmatch("[a-c]+", output.text)
 
@@ -229,7 +230,7 @@ def test_a_dead_end_ends_its_own_request_only(tmp_path: Path) -> None:
     (grammar("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}), "minLength"),
     (grammar("json_schema", {"type": "array", "uniqueItems": True}), "uniqueItems"),
 ])  # fmt: skip
-def test_a_wrong_grammar_is_refused_when_submitted(engine: LLMEngine, given: dict[str, Any], why: str) -> None:
+def test_an_invalid_grammar_is_refused_at_submission(engine: LLMEngine, given: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidInputError, match=why) as caught:
         engine.add_request([5], SamplingParams(grammar=given))
     assert "\n" not in caught.value.message
@@ -253,12 +254,12 @@ def test_the_shape_of_a_grammar_is_checked_when_made(given: Any, why: str) -> No
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 2}])
-def test_what_a_grammar_excludes(options: dict[str, Any]) -> None:
+def test_parameters_that_exclude_a_grammar(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match="exclude each other"):
         constrained("json", **options)
 
 
-def test_a_grammar_is_kept_as_it_was_given() -> None:
+def test_a_grammar_is_copied() -> None:
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
     params = constrained("json_schema", schema)
     schema["properties"] = 3
@@ -266,7 +267,7 @@ def test_a_grammar_is_kept_as_it_was_given() -> None:
     assert params.replace(temperature=0.5).grammar == params.grammar
 
 
-def test_models_that_cannot_have_grammars(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_grammars(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInputError, match="has no tokenizer"):
         GrammarCompiler(None, 96).compile(grammar("json"))
     with pytest.raises(InvalidInputError, match="has no end token"):
@@ -286,7 +287,7 @@ def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(grammar("regex", "a+")) is not first
 
 
-def test_deep_grammars_do_not_end_the_process(compiler: GrammarCompiler) -> None:
+def test_deep_grammars_do_not_crash(compiler: GrammarCompiler) -> None:
     """Each of these is too deep for the stack of a usual thread."""
     depth = 1900
     rules = "".join(f"r{place}: r{place + 1}\n" for place in range(depth))
@@ -301,7 +302,7 @@ def test_deep_grammars_do_not_end_the_process(compiler: GrammarCompiler) -> None
         assert bits.any()
 
 
-def test_a_matcher_stands_where_its_output_does(compiler: GrammarCompiler) -> None:
+def test_a_matcher_follows_its_output(compiler: GrammarCompiler) -> None:
     """Given token by token, several at a time, or all at once: the same tokens may follow."""
     assert compiler.tokenizer is not None
     compiled = compiler.compile(grammar("json_schema", SCHEMA))
@@ -331,15 +332,15 @@ def test_a_model_with_fewer_rows_than_its_tokenizer_has_tokens(tmp_path: Path) -
 
 
 def test_only_grammars_wait_for_their_tokens(engine: LLMEngine) -> None:
-    taken: list[Sequence] = []
+    taken: list[int] = []
     launch = engine.runner.launch
 
-    def watch(plan: Any) -> Any:
-        for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
-            if samples and sequence.request.grammar is not None:
-                taken.append(sequence)
-                assert sequence.num_pending == 1, "its token before this step's must be on the host"
-        return launch(plan)
+    def watch(step: StepInput) -> RunningStep:
+        firsts = np.cumsum(step.counts) - step.counts
+        for index in step.masked:
+            taken.append(index)
+            assert step.tokens[firsts[index]] != PENDING, "its token before this step's must be on the host"
+        return launch(step)
 
     engine.runner.launch = watch  # type: ignore[method-assign]
     try:

@@ -13,8 +13,9 @@ import pytest
 
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
-from archerfish.runtime.token_masks import NUM_THREADS, MaskFinder
-from archerfish.sequence import Plan, Request
+from archerfish.sched.masks import NUM_THREADS, MaskFinder
+from archerfish.sched.plan import Plan
+from archerfish.sequence import Request
 from archerfish.sequence import Sequence as TokenSequence
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 
@@ -59,7 +60,7 @@ def params(grammar: str = "") -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, **given)
 
 
-def test_a_slow_mask_holds_up_no_other_sequence(engine: LLMEngine, grammars: dict[str, Gated]) -> None:
+def test_a_slow_mask_does_not_delay_other_sequences(engine: LLMEngine, grammars: dict[str, Gated]) -> None:
     slow, quick = grammars["slow"], grammars["quick"]
     quick.gate.set()
     for name, one in (("slow", "slow"), ("quick", "quick"), ("plain", "")):
@@ -78,7 +79,7 @@ def test_a_slow_mask_holds_up_no_other_sequence(engine: LLMEngine, grammars: dic
     assert slow.num_fills in (NUM_TOKENS, NUM_TOKENS + 1)  # none twice
 
 
-def test_who_waits_for_a_mask_alone_does_not_spin(
+def test_waiting_for_a_mask_does_not_spin(
     engine: LLMEngine, grammars: dict[str, Gated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = grammars["slow"]
@@ -99,7 +100,7 @@ def test_who_waits_for_a_mask_alone_does_not_spin(
     assert num_plans < 10 * NUM_TOKENS
 
 
-def test_one_that_is_given_up_while_its_mask_is_found(engine: LLMEngine, grammars: dict[str, Gated]) -> None:
+def test_abort_while_a_mask_is_computed(engine: LLMEngine, grammars: dict[str, Gated]) -> None:
     slow = grammars["slow"]
     engine.add_request([5, 6, 7], params("slow"), request_id="slow")
     plain = engine.add_request([5, 6, 7], params(), request_id="plain")
@@ -113,7 +114,7 @@ def test_one_that_is_given_up_while_its_mask_is_found(engine: LLMEngine, grammar
     assert engine.scheduler.blocks.num_free + engine.scheduler.cache.num_evictable == engine.scheduler.blocks.num_total
 
 
-def test_slow_grammars_leave_threads_for_quick_ones_and_every_mask_is_told_of() -> None:
+def test_slow_grammars_leave_threads_for_fast_ones() -> None:
     told = threading.Semaphore(0)
     finder = MaskFinder(64, told.release)
     slow, quick = Gated(), Gated()
@@ -125,14 +126,15 @@ def test_slow_grammars_leave_threads_for_quick_ones_and_every_mask_is_told_of() 
     held = [sequence(slow) for _ in range(NUM_THREADS - 1)]
     free = sequence(quick)
     for one in (*held, free):
-        finder.begin(one, 2)
+        one.tokens.append(2)
+        finder.begin(one)
     assert told.acquire(timeout=LIMIT_S)
-    assert [one.mask.done() for one in (*held, free)] == [False] * len(held) + [True]
+    assert [one.mask is not None and one.mask.done() for one in (*held, free)] == [False] * len(held) + [True]
     mask = free.mask
-    finder.begin(free, 2)
+    finder.begin(free)
     assert free.mask is mask
     slow.gate.set()
     for _ in held:
         assert told.acquire(timeout=LIMIT_S)
     finder.wait()  # for nothing
-    assert all(one.mask.result()[1] is None for one in held)
+    assert all(one.mask is not None and one.mask.error is None for one in held)

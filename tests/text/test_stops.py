@@ -37,7 +37,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
 
 
 @given(st.lists(SHORT, min_size=1, max_size=4), st.lists(st.text("abc", max_size=5), max_size=8), st.booleans())
-def test_stops_are_found_however_the_text_is_cut(stops: list[str], pieces: list[str], include: bool) -> None:
+def test_stops_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str], include: bool) -> None:
     finder, shown, matched = StopStrings(stops, include), "", None
     for piece in pieces:
         emit, matched = finder.feed(piece)
@@ -56,7 +56,7 @@ def test_stops_are_found_however_the_text_is_cut(stops: list[str], pieces: list[
 
 
 @given(st.lists(SHORT, min_size=1, max_size=4), st.text("abc", max_size=12))
-def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -> None:
+def test_only_the_beginning_of_a_stop_is_held_back(stops: list[str], text: str) -> None:
     finder, shown = StopStrings(stops), ""
     for character in text:
         emit, matched = finder.feed(character)
@@ -70,7 +70,7 @@ def test_only_what_may_become_a_stop_is_held_back(stops: list[str], text: str) -
 
 
 @pytest.mark.no_cover
-def test_a_stop_that_almost_matches_for_ever_stays_cheap() -> None:
+def test_the_cost_is_linear() -> None:
     stops = [f"{'a' * 1000}{i}" for i in range(16)]
 
     def cost(num_characters: int) -> float:

@@ -56,7 +56,7 @@ def test_a_special_token_can_be_taken_as_text(smollm2: TextTokenizer) -> None:
     assert 2 not in ids and smollm2.decode(ids, skip_special_tokens=False) == "<|im_end|>"
 
 
-def test_half_a_surrogate_pair_is_no_crash(smollm2: TextTokenizer) -> None:
+def test_a_lone_surrogate_is_replaced(smollm2: TextTokenizer) -> None:
     assert smollm2.decode(smollm2.encode("a\ud83d b")) == "a? b"
 
 
@@ -105,7 +105,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     assert TextTokenizer.find(smollm2_directory()) is not None
 
 
-def test_nothing_is_parsed_before_it_is_needed(tmp_path: Path) -> None:
+def test_the_vocabulary_is_parsed_on_first_use(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("not json")
     broken = TextTokenizer(tmp_path)
     with pytest.raises(CorruptFileError, match="cannot be read"):

@@ -89,13 +89,13 @@ def test_calls(style: str, text: str, expected: Joined) -> None:
     '{"name": 3}', '{"name": "weather", "arguments": 5}', '{"name": "weather" "arguments": {}}', "{}", '{"name"',
     '["weather"]', '{"name": "\\ud800', '{"name": "weather",}', '{"name": "weather", "arguments": [1]}',
 ])  # fmt: skip
-def test_what_is_no_call_is_text_as_it_came(style: str, text: str) -> None:
+def test_invalid_calls_are_text(style: str, text: str) -> None:
     written = STYLES[style]
     for whole in (text, written.mark + text, f"Well {written.mark}{text}", f"{written.mark[:-1]}{text}"):
         assert parse(style, whole) == ([("text", -1, whole)] if whole else [])
 
 
-def test_text_goes_on_after_a_call_that_is_not_right() -> None:
+def test_text_continues_after_an_invalid_call() -> None:
     bad = '<tool_call>{"name": "weather", "arguments": <'
     assert parse("hermes", f"{bad}tool_call>{CALL}") == [("text", -1, bad[:-1]), *call("weather", ARGUMENTS)]
     broken = '<tool_call>{"name": "weather", "arguments": {"a": ]}}</tool_call> so'
@@ -104,7 +104,7 @@ def test_text_goes_on_after_a_call_that_is_not_right() -> None:
     assert parse("hermes", listed) == [*call("weather", ARGUMENTS), ("text", -1, ', {"name": "nobody"}]</tool_call>')]
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     parser = ToolCallParser("hermes", TOOLS)
     assert parser.feed('Yes. <tool_call>{"name": "wea') == [ToolPiece("text", -1, "Yes. ")]
     assert parser.feed('ther", "arguments": ') == []
@@ -119,13 +119,13 @@ def test_json_that_is_an_answer_is_not_held_back() -> None:
     assert parser.feed('{"answer') == [] and joined(parser.feed('": [')) == [("text", -1, '{"answer": [')]
 
 
-def test_without_tools_any_name_is_right_but_bare_json_needs_arguments() -> None:
+def test_without_tools_every_name_is_valid() -> None:
     assert parse("hermes", '<tool_call>{"name": "x"}', tools=()) == call("x", "{}")
     assert parse("llama3", '{"name": "Ann"}', tools=()) == [("text", -1, '{"name": "Ann"}')]
     assert parse("llama3", '{"name": "x", "parameters": {}}', tools=()) == call("x", "{}")
 
 
-def test_a_call_that_never_ends_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_call_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_calls, "MAX_HELD", 2000)
     text = '<tool_call>{"name": "' + "x" * 5000
     assert parse("hermes", text) == [("text", -1, text)]
@@ -141,7 +141,7 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join)
 
 @pytest.mark.no_cover
 @given(style=st.sampled_from(sorted(STYLES)), text=TEXTS, data=st.data())
-def test_any_chunking_gives_the_same(style: str, text: str, data: st.DataObject) -> None:
+def test_pieces_do_not_change_the_result(style: str, text: str, data: st.DataObject) -> None:
     whole = parse(style, text)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=20))
     assert parse(style, text, cuts=cuts) == whole
@@ -164,7 +164,7 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
     style=st.sampled_from(sorted(STYLES)), every=st.lists(st.tuples(st.text(min_size=1), OBJECTS), min_size=1, max_size=3),
     before=st.text(alphabet="ab <[{\n", max_size=6), ascii_only=st.booleans(), indent=st.sampled_from([None, 2]),
 )
-def test_calls_come_through_whole(
+def test_random_calls_are_found(
     style: str, every: list[tuple[str, Any]], before: str, ascii_only: bool, indent: int | None
 ) -> None:
     written = STYLES[style]
@@ -200,7 +200,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMEngine]:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_parallel", [False, True])
-def test_forced_calls_are_right(engine: LLMEngine, style: str, is_parallel: bool) -> None:
+def test_forced_calls_are_valid(engine: LLMEngine, style: str, is_parallel: bool) -> None:
     forced = grammar_for_tools(style, TOOLS[:2], "required", is_parallel=is_parallel, tokenizer=engine.tokenizer)
     params = SamplingParams(grammar=forced, max_tokens=220, logit_bias={1: 5.0})
     results = engine.generate([[3 + seed] for seed in range(12)], [params.replace(seed=seed) for seed in range(12)])
@@ -226,7 +226,7 @@ def test_a_named_function_is_called(engine: LLMEngine, style: str) -> None:
         assert parse(style, output.text)[0] == ("name", 0, 'say "it"')
 
 
-def test_a_mark_that_is_a_special_token_is_written_as_that(tmp_path: Path) -> None:
+def test_a_mark_that_is_a_special_token(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path)
     tokenizer.special_tokens[300] = "[TOOL_CALLS]"
     forced = grammar_for_tools("mistral", TOOLS, "required", tokenizer=tokenizer)
@@ -243,7 +243,7 @@ def test_wrong_choices_are_refused(tools: Any, choice: Any, why: str) -> None:
         grammar_for_tools("hermes", tools, choice)
 
 
-def test_choices_that_force_nothing_and_styles_that_are_none() -> None:
+def test_choices_without_a_grammar_and_unknown_styles() -> None:
     assert grammar_for_tools("hermes", TOOLS, "auto") is None and grammar_for_tools("hermes", TOOLS, "none") is None
     assert list(tool_schemas(TOOLS)) == ["weather", "time", 'say "it"']
     with pytest.raises(InvalidInputError, match=r"no style of tool calls 'herms'.*hermes"):

@@ -62,7 +62,7 @@ def test_tools_are_described_to_smollm2() -> None:
     assert [json.loads(line) for line in lines] == [WEATHER, CLOCK]
 
 
-def test_what_the_system_says_stays() -> None:
+def test_the_system_message_is_kept() -> None:
     system = {"role": "system", "content": "Be brief."}
     text = ChatTemplate(SMOLLM2).render([system, HI], tools=[CLOCK])
     assert text.startswith(f"<|im_start|>system\nBe brief.\n\n{tool_prompt([CLOCK])}<|im_end|>\n<|im_start|>user\nHi")
@@ -71,13 +71,13 @@ def test_what_the_system_says_stays() -> None:
 
 
 @pytest.mark.parametrize("tools", [None, [CLOCK]])
-def test_templates_that_know_tools_are_left_alone(tools: Any) -> None:
+def test_templates_that_read_tools_get_them_unchanged(tools: Any) -> None:
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls | length }}{% endfor %}"
     wanted = f"{json.dumps(tools)}user0assistant1tool0"
     assert ChatTemplate(source).render([HI, CALL, RESULT], tools=tools) == wanted
 
 
-def test_templates_that_know_calls_alone_get_tools_in_words_with_calls_as_they_are_asked_for() -> None:
+def test_templates_that_read_only_calls_get_a_tool_prompt() -> None:
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %};{% endfor %}"
     template = ChatTemplate(source)
     assert template.render([CALL, RESULT]) == "assistant:NoneCALL;tool:22 degrees;"
@@ -93,21 +93,21 @@ def test_earlier_calls_are_shown_also_without_tools() -> None:
 
 
 @pytest.mark.parametrize("source", [GEMMA, MISTRAL, NO_SYSTEM])
-def test_where_a_system_is_refused_or_left_out_the_user_says_it(source: str) -> None:
+def test_the_tool_prompt_moves_to_the_user_message(source: str) -> None:
     two_results = [RESULT, {**RESULT, "content": "12:00"}]
     text = ChatTemplate(source, "<s>", "</s>").render([HI, CALL, *two_results, HI], tools=[WEATHER])
     assert text.count(tool_prompt([WEATHER]) + "\n\nHi") == 1
     assert "<tool_response>\n22 degrees\n</tool_response>\n<tool_response>\n12:00\n</tool_response>\nHi" in text
 
 
-def test_a_refusal_that_has_nothing_to_do_with_tools_is_told() -> None:
+def test_a_refusal_for_another_reason_is_raised() -> None:
     with pytest.raises(InvalidInputError, match="System role not supported"):
         ChatTemplate(GEMMA).render([{"role": "system", "content": "x"}, HI], tools=[WEATHER])
-    with pytest.raises(InvalidInputError, match="leaves out what is said of tools"):
+    with pytest.raises(InvalidInputError, match="leaves out the description of the tools"):
         ChatTemplate("{{ messages | length }}", model_name="m").render([HI], tools=[WEATHER])
 
 
-def test_the_template_of_world_models_can_be_told_of_tools() -> None:
+def test_the_world_template_gets_a_tool_prompt() -> None:
     text = ChatTemplate(PLAIN_TEMPLATE).render([HI, CALL, RESULT], tools=[WEATHER])
     assert "\n\n" not in text.split("<tools>")[1].split("</tools>")[0]
     assert f"Assistant: {WRITTEN}\n\nUser: <tool_response>\n22 degrees\n</tool_response>\n\nAssistant:" in text
@@ -121,7 +121,7 @@ def test_the_template_of_world_models_can_be_told_of_tools() -> None:
     ("{% if mine is defined %}{% set tools = mine %}{% endif %}{% if tools %}<|python_tag|>{% endif %}", "llama3"),
     ({"default": "[TOOL_CALLS]{{ tools }}", "tool_use": "{{ tools }}<|python_tag|>"}, "llama3"),
 ])  # fmt: skip
-def test_the_style_of_answers_is_that_which_is_asked_for(source: Any, style: str) -> None:
+def test_call_style(source: Any, style: str) -> None:
     assert ChatTemplate(source).call_style() == style
 
 
@@ -135,7 +135,7 @@ def test_names_of_templates_are_checked() -> None:
                 ask(wrong)
 
 
-def test_calls_without_a_name_are_refused_by_their_place() -> None:
+def test_a_call_without_a_name_error_names_the_place() -> None:
     for wrong in ({}, {"function": 3}, 3):
         with pytest.raises(InvalidInputError, match=r'messages\[1\]\["tool_calls"\]\[0\] has no name'):
             ChatTemplate(SMOLLM2).render([HI, {"role": "assistant", "tool_calls": [wrong]}])
@@ -145,7 +145,7 @@ def test_calls_without_a_name_are_refused_by_their_place() -> None:
     st.dictionaries(st.text(), st.text() | st.integers() | st.booleans() | st.none() | st.lists(st.text())),
     st.text(min_size=1),
 )
-def test_what_is_written_for_earlier_calls_is_read_as_calls(arguments: dict[str, Any], name: str) -> None:
+def test_written_calls_are_parsed_as_calls(arguments: dict[str, Any], name: str) -> None:
     [text] = written_calls([{"function": {"name": name, "arguments": arguments}}], "")
     parser = ToolCallParser("hermes", [{"name": name}])
     pieces = [*parser.feed(text), *parser.finish()]
@@ -158,7 +158,7 @@ ROLES = st.sampled_from(["user", "assistant", "tool", "system"])
 
 
 @given(st.lists(st.tuples(ROLES, st.text(alphabet="ab", min_size=1)), min_size=1))
-def test_nothing_that_is_said_gets_lost(turns: list[tuple[str, str]]) -> None:
+def test_no_message_is_lost(turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in turns]
     told = calls_in_words(messages)
     assert all(message["role"] != "tool" for message in told)
@@ -180,7 +180,7 @@ def test_special_tokens_in_tools_calls_and_results_are_text() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == template.render(attack, tools=[tool])
 
 
-def test_marks_that_are_special_tokens_are_written_as_those(tmp_path: Path) -> None:
+def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     """In what the assistant has called; not where a user writes them."""
     from tests.serve.fake_backend import save_model
 

@@ -103,7 +103,7 @@ def their_tokenizer() -> Any:
     return TRIE_TOKENIZER(str(Path(spec.origin).with_name(VOCABULARY_NAME)))
 
 
-def test_what_engines_ask() -> None:
+def test_the_tokenizer_interface() -> None:
     assert (WORLD.vocab_size, WORLD.bos_token_id, WORLD.eos_token_ids) == (65536, None, (0,))
     assert WORLD.special_tokens == {0: "<|endoftext|>"} and WORLD.named_token("eos_token") == "<|endoftext|>"
     assert WORLD.named_token("bos_token") is None and WORLD.token_to_id("<|endoftext|>") == 0
@@ -136,7 +136,7 @@ def test_a_broken_vocabulary_is_refused(lines: str, words: str, tmp_path: Path) 
         WorldTokenizer(file).encode("a")
 
 
-def test_no_vocabulary(tmp_path: Path) -> None:
+def test_a_directory_without_a_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match="cannot be read"):
         WorldTokenizer(tmp_path).encode("a")
     (tmp_path / "cut.gz").write_bytes(BUNDLED.read_bytes()[:5000])

@@ -5,28 +5,26 @@ Attention runs in rows whose width is a multiple of 32: torch's kernel takes twi
 block-diagonal mask, and gathered back.
 
 oneDNN compiles a product anew for every number of rows that it has not seen, which takes 30 ms: ten times the product. So
-activations have one of few numbers of rows (`padded_rows`); those past the last token are filling that nobody reads. On ARM
-its products come from a library that compiles nothing, and filling would be all they cost more.
-
-int8 weights are widened for every product, a piece at a time, so that no matrix is ever wide as a whole. For few rows in
-bfloat16 torch has a kernel that reads them as they are, for one row in less time than bfloat16 weights take; its versions for
-float32 and float16 are slower than widening.
+activations have one of few numbers of rows (`padded_rows`); rows past the last token are filling, which is never read. On ARM
+oneDNN's products come from a library that compiles nothing, so that filling would only cost time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from archerfish.kernels.formats import Tensors, WeightFormat
+from archerfish.kernels.formats.int8_rows import row_pieces
 from archerfish.kernels.machine import ARM
 from archerfish.kernels.ops import (
     Activation,
@@ -34,16 +32,14 @@ from archerfish.kernels.ops import (
     HeadShape,
     Ids,
     KVLayer,
-    LinearWeight,
-    PackedWeight,
     PagedBatch,
     Pooling,
     Rotary,
     Segments,
 )
-from archerfish.kernels.quant import row_pieces
 from archerfish.kernels.torch.paged_cpu import attend_blocks, rows_of
-from archerfish.kernels.torch.reference import TorchOps, activate, join_heads, split_heads
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight, activate, join_heads, split_heads
+from archerfish.kernels.torch.weak_cache import WeakCache
 
 Tensor = torch.Tensor
 FEW_ROWS, MANY_ROWS, ROWS_STEP = 8, 1024, 256
@@ -55,6 +51,7 @@ PACK_FOR_ROWS = 1024  # the batch size that oneDNN is asked to choose a weight l
 KEEP_FREE = ((-3, 32 << 20), (-1, 128 << 20))  # mallopt's M_MMAP_THRESHOLD, at its most, and M_TRIM_THRESHOLD, in bytes
 FUSED: dict[str, tuple[str, str]] = {  # ours: oneDNN's name and its variant
     "none": ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""), "tanh": ("tanh", ""),
+    "sigmoid": ("sigmoid", ""),
 }
 
 
@@ -72,78 +69,90 @@ def is_available(dtype: str) -> bool:
     return check is None or bool(getattr(onednn(), check)())
 
 
-class TorchCpuOps(TorchOps):
-    """TorchOps with oneDNN's packed products and grouped attention."""
+class OneDnnWeight(TorchWeight):
+    """A plain matrix in oneDNN's layout."""
 
-    name = "torch + oneDNN"
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        self.matrix: Tensor = onednn()._reorder_linear_weight(self.dequantised(), PACK_FOR_ROWS)
+        self.tensors = {}  # so that the checkpoint's memory can be released
 
-    reads_int8: bool = False  # whether some weights are read as int8 for a few rows
-
-    def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
-    ) -> PackedWeight[Tensor]:
-        packed = super().pack_linear(weights, biases, weight_format)
-        if packed.scales is not None:
-            self.reads_int8 |= self.takes_int8(packed.matrix, 1)
-            return packed
-        matrix = onednn()._reorder_linear_weight(packed.matrix.to(self.torch_dtype), PACK_FOR_ROWS)
-        return PackedWeight(matrix, packed.bias)
-
-    def takes_int8(self, matrix: Tensor, num_rows: int) -> bool:
-        """Whether a product is for torch's kernel."""
-        is_taken = self.torch_dtype == torch.bfloat16 and matrix.shape[1] % INT8_COLUMNS == 0 and num_rows <= INT8_ROWS
-        return is_taken and not self.is_deterministic
-
-    def start_thread(self, num_threads: int) -> None:
-        super().start_thread(num_threads)
-        keep_freed_memory()
-
-    def padded_rows(self, num_rows: int) -> int:
-        return num_rows if self.reads_int8 and num_rows <= INT8_ROWS else padded_rows(num_rows)
-
-    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
-        num_filling = padded_rows(len(ids[0])) - len(ids[0])
-        return super().embed(tables, [F.pad(index, (0, num_filling)) for index in ids] if num_filling else ids)
-
-    def linear(
-        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
-    ) -> Tensor:
-        if x.dtype != self.torch_dtype:
-            x = x.to(self.torch_dtype)
-        packed = weight.get()
-        matrix, bias = packed.matrix, packed.bias
-        if packed.scales is not None:
-            y = self.multiply_int8(x, matrix).float().mul_(packed.scales)
-            for added in (bias, residual):
-                y = y if added is None else y.add_(added)
-            return activate(y.to(self.torch_dtype), activation)
+    def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        if x.dtype != self.ops.torch_dtype:
+            x = x.to(self.ops.torch_dtype)
         if residual is not None:
-            y = onednn()._linear_pointwise.binary(x, residual, matrix, bias, "add")
+            y = onednn()._linear_pointwise.binary(x, residual, self.matrix, self.bias, "add")
             return activate(y, activation)
         num_rows = x.shape[0]
         num_filling = padded_rows(num_rows) - num_rows
         if num_filling:
             x = F.pad(x, (0, 0, 0, num_filling))
         post, variant = FUSED.get(activation, FUSED["none"])
-        y = onednn()._linear_pointwise(x, matrix, bias, post, [], variant)
+        y = onednn()._linear_pointwise(x, self.matrix, self.bias, post, [], variant)
         if num_filling:
             y = y[:num_rows]
         return y if activation in FUSED else activate(y, activation)
 
-    def multiply_int8(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """x @ matrix.T, in a type whose range holds products of int8."""
-        num_rows, num_outputs = x.shape[0], len(matrix)
-        if self.takes_int8(matrix, num_rows):
-            return torch._weight_int8pack_mm(x.contiguous(), matrix, ones(num_outputs))
+
+class Int8CpuWeight(TorchWeight):
+    """int8 rows. They are widened for every product, a piece at a time, so that no matrix is ever wide as a whole.
+
+    For few rows in bfloat16 torch has a kernel that reads int8, for one row in less time than bfloat16 weights take; its
+    versions for float32 and float16 are slower than widening.
+    """
+
+    ops: TorchCpuOps
+
+    def __init__(self, ops: TorchCpuOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        if self.is_read_as_int8(1):
+            ops.unfilled_rows = INT8_ROWS
+
+    def is_read_as_int8(self, num_rows: int) -> bool:
+        """Whether a product of so many rows is one for torch's kernel."""
+        has_kernel = self.ops.torch_dtype == torch.bfloat16 and self.tensors["weight"].shape[1] % INT8_COLUMNS == 0
+        return has_kernel and num_rows <= INT8_ROWS and not self.ops.is_deterministic
+
+    def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        y = self.multiply_integers(x.to(self.ops.torch_dtype)).float().mul_(self.tensors["scales"])
+        for added in (self.bias, residual):
+            y = y if added is None else y.add_(added)
+        return activate(y.to(self.ops.torch_dtype), activation)
+
+    def multiply_integers(self, x: Tensor) -> Tensor:
+        """The product with the integers, in a type whose range holds it."""
+        matrix, num_rows, is_deterministic = self.tensors["weight"], x.shape[0], self.ops.is_deterministic
+        if self.is_read_as_int8(num_rows):
+            return torch._weight_int8pack_mm(x.contiguous(), matrix, ones(len(matrix)))
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        num_filled = -(-num_rows // ROW_STEP) * ROW_STEP if self.is_deterministic else padded_rows(num_rows)
-        x, height = F.pad(x.to(dtype), (0, 0, 0, num_filled - num_rows)), ROW_STEP if self.is_deterministic else num_filled
+        num_filled = -(-num_rows // ROW_STEP) * ROW_STEP if is_deterministic else padded_rows(num_rows)
+        x, height = F.pad(x.to(dtype), (0, 0, 0, num_filled - num_rows)), ROW_STEP if is_deterministic else num_filled
         tiles = [x[first : first + height] for first in range(0, num_filled, height)]
         parts: list[Tensor] = []
         for first, last in row_pieces(*matrix.shape):
             wide = matrix[first:last].to(dtype)
             parts.append(joined([onednn()._linear_pointwise(tile, wide, None, "none", [], "") for tile in tiles], 0))
         return joined(parts, 1)[:num_rows]
+
+
+class TorchCpuOps(TorchOps):
+    """TorchOps with oneDNN's packed products and grouped attention."""
+
+    name = "torch + oneDNN"
+    products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": OneDnnWeight, "int8": Int8CpuWeight}
+
+    unfilled_rows: int = 0  # up to which a step's activations are not filled up, since some products take any number of rows
+
+    def start_thread(self, num_threads: int) -> None:
+        super().start_thread(num_threads)
+        keep_freed_memory()
+
+    def padded_rows(self, num_rows: int) -> int:
+        return num_rows if num_rows <= self.unfilled_rows else padded_rows(num_rows)
+
+    def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+        num_filling = padded_rows(len(ids[0])) - len(ids[0])
+        return super().embed(tables, [F.pad(index, (0, num_filling)) for index in ids] if num_filling else ids)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(self.torch_dtype)
@@ -240,12 +249,19 @@ def ones(num: int) -> Tensor:
 
 def rotation(rotary: Rotary[Tensor], batch: PagedBatch[Tensor]) -> tuple[Tensor, Tensor]:
     """Factors of a head and of the head rolled by half, (rows, 1, head_dim) each, found once for all layers."""
-    key = ("rotation", id(rotary))
-    if key not in batch.derived:
+    found = rotations(batch)
+    if id(rotary) not in found:
         cos, sin = rotary.cos_sin.index_select(0, batch.positions).unsqueeze(1).chunk(2, dim=-1)
-        batch.derived[key] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    factors: tuple[Tensor, Tensor] = batch.derived[key]
-    return factors
+        found[id(rotary)] = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return found[id(rotary)]
+
+
+def no_rotations(batch: PagedBatch[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """By the id of a Rotary."""
+    return {}
+
+
+rotations = WeakCache(no_rotations)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Attention over KV blocks on a CPU, with torch's fused kernel.
 
 That kernel wants keys and values side by side, so they are gathered by token: as quick as by block, and nothing but tokens of
-the sequence itself ever gets in. What to gather is found once per batch and kept in `PagedBatch.derived` for all layers.
+the sequence itself ever gets in. What to gather is found once per batch and window, for all layers.
 
 The query heads that share a KV head take the place of query positions, so that no key is copied for each of them. Decodes run
 in one call per group of like lengths.
@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from archerfish.kernels.ops import HeadShape, Ids, KVLayer, PagedBatch
 from archerfish.kernels.torch.reference import visible
+from archerfish.kernels.torch.weak_cache import WeakCache
 
 Tensor = torch.Tensor
 STEP = 32  # the fused kernel is quickest over a multiple of so many keys
@@ -53,12 +54,20 @@ class Layout:
     prefills: tuple[Prefill, ...]
 
 
+def no_layouts(batch: PagedBatch[Tensor]) -> dict[tuple[int, torch.dtype], Layout]:
+    """By window and type."""
+    return {}
+
+
+layouts = WeakCache(no_layouts)
+
+
 def attend_blocks(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
     """`Ops.paged_attention` without softcap, sinks and mask; rows past the last token are left as they happen to be."""
-    key = ("attention", heads.window, q.dtype)
-    if key not in batch.derived:
-        batch.derived[key] = lay_out(batch, heads.window, q.dtype)
-    layout: Layout = batch.derived[key]
+    found, key = layouts(batch), (heads.window, q.dtype)
+    if key not in found:
+        found[key] = lay_out(batch, heads.window, q.dtype)
+    layout = found[key]
     keys, values = rows_of(kv)
     parts = [attend_decodes(rows, keys, values, group, heads) for rows, group in decode_rows(q, batch, layout)]
     if len(parts) > 1:
@@ -77,11 +86,9 @@ def attend_blocks(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], hea
 
 
 def rows_of(kv: KVLayer[Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer as views with one row per slot, made once."""
-    rows: tuple[Tensor, Tensor] | None = kv.derived.get("rows")
-    if rows is None:
-        rows = kv.derived["rows"] = kv.keys.flatten(0, 1).flatten(1), kv.values.flatten(0, 1).flatten(1)
-    return rows
+    """Keys and values of a layer as views with one row per slot."""
+    num_slots = kv.keys.shape[0] * kv.keys.shape[1]
+    return kv.keys.view(num_slots, -1), kv.values.view(num_slots, -1)
 
 
 def decode_rows(q: Tensor, batch: PagedBatch[Tensor], layout: Layout) -> list[tuple[Tensor, Decodes]]:

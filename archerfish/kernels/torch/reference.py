@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812 (the name that every torch reader 
 
 from archerfish.errors import OutOfMemoryError
 from archerfish.kernels.buffers import PoolStats
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
+from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
 from archerfish.kernels.ops import (
     Activation,
@@ -33,23 +34,38 @@ from archerfish.kernels.ops import (
     Rotary,
     Segments,
 )
-from archerfish.kernels.pool import let_team_go
-from archerfish.kernels.prompting import Word
-from archerfish.kernels.quant import dequantize_rows, quantize_rows
+from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
-from archerfish.kernels.torch.wkv import ChunkedRecurrentOps
-from archerfish.types import INT8
+from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
+
+
+class TorchWeight(PackedWeight[Tensor]):
+    """A linear map in any format, whose matrix is dequantised for every product."""
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        self.ops, self.weight_format, self.tensors, self.bias = ops, weight_format, tensors, bias
+
+    def dequantised(self) -> Tensor:
+        """The matrix in the compute type."""
+        return self.weight_format.dequantise(self.tensors, self.ops.torch_dtype)
+
+    def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        y = F.linear(x.to(self.ops.torch_dtype), self.dequantised(), self.bias)
+        if residual is not None:
+            y = y + residual
+        return activate(y, activation)
 
 
 class TorchOps(Ops[Tensor]):
     """The reference backend."""
 
     name = "torch reference"
+    products: ClassVar[Mapping[str, type[TorchWeight]]] = {}  # by the name of a format; others are dequantised
 
     def __init__(self, device: str = "cpu", dtype: str = "float32") -> None:
         super().__init__()
@@ -71,22 +87,18 @@ class TorchOps(Ops[Tensor]):
         vector = weight.to(self.device, torch.float32)
         return vector + plus if plus else vector
 
-    def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
-    ) -> PackedWeight[Tensor]:
-        bias = stack_biases(weights, biases)
-        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
-        if weight_format == INT8:
-            matrix, scales = quantize_rows(weights, self.device)
-            return PackedWeight(matrix, bias, scales)
-        weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        return PackedWeight(weight.to(self.device), bias)
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of a checkpoint on the device, in its stored type."""
+        return tensor.to(self.device)
 
-    def wide_matrix(self, packed: PackedWeight[Tensor]) -> Tensor:
-        """A packed weight in the compute type, made anew for every call where it is quantised."""
-        if packed.scales is None:
-            return packed.matrix.to(self.torch_dtype)
-        return dequantize_rows(packed.matrix, packed.scales, self.torch_dtype)
+    def pack_linear(
+        self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat
+    ) -> TorchWeight:
+        loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
+        bias = stack_biases([weight_format.num_outputs(each) for each in loaded], biases)
+        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        product = self.products.get(weight_format.name, TorchWeight)
+        return product(self, weight_format, weight_format.stack(loaded), bias)
 
     def embed(self, tables: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
         total = F.embedding(ids[0], tables[0]).float()
@@ -96,15 +108,6 @@ class TorchOps(Ops[Tensor]):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(self.torch_dtype)
-
-    def linear(
-        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
-    ) -> Tensor:
-        packed = weight.get()
-        y = F.linear(x.to(self.torch_dtype), self.wide_matrix(packed), packed.bias)
-        if residual is not None:
-            y = y + residual
-        return activate(y, activation)
 
     def attention(self, qkv: Tensor, segments: Segments, num_heads: int, *, bias: Tensor | None = None) -> Tensor:
         parts: list[Tensor] = []
@@ -231,9 +234,9 @@ class TorchOps(Ops[Tensor]):
         if self.device == "cpu":
             torch.set_num_threads(num_threads or cpu().num_cores)
 
-    def leave_thread(self, *, has_company: bool) -> None:
-        if self.device == "cpu" and torch.get_num_threads() > 1:  # else there is no team, or one that was lost in a fork
-            let_team_go(has_company)
+    def leave_thread(self) -> None:
+        if self.device == "cpu" and torch.get_num_threads() > 1:
+            release_threads()
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts))
@@ -266,7 +269,7 @@ class TorchOps(Ops[Tensor]):
         return self._sampling.token_logprobs(logits, token_ids, num_top, rows)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
-        return ChunkedRecurrentOps(self)
+        return TorchRecurrentOps(self)
 
     def new_decode_state(self, num_rows: int, most_blocks: int) -> DecodeState[Tensor]:
         tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=self.device)
@@ -362,11 +365,12 @@ def visible(
     return seen & (listed | (row == column))
 
 
-def stack_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Biases stacked like their weights; a missing one counts as zeros unless all are missing."""
-    if all(b is None for b in biases):
+def stack_biases(sizes: Sequence[int], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Biases of so many outputs one after the other; a missing one counts as zeros unless all are missing."""
+    given = [bias for bias in biases if bias is not None]
+    if not given:
         return None
-    parts = [torch.zeros(w.shape[0], dtype=w.dtype) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    parts = [given[0].new_zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -392,6 +396,10 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "relu":
             return F.relu(x)
+        case "relu_squared":
+            return F.relu(x).square_()
+        case "sigmoid":
+            return torch.sigmoid(x)
         case "silu":
             return F.silu(x)
         case "tanh":

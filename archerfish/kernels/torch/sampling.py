@@ -46,13 +46,21 @@ LOW_HALF = (1 << 32) - 1
 
 
 class TorchSampling:
-    """Large arrays are kept from call to call, so one thread at a time may use an object."""
+    """Large arrays are borrowed for the time of a call. One thread at a time may use an object."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.buffers: BufferPool[Tensor] = BufferPool(lambda size: torch.empty(size, dtype=torch.float32, device=device))
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        with self.buffers.lease() as self._borrow:
+            return self._sample(logits, batch)
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
+        with self.buffers.lease() as self._borrow:
+            return self._token_logprobs(logits, token_ids, num_top, rows)
+
+    def _sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         start = 0
         if batch.ranges is not None and batch.ranges.bounds is not None and not batch.changes_logits:
             start, end = batch.ranges.bounds
@@ -74,22 +82,22 @@ class TorchSampling:
             count_tokens(batch.penalties, report[0])
         return Drawn(report[0], report)
 
-    def token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
+    def _token_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int, rows: Ids | None) -> Logprobs[Tensor]:
         if rows is not None:
-            part = self._buffer("logits", len(rows), logits.shape[1])
+            part = self._buffer(len(rows), logits.shape[1])
             logits = torch.index_select(logits, 0, torch.from_numpy(rows).to(logits.device), out=part)
         x = self._padded(logits, is_changed=False)
         peaks = self._peaks(x)
         highest = peaks.amax(-1)
-        weights = torch.sub(x, highest[:, None], out=self._buffer("weights", *x.shape)).exp_()
+        weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).exp_()
         base = (highest.double() + self._block_sums(weights).sum(-1, dtype=torch.float64).log())[:, None]
         own = x.gather(1, token_ids[:, None])
         ranks = self._block_sums(torch.gt(x, own, out=weights)).sum(-1).long() + 1
         top, top_ids = self._candidates(x, peaks, torch.arange(len(x), device=x.device), min(num_top, logits.shape[1]))
         return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
 
-    def _buffer(self, use: str, num_rows: int, width: int) -> Tensor:
-        return self.buffers.get(use, num_rows, width).view(num_rows, width)
+    def _buffer(self, num_rows: int, width: int) -> Tensor:
+        return self._borrow(num_rows * width).view(num_rows, width)
 
     def _padded(self, logits: Tensor, *, is_changed: bool) -> Tensor:
         """Logits in whole blocks, those past the vocabulary -inf; a copy only where that or a change asks for one."""
@@ -97,7 +105,7 @@ class TorchSampling:
         width = -(-vocab_size // BLOCK) * BLOCK
         if not is_changed and width == vocab_size and logits.is_contiguous():
             return logits
-        x = self._buffer("padded", num_rows, width)
+        x = self._buffer(num_rows, width)
         x[:, :vocab_size].copy_(logits)
         x[:, vocab_size:].fill_(-math.inf)
         return x
@@ -129,11 +137,11 @@ class TorchSampling:
     def _peaks(self, x: Tensor) -> Tensor:
         """The largest logit of every block."""
         blocks = x.view(x.shape[0], -1, BLOCK)
-        return torch.amax(blocks, -1, out=self._buffer("peaks", *blocks.shape[:2]))
+        return torch.amax(blocks, -1, out=self._buffer(*blocks.shape[:2]))
 
     def _block_sums(self, weights: Tensor) -> Tensor:
         blocks = weights.view(weights.shape[0], -1, BLOCK)
-        return torch.sum(blocks, -1, out=self._buffer("sums", *blocks.shape[:2]))
+        return torch.sum(blocks, -1, out=self._buffer(*blocks.shape[:2]))
 
     def _draw(self, x: Tensor, peaks: Tensor, highest: Tensor, failed: Tensor, batch: SamplingBatch[Tensor]) -> Tensor:
         assert batch.temperature is not None and batch.keys is not None and batch.positions is not None
@@ -144,9 +152,9 @@ class TorchSampling:
         is_cpu = x.device.type == "cpu"
         tokens = None
         if batch.has_uncut or (batch.long_cuts is not None and is_cpu):
-            weights = torch.sub(x, highest[:, None], out=self._buffer("weights", *x.shape)).div_(temperature[:, None]).exp_()
+            weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).div_(temperature[:, None]).exp_()
             if min_p is not None:
-                weights.mul_(torch.ge(weights, min_p[:, None], out=self._buffer("mask", *x.shape)))
+                weights.mul_(torch.ge(weights, min_p[:, None], out=self._buffer(*x.shape)))
             sums = self._block_sums(weights).cumsum(-1, dtype=torch.float64)
             draws.totals = sums[:, -1]
             if batch.has_uncut:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
@@ -22,20 +21,15 @@ class Uploads:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="archerfish-upload", initializer=self._start_thread)
         self._own = threading.local()
 
-    def stack(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Tensors of the host one below the other on the device."""
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        target = torch.empty(shape, dtype=dtype, device=self._device)
-        flat, start = target.view(-1), 0
-        copies: list[Future[torch.cuda.Event]] = []
-        for part in parts:
-            source = part.reshape(-1)
-            step = max(1, PIECE_BYTES // dtype.itemsize)
-            for first in range(0, source.numel(), step):
-                piece = source[first : first + step]
-                place = flat[start + first : start + first + piece.numel()]
-                copies.append(self._threads.submit(self._copy, piece, place))
-            start += source.numel()
+    def send(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device."""
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source, flat = tensor.reshape(-1), target.view(-1)
+        step = max(1, PIECE_BYTES // tensor.element_size())
+        copies: list[Future[torch.cuda.Event]] = [
+            self._threads.submit(self._copy, source[first : first + step], flat[first : first + step])
+            for first in range(0, source.numel(), step)
+        ]
         for copy in copies:
             copy.result().synchronize()
         return target

@@ -1,4 +1,4 @@
-"""What the operations of `recurrent.py` mean, in plain torch, and a faster way for a CPU.
+"""The meaning of the operations of `recurrent.py` in plain torch, and a faster way for a CPU.
 
 A head of RWKV-7 keeps a matrix S (values down, keys across). With a token's receptance r, decay w, removal key z (of length 1),
 learning rate a, key k and value v it becomes, and the token gives:
@@ -40,6 +40,7 @@ from archerfish.kernels.recurrent import (
 )
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.sampling import sampling_batch
+from archerfish.kernels.torch.weak_cache import WeakCache
 
 if TYPE_CHECKING:
     from archerfish.kernels.torch.reference import TorchOps
@@ -49,7 +50,6 @@ DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1:
 LEAST_LENGTH = 1e-12  # that a removal key is divided by
 CHUNK = 32  # tokens
 TOGETHER = 32  # sequences
-TURNS = "turns of a CPU"  # with their sequences, a key in RecurrentBatch.derived
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def wkv_sequential(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tens
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Pieces of some sequences that are worked on together, a token of each at a time. The longest stand first."""
+class StepGroup:
+    """Pieces of some sequences that are computed together, a token of each at a time. The longest come first."""
 
     sources: Tensor
     targets: Tensor
@@ -102,12 +102,12 @@ class Turn:
     nums: list[int]  # how many have a first token, a second one, and so on
 
     @classmethod
-    def all_of(cls, batch: RecurrentBatch[Tensor], num_sequences: int) -> list[Turn]:
-        """Those of the first sequences: their first pieces, their second ones, and so on."""
+    def all_of(cls, batch: RecurrentBatch[Tensor], num_sequences: int) -> list[StepGroup]:
+        """The groups of the first sequences: of their first pieces, of their second ones, and so on."""
         lengths, counts = batch.piece_lens, batch.piece_counts[:num_sequences]
         sources, targets = batch.sources.cpu().numpy(), batch.targets.cpu().numpy()
         begins, firsts = np.cumsum(lengths) - lengths, np.cumsum(counts) - counts
-        turns: list[Turn] = []
+        groups: list[StepGroup] = []
         for number in range(int(counts.max(initial=0))):
             pieces = firsts[counts > number] + number
             pieces = pieces[np.lexsort((targets[pieces], -lengths[pieces]))]
@@ -119,8 +119,8 @@ class Turn:
                 source, target, row = (
                     torch.from_numpy(each).to(batch.sources.device) for each in (sources[group], targets[group], rows)
                 )
-                turns.append(cls(source, target, place, row, run_of(rows), has_token.sum(1).tolist()))
-        return turns
+                groups.append(cls(source, target, place, row, run_of(rows), has_token.sum(1).tolist()))
+        return groups
 
 
 def run_of(numbers: Ids) -> slice | None:
@@ -129,24 +129,24 @@ def run_of(numbers: Ids) -> slice | None:
     return slice(first, first + len(numbers)) if (numbers == first + np.arange(len(numbers))).all() else None
 
 
-def wkv_together(inputs: WkvInputs, states: Tensor, turns: Sequence[Turn]) -> Tensor:
+def wkv_together(inputs: WkvInputs, states: Tensor, groups: Sequence[StepGroup]) -> Tensor:
     """As `wkv_sequential`, some sequences at a time: few calls, each with enough to do for all cores.
 
     What a token gives does not depend on other sequences, nor on how its own is cut into steps.
     """
     out = torch.empty_like(inputs.value)
-    for turn in turns:
-        mine = inputs.part(turn.run.start, turn.run.stop) if turn.run else inputs.rows(turn.rows)
-        results = out[turn.run] if turn.run else torch.empty_like(mine.value)
-        state = states[turn.place] if turn.place else states.index_select(0, turn.sources)
+    for group in groups:
+        mine = inputs.part(group.run.start, group.run.stop) if group.run else inputs.rows(group.rows)
+        results = out[group.run] if group.run else torch.empty_like(mine.value)
+        state = states[group.place] if group.place else states.index_select(0, group.sources)
         place = 0
-        for num in turn.nums:
+        for num in group.nums:
             advance(state[:num], mine.part(place, place + num), results[place : place + num])
             place += num
-        if not turn.place:
-            states.index_copy_(0, turn.targets, state)
-        if not turn.run:
-            out.index_copy_(0, turn.rows, results)
+        if not group.place:
+            states.index_copy_(0, group.targets, state)
+        if not group.run:
+            out.index_copy_(0, group.rows, results)
     return out
 
 
@@ -243,19 +243,19 @@ class Ends:
 
     @classmethod
     def of(cls, batch: RecurrentBatch[Tensor]) -> Ends:
-        found = batch.derived.get(cls)
-        if found is None:
-            heads = batch.first_pieces[:-1]
-            found = batch.derived[cls] = cls(batch.starts[heads], batch.sources[heads], batch.starts[1:] - 1)
-        assert isinstance(found, cls)
-        return found
+        heads = batch.first_pieces[:-1]
+        return cls(batch.starts[heads], batch.sources[heads], batch.starts[1:] - 1)
 
 
 class TorchRecurrentOps(RecurrentOps[Tensor]):
-    """The reference."""
+    """The reference, which computes the recurrence in chunks if this machine multiplies many small matrices in one call."""
+
+    has_batched_products = torch._C.has_mkl  # elsewhere PyTorch calls its products one by one
 
     def __init__(self, ops: TorchOps) -> None:
         self.ops: TorchOps = ops
+        self._ends = WeakCache(Ends.of)
+        self._groups = WeakCache(self._group_steps)
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
@@ -270,18 +270,12 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         return StateMemory(shape, wkv, inputs, views)
 
     def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-        ends = Ends.of(batch)
+        ends = self._ends(batch)
         before = x.roll(1, 0).index_copy_(0, ends.first_rows, inputs.index_select(0, ends.first_sources))
         inputs.index_copy_(0, batch.targets, x.index_select(0, ends.last_rows))
         wide = x.float()
         mixed = torch.addcmul(wide, before.float() - wide, factors.view(-1, 1, x.shape[1]))
         return mixed.to(x.dtype).unbind(0)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return x.sigmoid_()
-
-    def square(self, x: Tensor) -> Tensor:
-        return x.mul_(x)
 
     def mix_heads(
         self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
@@ -297,7 +291,20 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         return F.pad(y.to(inputs.value.dtype), (0, 0, 0, inputs.value.shape[0] - num_tokens))
 
     def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        return wkv_sequential(inputs, states, batch)
+        num_stepped = self._num_stepped(batch)
+        if num_stepped == batch.num_sequences:
+            return wkv_together(inputs, states, self._groups(batch))
+        decodes = wkv_together(inputs.part(0, num_stepped), states, self._groups(batch))
+        rest = batch.sources[num_stepped:], batch.targets[num_stepped:], batch.piece_lens[num_stepped:]
+        return torch.cat((decodes, wkv_chunked(inputs.part(num_stepped), states, *rest, batch.piece_counts[num_stepped:])))
+
+    def _group_steps(self, batch: RecurrentBatch[Tensor]) -> list[StepGroup]:
+        return StepGroup.all_of(batch, self._num_stepped(batch))
+
+    def _num_stepped(self, batch: RecurrentBatch[Tensor]) -> int:
+        """Leading sequences that are computed token by token; the others are computed in chunks."""
+        is_chunked = not batch.is_deterministic and (self.has_batched_products or self.ops.device != "cpu")
+        return batch.num_decodes if is_chunked else batch.num_sequences
 
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor]
@@ -315,25 +322,6 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
             starts=every[: num_real + 1], first_pieces=every[: num_real + 1],
         )
         return batch, sampling_batch(inputs, positions + 1, every[:-1])
-
-
-class ChunkedRecurrentOps(TorchRecurrentOps):
-    """Decodes of all sequences together, longer inputs in chunks if this machine multiplies many small matrices in one call."""
-
-    has_batched_products = torch._C.has_mkl  # elsewhere PyTorch calls its products one by one
-
-    def wkv(self, inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-        is_chunked = not batch.is_deterministic and (self.has_batched_products or states.device.type != "cpu")
-        num_single = batch.num_decodes if is_chunked else batch.num_sequences
-        key = TURNS, num_single
-        if key not in batch.derived:
-            batch.derived[key] = Turn.all_of(batch, num_single)
-        turns: list[Turn] = batch.derived[key]
-        if num_single == batch.num_sequences:
-            return wkv_together(inputs, states, turns)
-        decodes = wkv_together(inputs.part(0, num_single), states, turns)
-        rest = batch.sources[num_single:], batch.targets[num_single:], batch.piece_lens[num_single:]
-        return torch.cat((decodes, wkv_chunked(inputs.part(num_single), states, *rest, batch.piece_counts[num_single:])))
 
 
 def prepare_heads(

@@ -41,7 +41,7 @@ from archerfish.kernels.triton.places import (
     lay_mask,
     shared_tile,
 )
-from archerfish.kernels.triton.rope import load_heads, turn_heads, turning_factors
+from archerfish.kernels.triton.rope import load_heads, rotate_heads, rotation_factors
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
@@ -164,8 +164,8 @@ def make_new(
     queries = load_heads(q + members[:, None] * head_dim, (members < group)[:, None], head_dim)
     loaded = load_heads(q + key_offset, is_own, head_dim)
     value = tl.load(q + key_offset + value_offset + dims, mask=is_own, other=0.0).to(values.dtype.element_ty)
-    query = turn_heads(queries, factors[0], eps, head_dim, has_q_norm).to(q.dtype.element_ty)
-    key = turn_heads(loaded, factors[1], eps, head_dim, has_k_norm).to(keys.dtype.element_ty)
+    query = rotate_heads(queries, factors[0], eps, head_dim, has_q_norm).to(q.dtype.element_ty)
+    key = rotate_heads(loaded, factors[1], eps, head_dim, has_k_norm).to(keys.dtype.element_ty)
     tl.store(keys + place + dims, key, mask=is_own)
     tl.store(values + place + dims, value, mask=is_own)
     return query, key, value
@@ -193,7 +193,7 @@ def decode_kernel(
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
     step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
-    is_shared: tl.constexpr, is_new: tl.constexpr, is_turned: tl.constexpr, has_q_norm: tl.constexpr,
+    is_shared: tl.constexpr, is_new: tl.constexpr, is_rotated: tl.constexpr, has_q_norm: tl.constexpr,
     has_k_norm: tl.constexpr, is_early: tl.constexpr,
 ):
     """is_new: q has queries, keys and values as the product gave them, and the new key is not in its block yet.
@@ -225,10 +225,10 @@ def decode_kernel(
     acc, top, total = start_softmax(rows, width)
     last = tl.minimum(end, position) if is_new else end
     if is_new:
-        turn = cos_sin + tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
+        rotary_row = cos_sin + tl.maximum(position, 0).to(tl.int64) * cos_sin_stride
         factors = (
-            turning_factors(turn, q_norm, head_dim, is_turned, has_q_norm),
-            turning_factors(turn, k_norm, head_dim, is_turned, has_k_norm),
+            rotation_factors(rotary_row, q_norm, head_dim, is_rotated, has_q_norm),
+            rotation_factors(rotary_row, k_norm, head_dim, is_rotated, has_k_norm),
         )
         is_own = (begin <= position) & (position < end)
         block = tl.load(table + position // block_size, mask=is_own, other=0).to(tl.int64)
@@ -308,8 +308,8 @@ def join_kernel(
 
 
 @dataclass(frozen=True)
-class Turning:
-    """How queries and keys are made of what the product of a layer gave: what `Ops.store_kv` is told."""
+class Rotation:
+    """How queries and keys are made of a layer's product: the arguments of `Ops.store_kv`."""
 
     rotary: Rotary[Tensor] | None
     q_norm: Tensor | None
@@ -349,25 +349,25 @@ def attend_shared(
     return SharedParts(partials, levels, num_parts, tile.step)
 
 
-def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, turning: Turning) -> bool:
-    """Whether `attend_decodes` can store the keys and values of a batch: decodes that share none, whole heads being turned."""
-    is_whole = turning.rotary is None or turning.rotary.rotary_dim == heads.head_dim
+def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation) -> bool:
+    """Whether `attend_decodes` can store the keys and values of a batch: decodes that share none and rotate whole heads."""
+    is_whole = rotation.rotary is None or rotation.rotary.rotary_dim == heads.head_dim
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
     if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
         return False
-    return find_places(batch, qkv.device).shared_len is None
+    return find_places(batch).shared_len is None
 
 
 def attend_decodes(
     q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, out: Tensor, num_processors: int,
-    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, turning: Turning | None = None,
+    tile: Tile | None = None, mask: BlockMask[Tensor] | None = None, rotation: Rotation | None = None,
 ) -> None:
     """Rows of out for the sequences with one new token.
 
-    turning: q has queries, keys and values as the product gave them; keys and values are stored on the way. Not where keys
+    rotation: q has queries, keys and values as the product gave them; keys and values are stored on the way. Not where keys
     are shared, nor under a mask.
     """
-    places = find_places(batch, q.device)
+    places = find_places(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
     num_splits = places.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:
@@ -381,18 +381,19 @@ def attend_decodes(
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = dot_block(head_dim)
-    turn = turning or Turning(None, None, None, 0.0)
-    table = places.context_lens if turn.rotary is None else turn.rotary.cos_sin
+    given = rotation or Rotation(None, None, None, 0.0)
+    table = places.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
         q, kv.keys, kv.values, batch.block_tables, places.context_lens, shared_len, out, partials, levels, parts.partials,
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
-        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table, q if turn.q_norm is None else turn.q_norm,
-        q if turn.k_norm is None else turn.k_norm, turn.eps, table.stride(0), block_size=batch.block_size,
+        *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table,
+        q if given.q_norm is None else given.q_norm, q if given.k_norm is None else given.k_norm, given.eps, table.stride(0),
+        block_size=batch.block_size,
         group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
         sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
-        is_shared=shared is not None, is_new=turning is not None, is_turned=turn.rotary is not None,
-        has_q_norm=turn.q_norm is not None, has_k_norm=turn.k_norm is not None, num_warps=tile.num_warps,
+        is_shared=shared is not None, is_new=rotation is not None, is_rotated=given.rotary is not None,
+        has_q_norm=given.q_norm is not None, has_k_norm=given.k_norm is not None, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **early_start(q.device),
     )
     if is_split:

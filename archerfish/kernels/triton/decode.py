@@ -8,7 +8,7 @@ import triton.language as tl
 
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
 from archerfish.kernels.ops import PagedBatch
-from archerfish.kernels.triton.places import PLACES, Places
+from archerfish.kernels.triton.places import Places, find_places
 
 Tensor = torch.Tensor
 TABLE_STEP = 256  # blocks of a list that are moved at a time
@@ -61,6 +61,7 @@ def decode_batch(
     ones = np.ones(num, dtype=np.int64)
     batch = PagedBatch(
         num_tokens=num, num_decodes=num, query_lens=ones, context_lens=ones, token_ids=token_ids, positions=places[0],
-        slots=places[1], block_tables=tables, block_size=block_size, derived={PLACES: known},
+        slots=places[1], block_tables=tables, block_size=block_size,
     )
+    find_places.set(batch, known)
     return batch, places[2]

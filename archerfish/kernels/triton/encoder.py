@@ -8,7 +8,8 @@ Scores are kept as base-2 logarithms. No `from __future__ import annotations` he
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from archerfish.kernels.triton.places import Tile, cut, to_device
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
-LAYOUT = "triton layout"  # key in Segments.derived
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 TILE_ROWS = (16, 32, 64)  # queries of a tile; tl.dot takes no fewer than 16
@@ -163,7 +163,7 @@ def normalize_kernel(x, out, num_rows, x_stride, width: tl.constexpr, block: tl.
 
 @dataclass(frozen=True)
 class Layout:
-    """Where sequences lie and which tiles they are cut into, on the device as int64. Kept in `Segments.derived`."""
+    """Where sequences lie and which tiles they are cut into, on the device as int64."""
 
     starts: Tensor  # (sequences + 1,)
     tile_sequences: Tensor  # (tiles,)
@@ -175,21 +175,32 @@ class Layout:
         return len(self.starts) - 1
 
 
+@dataclass(frozen=True)
+class RecordedSegments(Segments):
+    """The sequences of recorded passes, whose layout and positions lie in memory that is filled anew for each pass."""
+
+    layout: Layout | None = field(default=None, compare=False)
+
+
 def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> Layout:
     """The layout of a batch in tiles of so many rows, or of as many as suit its lengths."""
-    if LAYOUT not in segments.derived:
-        rows = rows or choose_rows(segments.num_tokens / len(segments.lengths))
-        sequences, firsts = cut(np.asarray(segments.lengths, dtype=np.int64), rows)
-        sizes = [even(len(segments.starts)), even(len(sequences))]
-        words = np.zeros(sizes[0] + 2 * sizes[1], dtype=np.int64)
-        words[: len(segments.starts)] = segments.starts
-        words[sizes[0] : sizes[0] + len(sequences)] = sequences
-        words[sum(sizes) : sum(sizes) + len(firsts)] = firsts
-        places = to_device(words, device).split((sizes[0], sizes[1], sizes[1]))
-        num = len(sequences)
-        segments.derived[LAYOUT] = Layout(places[0][: len(segments.starts)], places[1][:num], places[2][:num], rows)
-    found: Layout = segments.derived[LAYOUT]
-    return found
+    if isinstance(segments, RecordedSegments) and segments.layout is not None:
+        return segments.layout
+    return new_layout(segments, device, rows)
+
+
+@lru_cache(maxsize=16)  # all layers of a pass share one
+def new_layout(segments: Segments, device: torch.device, rows: int) -> Layout:
+    rows = rows or choose_rows(segments.num_tokens / len(segments.lengths))
+    sequences, firsts = cut(np.asarray(segments.lengths, dtype=np.int64), rows)
+    sizes = [even(len(segments.starts)), even(len(sequences))]
+    words = np.zeros(sizes[0] + 2 * sizes[1], dtype=np.int64)
+    words[: len(segments.starts)] = segments.starts
+    words[sizes[0] : sizes[0] + len(sequences)] = sequences
+    words[sum(sizes) : sum(sizes) + len(firsts)] = firsts
+    places = to_device(words, device).split((sizes[0], sizes[1], sizes[1]))
+    num = len(sequences)
+    return Layout(places[0][: len(segments.starts)], places[1][:num], places[2][:num], rows)
 
 
 def even(size: int) -> int:
@@ -223,7 +234,7 @@ class FixedInputs(EncoderInputs[Tensor]):
         tokens, positions, types, starts, sequences, firsts = self._words.split(self._sizes)
         self.token_ids, self.type_ids = tokens[:num_tokens], types[:num_tokens]
         self._layout = Layout(starts[: self.num_sequences + 1], sequences, firsts, rows)
-        self.segments = Segments((num_tokens,), derived={LAYOUT: self._layout})
+        self.segments = RecordedSegments((num_tokens,), self._layout)
         self.segments.__dict__["positions"] = positions[:num_tokens]  # instead of what the host would find
 
     def fill(self, token_ids: Ids, segments: Segments, type_ids: Ids | None) -> bool:

@@ -1,4 +1,4 @@
-"""Matrix products with few rows of activations: launches of the kernels in `triton/products.py`."""
+"""Products of linear maps on a GPU: kernels of `triton/products.py` for few rows of activations, cuBLAS for more."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -6,36 +6,103 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from archerfish.kernels.ops import Activation, PackedWeight
+from archerfish.kernels.formats import Tensors, WeightFormat
+from archerfish.kernels.ops import Activation
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.triton.launch import early_start
-from archerfish.kernels.triton.products import (
-    add_rows_kernel,
-    add_shares_kernel,
-    gate_tiles_kernel,
-    multiply_rows_kernel,
-    multiply_shares_kernel,
-    multiply_tiles_kernel,
-    stream_kernel,
-)
-from archerfish.kernels.triton.tiles import AddTile, GateTile, LinearTile, ShareTile, cdiv, next_power_of_2
+from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_kernel, multiply_tiles_kernel, stream_kernel
+from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
-SUMS_BLOCK = 512  # sums of a program that adds shares to them
-ROW_TILES = 8  # that programs of `gate_tiles_kernel` have in common
+ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
+
+
+class RowsWeight(TorchWeight):
+    """A matrix as Triton's kernels read it: rows of one type, maybe with a float32 scale for each."""
+
+    max_rows: int  # of activations, up to which Triton's kernels are quicker than cuBLAS with the dequantised matrix
+    tile: LinearTile | None = None  # instead of the chosen one, for tests and measurements
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        super().__init__(ops, weight_format, tensors, bias)
+        self.matrix, self.scales = tensors["weight"].contiguous(), tensors.get("scales")
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a product of these rows, which may be float32 until they are normalised, is for Triton's kernels."""
+        return 0 < len(x) <= self.max_rows and x.dtype in (self.ops.torch_dtype, torch.float32) and x.stride(-1) == 1
+
+    def tile_for(self, x: Tensor, *, is_gated: bool = False) -> LinearTile:
+        return self.tile or choose_tile(x, self.matrix, self.ops.torch_dtype, is_gated=is_gated)
+
+    def multiply(self, x: Tensor, activation: Activation, residual: Tensor | None) -> Tensor:
+        can_add = residual is None or (residual.dtype in (x.dtype, torch.float32) and residual.stride(-1) == 1)
+        if x.dtype != self.ops.torch_dtype or not can_add:
+            return super().multiply(x, activation, residual)
+        if self.takes(x):
+            dtype = x.dtype if residual is None else residual.dtype
+            return linear(x, self, self.tile_for(x), activation=activation, residual=residual, dtype=dtype)
+        if residual is None or self.bias is not None or activation != "none":
+            return super().multiply(x, activation, residual)
+        added = add_tile(len(x), self.matrix, x.element_size(), shared_bytes(x.device))
+        if added and x.stride(-1) == 1:
+            return add_rows(residual, x, self, added)
+        return add_product(residual, x, self.dequantised())
+
+
+class PlainRowsWeight(RowsWeight):
+    """A matrix in the compute type, so that products need not convert it."""
+
+    max_rows = 16
+
+    def __init__(self, ops: TorchOps, weight_format: WeightFormat, tensors: Tensors, bias: Tensor | None) -> None:
+        kept = with_room(weight_format.dequantise(tensors, ops.torch_dtype))
+        super().__init__(ops, weight_format, {"weight": kept}, bias)
+
+
+class Int8RowsWeight(RowsWeight):
+    """int8 rows with their scales; cuBLAS would have to be given another type."""
+
+    max_rows = 64
+
+
+def with_room(matrix: Tensor) -> Tensor:
+    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
+    num_rows, width = matrix.shape
+    if num_rows % ROW_STEP == 0:
+        return matrix
+    room = torch.empty((cdiv(num_rows, ROW_STEP) * ROW_STEP, width), dtype=matrix.dtype, device=matrix.device)
+    return room[:num_rows].copy_(matrix)
+
+
+def filled_up(matrix: Tensor) -> Tensor:
+    """A matrix that `with_room` gave with the memory behind it as further rows; any other as it is."""
+    num_rows, width = matrix.shape
+    num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
+    num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
+    has_room = matrix.is_contiguous() and num_held >= num_filled * width
+    return matrix.as_strided((num_filled, width), (width, 1)) if has_room else matrix
+
+
+def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
+    if total.dtype == x.dtype:
+        return total.addmm_(x, matrix.t())
+    if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
+        return total.addmm_(x.to(total.dtype), matrix.to(total.dtype).t())
+    return torch.addmm(total, x, matrix.t(), out_dtype=total.dtype, out=total)
 
 
 def linear(
-    x: Tensor, packed: PackedWeight[Tensor], tile: LinearTile, *, activation: Activation = "none",
+    x: Tensor, packed: RowsWeight, tile: LinearTile, *, activation: Activation = "none",
     residual: Tensor | None = None, is_gated: bool = False, norm: Tensor | None = None, eps: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`Ops.linear` for 1 to MAX_ROWS rows of the weights' type, or any with int8 weights; in another type on request.
+    """`Ops.linear` for the rows that `packed.takes`, in x's type or in another one.
 
-    is_gated: `Ops.gated` with the activation follows. norm: of x, at first, by these factors; not with is_dot tiles, without
-    which x may also be float32.
-    residual: not what the kernel right in front writes, which x may be; it is read before that has ended.
+    is_gated: `Ops.gated` with the activation follows. norm: x is normalised first, by these factors; not with is_dot tiles,
+    without which x may also be float32.
+    residual: must not be written by the kernel right in front, as x may be: it is read before that kernel has ended.
     """
     weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
@@ -67,7 +134,7 @@ def linear(
     return out
 
 
-def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTile) -> Tensor:
+def add_rows(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Tensor:
     """total + x @ matrix.T, in total's memory."""
     (num_rows, width), num_outputs = x.shape, len(packed.matrix)
     add_rows_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](
@@ -76,39 +143,3 @@ def add_rows(total: Tensor, x: Tensor, packed: PackedWeight[Tensor], tile: AddTi
         **early_start(x.device),
     )
     return total
-
-
-def multiply_shares(x: Tensor, packed: PackedWeight[Tensor], tile: ShareTile) -> Tensor:
-    """(shares, rows, outputs) that add up to x @ matrix.T."""
-    (num_rows, width), num_outputs = x.shape, len(packed.matrix)
-    num_shares = cdiv(width, tile.span)
-    out = torch.empty((num_shares, num_rows, num_outputs), dtype=torch.float32, device=x.device)
-    multiply_shares_kernel[(cdiv(num_outputs, tile.outputs), num_shares, cdiv(num_rows, tile.rows))](
-        x, packed.matrix, packed.scales, out, num_rows, num_outputs, x.stride(0), width=width, span=tile.span, rows=tile.rows,
-        outputs=tile.outputs, columns=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **early_start(x.device),
-    )
-    return out
-
-
-def add_shares(sums: Tensor, shares: Tensor) -> Tensor:
-    """Contiguous sums with all shares added."""
-    out = torch.empty_like(sums)
-    add_shares_kernel[(cdiv(sums.numel(), SUMS_BLOCK),)](
-        sums, shares, out, sums.numel(), num_shares=len(shares), block=SUMS_BLOCK, num_warps=4
-    )
-    return out
-
-
-def gate_tiles(x: Tensor, matrix: Tensor, tile: GateTile, activation: Activation) -> Tensor:
-    """`Ops.gated` of x @ matrix.T."""
-    (num_rows, width), num_outputs = x.shape, len(matrix) // 2
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    gate_tiles_kernel[(cdiv(num_rows, tile.rows) * cdiv(num_outputs, tile.outputs),)](
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]),
-        TensorDescriptor.from_tensor(matrix, [tile.outputs, tile.columns]),
-        TensorDescriptor.from_tensor(out, [tile.rows, tile.outputs]), num_rows, num_outputs, width=width, rows=tile.rows,
-        outputs=tile.outputs, columns=tile.columns, row_tiles=ROW_TILES, activation=activation, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return out

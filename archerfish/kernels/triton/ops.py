@@ -5,10 +5,10 @@ Host arrays travel through pinned memory, so that no operation waits for the dev
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import DecodeState, Input
+from archerfish.kernels.decoding import DecodeState, Input, Word
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -25,17 +25,15 @@ from archerfish.kernels.ops import (
     Ids,
     KVLayer,
     LinearWeight,
-    PackedWeight,
     PagedBatch,
     Pooling,
+    Replay,
     Rotary,
     Segments,
 )
-from archerfish.kernels.prompting import Word
-from archerfish.kernels.quant import quantize_rows
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
-from archerfish.kernels.torch.reference import TorchOps, prompt_rows, stack_biases
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight, prompt_rows
 from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.kernels.torch.upload import Uploads
 from archerfish.kernels.triton import attention as triton_attention
@@ -44,26 +42,15 @@ from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton import rope as triton_rope
-from archerfish.kernels.triton.attention import Turning, attend_decodes, takes_new
-from archerfish.kernels.triton.places import PLACES, SHORT_ROWS, Places, Tile, to_device
+from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up
+from archerfish.kernels.triton.places import SHORT_ROWS, Places, Tile, find_places, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
-from archerfish.kernels.triton.tiles import (
-    MAX_INT8_ROWS,
-    MAX_ROWS,
-    NORMED_WIDTH,
-    LinearTile,
-    add_tile,
-    cdiv,
-    choose_tile,
-    gate_tile,
-    shared_bytes,
-)
-from archerfish.types import INT8
+from archerfish.kernels.triton.tiles import NORMED_WIDTH
 
 Tensor = torch.Tensor
 FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
-ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
 WORD_BYTES = 4
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
@@ -79,33 +66,6 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
         tl.store(target + words, tl.load(source + words, mask=words < num_words, other=0), mask=words < num_words)
 
 
-def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
-    if total.dtype == x.dtype:
-        return total.addmm_(x, matrix.t())
-    if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
-        return total.addmm_(x.to(total.dtype), matrix.to(total.dtype).t())
-    return torch.addmm(total, x, matrix.t(), out_dtype=total.dtype, out=total)
-
-
-def with_room(matrix: Tensor) -> Tensor:
-    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
-    num_rows, width = matrix.shape
-    if num_rows % ROW_STEP == 0:
-        return matrix
-    room = torch.empty((cdiv(num_rows, ROW_STEP) * ROW_STEP, width), dtype=matrix.dtype, device=matrix.device)
-    return room[:num_rows].copy_(matrix)
-
-
-def filled_up(matrix: Tensor) -> Tensor:
-    """A matrix that `with_room` gave with whatever lies behind it as further rows; any other as it is."""
-    num_rows, width = matrix.shape
-    num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
-    num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
-    has_room = matrix.is_contiguous() and num_held >= num_filled * width
-    return matrix.as_strided((num_filled, width), (width, 1)) if has_room else matrix
-
-
 def is_want_of_memory(error: RuntimeError) -> bool:
     """Of the allocator, of a kernel that is loaded, or of cuBLAS."""
     words = str(error).lower()
@@ -116,6 +76,7 @@ class TritonOps(TorchOps):
     """TorchOps with Triton kernels."""
 
     name = "torch + Triton"
+    products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": PlainRowsWeight, "int8": Int8RowsWeight}
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
     fuses_norms = True
 
@@ -124,12 +85,11 @@ class TritonOps(TorchOps):
         self.decode_tile: Tile | None = None  # instead of the chosen one, for tests and measurements
         self.prefill_tile: Tile | None = None
         self.encoder_tile: Tile | None = None
-        self.linear_tile: LinearTile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
         self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
         self._uploads: Uploads | None = None  # while weights are being prepared
-        self.is_async = device == "cuda"
+        self.is_async = self.can_record = device == "cuda"
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -158,29 +118,16 @@ class TritonOps(TorchOps):
             self._uploads.close()
             self._uploads = None
 
-    def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], weight_format: str = "auto"
-    ) -> PackedWeight[Tensor]:
-        """In the compute type, so that `linear` need not convert, or quantised on the device."""
+    def to_device(self, tensor: Tensor) -> Tensor:
         uploads = self._uploads
-        if uploads is None or weights[0].device.type != "cpu":
-            packed = super().pack_linear(weights, biases, weight_format)
-            if packed.scales is not None:
-                return packed
-            return PackedWeight(with_room(packed.matrix.to(self.torch_dtype)), packed.bias)
-        bias = stack_biases(weights, biases)
-        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
-        if weight_format == INT8:
-            matrix, scales = quantize_rows([uploads.stack(weights, weights[0].dtype)], self.device)
-            return PackedWeight(matrix, bias, scales)
-        return PackedWeight(with_room(uploads.stack(weights, self.torch_dtype)), bias)
+        return super().to_device(tensor) if uploads is None or tensor.device.type != "cpu" else uploads.send(tensor)
 
     @cached_property
     def _graph_memory(self) -> Any:
         """One memory for what all captured calls compute on the way: they run one after the other."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+    def capture(self, call: Callable[[], Tensor]) -> Replay[Tensor] | None:
         if self.device == "cpu":
             return None
         memory, stream = self._graph_memory
@@ -196,7 +143,7 @@ class TritonOps(TorchOps):
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def repeat() -> Tensor:
+        def repeat(num_rows: int = 0) -> Tensor:
             graph.replay()
             return result
 
@@ -236,10 +183,11 @@ class TritonOps(TorchOps):
         batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
         num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
         contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
-        batch.derived[PLACES] = Places(
+        places = Places(
             contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
             tiles=self._prompt_tiles.setdefault(num_rows, {}),
         )
+        find_places.set(batch, places)
         return batch
 
     def _count(self, num: int) -> Tensor:
@@ -252,9 +200,9 @@ class TritonOps(TorchOps):
         state.last_tokens.scatter_(0, inputs[Input.ROW], tokens)
 
     def recurrent(self) -> RecurrentOps[Tensor]:
-        from archerfish.kernels.triton.many_mixes import DecodingRecurrentOps
+        from archerfish.kernels.triton.recurrent import TritonRecurrentOps
 
-        return DecodingRecurrentOps(self)
+        return TritonRecurrentOps(self)
 
     @cached_property
     def _sampling(self) -> TritonSampling:
@@ -331,11 +279,11 @@ class TritonOps(TorchOps):
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:
         """In one kernel where all sequences have one new token."""
-        turning = Turning(rotary, q_norm, k_norm, eps)
-        if not takes_new(qkv, batch, heads, turning):
+        rotation = Rotation(rotary, q_norm, k_norm, eps)
+        if not takes_new(qkv, batch, heads, rotation):
             return super().store_and_attend(qkv, kv, batch, heads, rotary, q_norm=q_norm, k_norm=k_norm, eps=eps)
         out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=qkv.dtype, device=qkv.device)
-        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, turning=turning)
+        attend_decodes(qkv, kv, batch, heads, out, self.num_processors, self.decode_tile, rotation=rotation)
         if batch.num_tokens < len(qkv):
             out[batch.num_tokens :] = 0
         return out
@@ -347,47 +295,15 @@ class TritonOps(TorchOps):
 
     # Products with few rows
 
-    def takes_few_rows(self, x: Tensor, packed: PackedWeight[Tensor]) -> bool:
-        """Whether a product is for `triton/linear.py`; of rows that are not in the compute type, once they are normalised."""
-        is_plain = self.can_normalise(x) and self.is_plain(packed) and packed.matrix.is_contiguous()
-        return is_plain and 0 < len(x) <= (MAX_ROWS if packed.scales is None else MAX_INT8_ROWS)
-
-    def is_plain(self, packed: PackedWeight[Tensor]) -> bool:
-        """Whether weights have the type that they usually have."""
-        return packed.matrix.dtype == (self.torch_dtype if packed.scales is None else torch.int8)
-
-    def linear(
-        self, x: Tensor, weight: LinearWeight[Tensor], *, activation: Activation = "none", residual: Tensor | None = None
-    ) -> Tensor:
-        packed = weight.get()
-        is_plain = x.dtype == self.torch_dtype and self.is_plain(packed)
-        if residual is not None:
-            is_plain = is_plain and residual.dtype in (x.dtype, torch.float32) and residual.stride(-1) == 1
-        if is_plain and self.takes_few_rows(x, packed):
-            tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
-            dtype = x.dtype if residual is None else residual.dtype
-            return triton_linear.linear(x, packed, tile, activation=activation, residual=residual, dtype=dtype)
-        if residual is not None and is_plain and packed.bias is None and activation == "none":
-            added = add_tile(len(x), packed.matrix, x.element_size(), shared_bytes(x.device))
-            if added and packed.matrix.is_contiguous() and x.stride(-1) == 1:
-                return triton_linear.add_rows(residual, x, packed, added)
-            return add_product(residual, x, self.wide_matrix(packed))
-        return super().linear(x, weight, activation=activation, residual=residual)
-
     def normed_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: LinearWeight[Tensor], *, residual: Tensor | None = None,
         gate: Activation | None = None,
     ) -> tuple[Tensor, Tensor]:
         packed = weight.get()
-        if not self.takes_few_rows(x, packed):
-            is_bare = packed.matrix.dtype == self.torch_dtype and packed.bias is None and packed.matrix.is_contiguous()
-            cut = gate_tile(len(x), packed.matrix, shared_bytes(x.device)) if is_bare else None
-            if gate is None or cut is None:
-                return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
-            x, total = self.rms_norm(x, norm, eps, residual=residual)
-            return triton_linear.gate_tiles(x, packed.matrix, cut, gate), total
-        is_gated = gate is not None
-        tile, total = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype, is_gated=is_gated), x
+        if not isinstance(packed, RowsWeight) or not packed.takes(x):
+            return super().normed_linear(x, norm, eps, weight, residual=residual, gate=gate)
+        is_gated, total = gate is not None, x
+        tile = packed.tile_for(x, is_gated=is_gated)
         is_fused = residual is None and not tile.is_dot and (tile.num_programs > 0 or x.shape[1] <= NORMED_WIDTH)
         if not is_fused:
             x, total = self.rms_norm(x, norm, eps, residual=residual)
@@ -399,16 +315,14 @@ class TritonOps(TorchOps):
 
     def logits(self, x: Tensor, head: LinearWeight[Tensor], *, softcap: float = 0.0) -> Tensor:
         packed = head.get()
-        if softcap or x.dtype != self.torch_dtype or not self.is_plain(packed):
+        if softcap or x.dtype != self.torch_dtype or not isinstance(packed, RowsWeight):
             return super().logits(x, head, softcap=softcap)
-        if not self.takes_few_rows(x, packed):
-            is_half = packed.bias is None and x.is_cuda and x.dtype != torch.float32  # float32 straight from the product
-            if not is_half:
-                return super().logits(x, head)
-            matrix = self.wide_matrix(packed)
-            return torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
-        tile = self.linear_tile or choose_tile(x, packed.matrix, self.torch_dtype)
-        return triton_linear.linear(x, packed, tile, dtype=torch.float32)
+        if packed.takes(x):
+            return triton_linear.linear(x, packed, packed.tile_for(x), dtype=torch.float32)
+        if packed.bias is not None or not x.is_cuda or x.dtype == torch.float32:
+            return super().logits(x, head)
+        matrix = packed.dequantised()  # float32 straight from the product
+        return torch.mm(x, filled_up(matrix).t(), out_dtype=torch.float32)[:, : len(matrix)]
 
     # Encoders
 

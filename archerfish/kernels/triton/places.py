@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
+from archerfish.kernels.torch.weak_cache import WeakCache
 from archerfish.kernels.triton.tiles import next_power_of_2
 
 Tensor = torch.Tensor
-PLACES = "triton places"  # key in PagedBatch.derived
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4  # that the parts of decodes should come to
 MAX_SHARED_PARTS = 32
@@ -40,10 +40,10 @@ class Gathering:
 
 @dataclass
 class Places:
-    """What the kernels ask of a batch, on the device; lengths as int32. Kept in `PagedBatch.derived` for all layers.
+    """What the kernels ask of a batch, on the device; lengths as int32. Found once for all layers by `find_places`.
 
-    A captured graph puts its own there, over buffers that it refills: of a batch of decodes only context_lens is read, and
-    a context of 0 gives a row of zeros.
+    The batch of a recorded step has places over buffers that each step refills: of a batch of decodes only context_lens is
+    read, and a context of 0 gives a row of zeros.
     """
 
     context_lens: Tensor  # (sequences,)
@@ -88,18 +88,19 @@ def send_pieces(pieces: Sequence[Ids], device: torch.device) -> list[Tensor]:
     return [sent[place : place + length] for length, place in zip(lengths, places, strict=False)]
 
 
-def find_places(batch: PagedBatch[Tensor], device: torch.device) -> Places:
-    if PLACES not in batch.derived:
-        starts = np.cumsum(batch.query_lens) - batch.query_lens
-        num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
-        pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
-        contexts, rows, query_lens, shared = send_pieces(pieces, device)
-        places = batch.derived[PLACES] = Places(contexts, rows, query_lens, shared if batch.num_shared else None)
-        if num_new and not batch.is_deterministic:
-            places.is_gathered = num_keys <= GATHER_RATIO * num_new
-            places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
-    found: Places = batch.derived[PLACES]
-    return found
+def new_places(batch: PagedBatch[Tensor]) -> Places:
+    starts = np.cumsum(batch.query_lens) - batch.query_lens
+    num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
+    pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
+    contexts, rows, query_lens, shared = send_pieces(pieces, batch.token_ids.device)
+    places = Places(contexts, rows, query_lens, shared if batch.num_shared else None)
+    if num_new and not batch.is_deterministic:
+        places.is_gathered = num_keys <= GATHER_RATIO * num_new
+        places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
+    return places
+
+
+find_places = WeakCache(new_places)
 
 
 def cut(lengths: Ids, size: int) -> tuple[Ids, Ids]:

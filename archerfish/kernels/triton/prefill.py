@@ -140,7 +140,7 @@ def attend_prefills(
     mask: BlockMask[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with several new tokens."""
-    places = find_places(batch, q.device)
+    places = find_places(batch)
     group = heads.num_heads // heads.num_kv_heads
     is_gathered = places.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
     is_short = mask is not None or group <= places.num_short_heads

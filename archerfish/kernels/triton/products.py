@@ -5,13 +5,10 @@ adds up at the end. It can normalise the rows on the way: the scale of a row is 
 is applied to the sums. `stream_kernel` is for one wide row: its programs stay, so that they read and normalise the row once.
 `multiply_tiles_kernel` is for more rows: it uses the tensor cores, each warp for its own part of the columns. `add_rows_kernel`
 is for a batch of rows and outputs so few that cuBLAS leaves most of a card idle, or needs a second kernel to add up parts.
-`multiply_shares_kernel` is for as few outputs of many columns: programs have a share of these each, and who reads the result
-adds up. `gate_tiles_kernel` is for any number of rows with a gate, which it applies to sums that are not rounded before.
 
-Activation, gate and residual are applied before anything is written, and what a row gives depends on no other row. Weights may
-be int8, with a scale for each output, which is applied to the finished sum; without, scales are None and nothing is compiled
-for them. No
-`from __future__ import annotations` here: see `triton/norm.py`.
+Activation, gate and residual are applied before anything is written, and the result of a row depends on no other row. Weights
+may be integers with a scale for each output, which is applied to the finished sum; without scales nothing is compiled for them.
+No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -29,6 +26,11 @@ def activate(x, activation: tl.constexpr):
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif activation == "relu":
         x = tl.maximum(x, 0.0)
+    elif activation == "relu_squared":
+        x = tl.maximum(x, 0.0)
+        x = x * x
+    elif activation == "sigmoid":
+        x = 1.0 / (1.0 + tl.exp(-x))
     elif activation == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif activation == "tanh":
@@ -52,7 +54,7 @@ def load_addends(bias, residual, lines, up_lines, has_bias: tl.constexpr, has_re
 
 @triton.jit
 def load_scales(scales, lines, up_lines, is_gated: tl.constexpr):
-    """Of the outputs of int8 weights, and of their upper half; 1 where there are none."""
+    """The scales of outputs, and of their upper half; 1 where there are none."""
     scale = 1.0
     up_scale = 1.0
     if scales is not None:
@@ -277,10 +279,10 @@ def multiply_tiles_kernel(
 
 
 @triton.jit
-def fetch_rows(lines, width, most: tl.constexpr, is_early: tl.constexpr):
-    """lines: addresses of rows of weights, (rows, 1), of which a program is going to read some columns, at most so many."""
+def fetch_rows(lines, width: tl.constexpr, is_early: tl.constexpr):
+    """lines: addresses of rows of weights, (rows, 1), that a program is going to read."""
     step: tl.constexpr = 1024 // lines.dtype.element_ty.primitive_bitwidth
-    place = tl.arange(0, triton.next_power_of_2((most + step - 1) // step)) * step
+    place = tl.arange(0, triton.next_power_of_2((width + step - 1) // step)) * step
     fetch_early(lines + tl.minimum(place, width - 1)[None, :], is_early)
 
 
@@ -293,51 +295,21 @@ def load_batch(x, x_stride, row, place, num_rows, width: tl.constexpr):
 
 @triton.jit
 def multiply_rows(
-    x, x_stride, row, num_rows, weight, lines, first, width: tl.constexpr, span: tl.constexpr, rows: tl.constexpr,
-    outputs: tl.constexpr, columns: tl.constexpr,
+    x, x_stride, row, num_rows, weight, lines, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
+    columns: tl.constexpr,
 ):
-    """Rows of x times lines of weights over a span of columns, on tensor cores that all warps share: (rows, outputs)."""
-    tl.static_assert(span == width or span % columns == 0, "columns of two spans would be read twice")
-    piece = first + tl.arange(0, columns)
+    """Rows of x times lines of weights, on tensor cores that all warps share: (rows, outputs)."""
+    piece = tl.arange(0, columns)
     y = tl.zeros((rows, outputs), tl.float32)
-    for start in range(0, span, columns):
+    for start in range(0, width, columns):
         values = load_batch(x, x_stride, row, start + piece, num_rows, width)
         place = (start + piece)[:, None]
-        if width % span == 0 and span % columns == 0:
+        if width % columns == 0:
             tile = tl.load(weight + lines[None, :] * width + place)
         else:
             tile = tl.load(weight + lines[None, :] * width + place, mask=place < width, other=0.0)
         y = tl.dot(values, tile.to(values.dtype), y, input_precision="ieee")
     return y
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def multiply_shares_kernel(
-    x, weight, scales, out, num_rows, num_outputs, x_stride, width: tl.constexpr, span: tl.constexpr, rows: tl.constexpr,
-    outputs: tl.constexpr, columns: tl.constexpr, is_early: tl.constexpr,
-):
-    """out: (shares, rows, outputs) float32, of a span of columns each, which add up to the product."""
-    own = tl.program_id(0) * outputs + tl.arange(0, outputs)
-    lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
-    share = tl.program_id(1)
-    fetch_rows(weight + lines[:, None] * width + share * span, tl.minimum(span, width - share * span), span, is_early)
-    row = tl.program_id(2) * rows + tl.arange(0, rows)
-    follow(is_early)
-    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, share * span, width, span, rows, outputs, columns)
-    if scales is not None:
-        y *= tl.load(scales + lines)[None, :]
-    target = (share * num_rows + row)[:, None] * num_outputs + own[None, :]
-    tl.store(out + target, y, mask=(row < num_rows)[:, None] & (own < num_outputs)[None, :])
-
-
-@triton.jit(do_not_specialize=["size"])
-def add_shares_kernel(sums, shares, out, size, num_shares: tl.constexpr, block: tl.constexpr):
-    """What `multiply_shares_kernel` has left, where nothing else adds it up."""
-    place = tl.program_id(0) * block + tl.arange(0, block)
-    wide = tl.load(sums + place, mask=place < size, other=0.0).to(tl.float32)
-    for share in tl.static_range(num_shares):
-        wide += tl.load(shares + share * size + place, mask=place < size, other=0.0)
-    tl.store(out + place, wide.to(out.dtype.element_ty), mask=place < size)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -348,34 +320,13 @@ def add_rows_kernel(
     """total += x @ weight.T, in tiles of some rows and outputs."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
     lines = tl.minimum(own, num_outputs - 1).to(tl.int64)
-    fetch_rows(weight + lines[:, None] * width, width, width, is_early)
+    fetch_rows(weight + lines[:, None] * width, width, is_early)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     place = row[:, None] * total_stride + own[None, :]
     is_inside = (row < num_rows)[:, None] & (own < num_outputs)[None, :]
     follow(is_early)
     added = tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
-    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, 0, width, width, rows, outputs, columns)
+    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, width, rows, outputs, columns)
     if scales is not None:
         y *= tl.load(scales + lines)[None, :]
     tl.store(total + place, (y + added).to(total.dtype.element_ty), mask=is_inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def gate_tiles_kernel(
-    x, weight, out, num_rows, num_outputs, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
-    columns: tl.constexpr, row_tiles: tl.constexpr, activation: tl.constexpr,
-):
-    """x, weight and out are descriptors of tiles. Programs that run side by side have row_tiles tiles of rows in common."""
-    num_tiles = tl.cdiv(num_outputs, outputs)
-    place = tl.program_id(0) % (row_tiles * num_tiles)
-    first = tl.program_id(0) // (row_tiles * num_tiles) * row_tiles
-    height = tl.minimum(tl.cdiv(num_rows, rows) - first, row_tiles)
-    row = (first + place % height) * rows
-    own = place // height * outputs
-    gate = tl.zeros((rows, outputs), tl.float32)
-    up = tl.zeros((rows, outputs), tl.float32)
-    for start in range(0, width, columns):
-        values = x.load([row, start])
-        gate = tl.dot(values, tl.trans(weight.load([own, start])), gate, input_precision="ieee")
-        up = tl.dot(values, tl.trans(weight.load([num_outputs + own, start])), up, input_precision="ieee")
-    out.store([row, own], (activate(gate, activation) * up).to(out.dtype))

@@ -22,7 +22,7 @@ FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 def move_heads(
     source, target, target_stride, norm, cos, sin, eps, is_written,
     num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
-    rest_block: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr,
+    rest_block: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr,
 ):
     """Heads that lie one after the other at source, to target with a stride between them."""
     heads = tl.arange(0, rows)[:, None]
@@ -43,10 +43,10 @@ def move_heads(
         high = high * scale * tl.load(norm + half + pair, mask=pair < half, other=0.0)
         if rest_block > 0:
             rest = rest * scale * tl.load(norm + place, mask=place < head_dim, other=0.0)
-    if is_turned:
-        turned = low * cos - high * sin
+    if is_rotated:
+        rotated = low * cos - high * sin
         high = high * cos + low * sin
-        low = turned
+        low = rotated
     kind = target.dtype.element_ty
     tl.store(target + heads * target_stride + pair, low.to(kind), mask=is_pair & is_written)
     tl.store(target + heads * target_stride + half + pair, high.to(kind), mask=is_pair & is_written)
@@ -55,15 +55,15 @@ def move_heads(
 
 
 @triton.jit
-def turning_factors(cos_sin, norm, head_dim: tl.constexpr, is_turned: tl.constexpr, is_normed: tl.constexpr):
-    """What `turn_heads` multiplies a head's values by, and those half a head away. head_dim is a power of 2."""
+def rotation_factors(cos_sin, norm, head_dim: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr):
+    """What `rotate_heads` multiplies a head's values by, and those half a head away. head_dim is a power of 2."""
     half: tl.constexpr = head_dim // 2
     dims = tl.arange(0, head_dim)[None, :]
     own = tl.full((1, head_dim), 1.0, tl.float32)
     other = tl.zeros((1, head_dim), tl.float32)
     if is_normed:
         own = tl.load(norm + dims).to(tl.float32)
-    if is_turned:
+    if is_rotated:
         own *= tl.load(cos_sin + dims % half)
         other = tl.where(dims < half, -1.0, 1.0) * tl.load(cos_sin + half + dims % half)
         if is_normed:
@@ -80,13 +80,13 @@ def load_heads(source, is_inside, head_dim: tl.constexpr):
 
 
 @triton.jit
-def turn_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.constexpr):
+def rotate_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.constexpr):
     """What `load_heads` gave, in float32: normalised, and all of each rotated."""
     values = loaded[0].to(tl.float32)
-    turned = values * factors[0] + loaded[1].to(tl.float32) * factors[1]
+    rotated = values * factors[0] + loaded[1].to(tl.float32) * factors[1]
     if is_normed:
-        turned = turned * tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
-    return turned
+        rotated = rotated * tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
+    return rotated
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -95,13 +95,13 @@ def store_kv_kernel(
     block_stride, token_stride, head_stride,
     block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
     q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
-    is_turned: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
+    is_rotated: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
     is_early: tl.constexpr,
 ):
     follow(is_early)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, half_block)[None, :]
-    if is_turned:
+    if is_rotated:
         table = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride + pair
         cos = tl.load(table, mask=pair < half, other=0.0)
         sin = tl.load(table + half, mask=pair < half, other=0.0)
@@ -113,7 +113,7 @@ def store_kv_kernel(
     if (part == 0) | (tl.num_programs(1) == 1):
         move_heads(
             source, q + token * num_heads * head_dim, head_dim, q_norm, cos, sin, eps, token >= 0,
-            num_heads, head_dim, half, q_rows, half_block, rest_block, is_turned, has_q_norm,
+            num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, has_q_norm,
         )
     slot = tl.load(slots + token).to(tl.int64)
     is_stored = (token < num_tokens) & (slot >= 0)
@@ -122,7 +122,7 @@ def store_kv_kernel(
     if (part == 1) | (tl.num_programs(1) == 1):
         move_heads(
             source, keys + place, head_stride, k_norm, cos, sin, eps, is_stored,
-            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_turned, has_k_norm,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, has_k_norm,
         )
     source += num_kv_heads * head_dim
     if (part == 2) | (tl.num_programs(1) == 1):
@@ -152,7 +152,7 @@ def store_kv(
         block_stride, token_stride, head_stride,
         block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
         q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
-        rest_block=next_power_of_2(rest) if rest else 0, is_turned=rotary is not None,
+        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
         has_q_norm=q_norm is not None, has_k_norm=k_norm is not None,
         num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
     )

@@ -1,4 +1,4 @@
-"""How products of few rows are cut: what was measured for the shapes of known models, and what is good for most others."""
+"""How products of few rows are cut into the work of programs. The numbers were measured on an H200."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from functools import cache
 
 import torch
 
-MAX_ROWS = 16  # of a product; cuBLAS is as quick with more
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
-MIN_SHARES_WIDTH = 2048  # of a product whose shares are added up later
-MAX_INT8_ROWS = 64  # of a product of int8 weights, which cuBLAS would have to be given in another type
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
-DIRECT_ROWS = 4  # without tensor cores, unless a tile says otherwise
+DIRECT_ROWS = 2  # of activations, up to which a product is quicker without tensor cores
 NORMED_WIDTH = 2048  # up to which normalising in every program that does not stay costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
-HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
 FEW_OUTPUTS = 2048  # of a product, up to which programs have too few turns to stay for
-FEW_GATED_ROWS, SOME_GATED_ROWS, MAX_GATED_WIDTH = 128, 512, 2048  # of a product with its gate, to choose by
 TURN_BYTES = 16 << 10  # of weights, that a program which stays reads in a turn
 MAX_TURNS = 6  # on their way at once
 NUM_STREAMS = 264  # programs that stay: two for each processor of a Hopper
@@ -49,59 +44,6 @@ class AddTile:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class ShareTile:
-    """How a product of a batch of rows is cut whose shares are added up later."""
-
-    rows: int
-    outputs: int
-    span: int  # columns of a share
-    columns: int  # read at a time
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class GateTile:
-    """How a product of many rows with a gate is cut."""
-
-    rows: int
-    outputs: int  # each of two rows of weights
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
-    (1, 4096, 1024): LinearTile(8, 512, 2, 1),
-    (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
-    (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (1, 1024, 2048): LinearTile(4, 512, 4, 1),
-    (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
-    (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
-    (1, 6144, 1024): LinearTile(4, 512, 2, 1),
-    (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
-    (1, 1024, 3072): LinearTile(1, 1024, 8, 1),
-    (4, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
-    (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 151936, 1024): LinearTile(4, 1024, 4, 1),
-    (1, 1024, 4096): LinearTile(4, 1024, 4, 1),
-    (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
-    (1, 6144, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
-    (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (1, 4096, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
-    (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
-    (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
-    (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
-    (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
-    (4, 128256, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
-    (16, 128256, 4096): LinearTile(32, 512, 4, 3, is_dot=True),
-}
-
-
 def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> AddTile | None:
     """The best of ten that were tried on an H200, with as many stages as there is room for; None where cuBLAS is as quick."""
     (num_outputs, width), is_wide = weight.shape, num_rows > FEW_ADDED_ROWS
@@ -110,31 +52,6 @@ def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes
     rows, outputs, stage_columns = (64, 16, 256) if is_wide else (32, 16, 512)
     num_stages = most_bytes // ((rows + outputs) * stage_columns)
     return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
-
-
-def share_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> ShareTile | None:
-    """Shares of a product of many columns, so that it has as many programs as a card has processors; None: not worth it."""
-    num_outputs, width = weight.shape
-    if num_rows > MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width < MIN_SHARES_WIDTH:
-        return None
-    outputs, span, columns = 64, 512, 256 // element_bytes
-    num_stages = most_bytes // ((64 + outputs) * columns * element_bytes)
-    return ShareTile(64, outputs, span, columns, 4, max(1, min(5, num_stages)))
-
-
-def gate_tile(num_rows: int, weight: torch.Tensor, most_bytes: int) -> GateTile | None:
-    """The best of eight that were tried on an H200; None where cuBLAS and a kernel for the gate are as quick, where rows do not
-    begin at multiples of 16 bytes, or where there is no room for what is on its way."""
-    num_weights, width = weight.shape
-    is_aligned = weight.element_size() == 2 and width % 8 == 0 and num_weights % 16 == 0
-    if not is_aligned or width > MAX_GATED_WIDTH:
-        return None
-    if num_rows <= FEW_GATED_ROWS:
-        tile = GateTile(64, 64, 64, 4, 6)
-    else:
-        tile = GateTile(64, 128, 64, 4, 4) if num_rows <= SOME_GATED_ROWS else GateTile(128, 128, 64, 8, 3)
-    stage_bytes = (tile.rows + 2 * tile.outputs) * tile.columns * weight.element_size()
-    return tile if tile.num_stages * stage_bytes <= most_bytes else None
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -152,7 +69,7 @@ def dot_block(size: int) -> int:
 
 
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, *, is_gated: bool = False) -> LinearTile:
-    """int8 weights are cut as those of the compute type, beside which they stand in shared memory."""
+    """Integer weights are cut as weights of the compute type are, which they become in shared memory."""
     return tile_of(len(x), *weight.shape, is_gated, dtype.itemsize, shared_bytes(x.device))
 
 
@@ -170,12 +87,12 @@ def shared_bytes(device: torch.device) -> int:
 def tile_of(
     num_rows: int, num_weights: int, width: int, is_gated: bool, element_bytes: int, most_bytes: int = SHARED_BYTES
 ) -> LinearTile:
-    """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights."""
+    """A tile by the rows of activations, and by the rows (num_weights) and columns (width) of the weights.
+
+    One wide row is read by programs that stay for several tiles; a few rows are multiplied without tensor cores; more with.
+    """
     rows = next_power_of_2(num_rows)
     copies = 2 if is_gated else 1
-    tuned = TUNED.get((rows, num_weights, width)) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
-    if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
-        return tuned
     widest = next_power_of_2(width)
     if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH and num_weights > FEW_OUTPUTS:
         outputs = max(1, TURN_BYTES // (widest * element_bytes * copies))

@@ -1,35 +1,19 @@
-"""Triton kernels of RWKV-7's mixes. What they compute stands in `wkv.py`.
+"""Triton kernels of RWKV-7's recurrence. `torch/wkv.py` says what they compute, `triton/recurrent.py` launches them.
 
 A program has one head of one sequence and keeps its state in registers, storing it behind each piece of the sequence. It does
 all that lies between a time mix's products: decay, rate, keys, recurrence, norm of the head, bonus and gate touch nothing but
 the head's own columns. `mix_decodes_kernel` has one token of each sequence, `mix_tokens_kernel` takes one after the other,
-`mix_chunks_kernel` a chunk of them at once, as `wkv.py` says.
+`mix_chunks_kernel` a chunk of them at once, as `torch/wkv.py` says.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 
-from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input
-from archerfish.kernels.recurrent import FIRST_SLOT, NO_SLOT, HeadInputs, HeadWeights, RecurrentBatch
-from archerfish.kernels.sampling import SamplingBatch
-from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.wkv import Ends, TorchRecurrentOps
-from archerfish.kernels.triton.launch import early_start, follow
+from archerfish.kernels.triton.launch import follow
 from archerfish.kernels.triton.products import append
-from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
-
-Tensor = torch.Tensor
-SHIFT_BLOCK = 1024  # columns of a program
-CHUNK = 16  # tokens: the least that a product of tiles takes
-WARPS = 8  # of a head: with 4, a state and what is made of it fill all registers and more
-DECODE_HEIGHT, DECODE_WARPS = 32, 1  # of a piece of a state, and of a head with one token: a single warp waits for no other
-MIN_CHUNKED = 16  # tokens of the longest sequence from which on chunks are used
 
 
 @triton.jit
@@ -314,81 +298,3 @@ def stage_states_kernel(
     tl.store(places + 2 * num_rows + sequence, source)
     tl.store(places + 3 * num_rows + sequence, tl.where(is_real, tl.load(block_words + sequence) + first_slot, no_slot))
     tl.store(places + 4 * num_rows + sequence, position + 1)
-
-
-class TritonRecurrentOps(TorchRecurrentOps):
-    """Shift and heads in one kernel each; longer inputs in chunks where one has at least `min_chunked` tokens."""
-
-    def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
-        super().__init__(ops)
-        self.min_chunked = min_chunked
-        self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
-
-    def shift(self, x: Tensor, inputs: Tensor, batch: RecurrentBatch[Tensor], factors: Tensor) -> tuple[Tensor, ...]:
-        num_rows, width = x.shape
-        num_factors = factors.numel() // width
-        x = x.contiguous()
-        out = torch.empty((num_factors, num_rows, width), dtype=x.dtype, device=x.device)
-        stores = batch.num_decodes == batch.num_sequences
-        block = min(next_power_of_2(width), SHIFT_BLOCK)
-        shift_kernel[(num_rows, cdiv(width, block))](
-            x, inputs, batch.previous, batch.targets, factors, out, num_rows, inputs.stride(0),
-            width=width, block=block, num_factors=num_factors, stores=stores, num_warps=max(1, min(8, block // 256)),
-        )
-        if not stores:
-            inputs.index_copy_(0, batch.targets, x.index_select(0, Ends.of(batch).last_rows))
-        return out.unbind(0)
-
-    def mix_heads(
-        self, inputs: HeadInputs[Tensor], weights: HeadWeights[Tensor], states: Tensor, batch: RecurrentBatch[Tensor]
-    ) -> Tensor:
-        num_heads, dim = states.shape[1], states.shape[2]
-        out = torch.empty_like(inputs.value)
-        has_value_mix = inputs.first_value is not None and inputs.value_mix is not None
-        tensors = [
-            each.contiguous() for each in (
-                inputs.receptance, inputs.decay, inputs.key, inputs.value, inputs.rate, inputs.gate,
-                inputs.value if inputs.first_value is None else inputs.first_value,
-                inputs.value if inputs.value_mix is None else inputs.value_mix,
-            )
-        ]
-        vectors = (weights.removal, weights.replacement, weights.bonus, weights.norm, weights.norm_bias, weights.eps)
-        pieces = (states, batch.sources, batch.targets, batch.starts)
-        num_decodes, num_sequences = batch.num_decodes, batch.num_sequences
-        last = (out, states.stride(0), out.shape[1])
-        if num_decodes:
-            mix_decodes_kernel[(num_decodes, num_heads)](
-                *tensors, *vectors, *pieces[:3], *last, dim=dim, height=min(dim, DECODE_HEIGHT),
-                has_value_mix=has_value_mix, num_warps=DECODE_WARPS, **early_start(out.device),
-            )
-        if num_decodes == num_sequences:
-            return out
-        grid, rest = (num_sequences - num_decodes, num_heads), (*pieces, batch.first_pieces[num_decodes:], *last)
-        if int(batch.query_lens.max()) < self.min_chunked or batch.is_deterministic:
-            mix_tokens_kernel[grid](
-                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, num_warps=WARPS
-            )
-        else:
-            mix_chunks_kernel[grid](
-                *tensors, *vectors, *rest, dim=dim, has_value_mix=has_value_mix, chunk=CHUNK, num_warps=WARPS
-            )
-        return out
-
-    def decode_batch(
-        self, inputs: Tensor, state: DecodeState[Tensor]
-    ) -> tuple[RecurrentBatch[Tensor], SamplingBatch[Tensor]]:
-        num = inputs.shape[1]
-        if num not in self._counting:
-            self._counting[num] = torch.arange(num + 1, device=inputs.device)
-        every, ones = self._counting[num], np.ones(num, dtype=np.int64)
-        places = torch.empty((5, num), dtype=torch.int64, device=inputs.device)
-        stage_states_kernel[(num,)](
-            inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.SOURCE],
-            state.last_tokens, places, num, on_device=ON_DEVICE, first_slot=FIRST_SLOT, no_slot=NO_SLOT, num_warps=1,
-        )
-        token_ids, previous, sources, targets, positions = places
-        batch = RecurrentBatch(
-            num_tokens=num, num_decodes=num, query_lens=ones, piece_counts=ones, piece_lens=ones, token_ids=token_ids,
-            previous=previous, sources=sources, targets=targets, starts=every, first_pieces=every,
-        )
-        return batch, sampling_batch(inputs, positions, every[:-1])

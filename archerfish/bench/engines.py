@@ -1,0 +1,432 @@
+"""The engines that benches compare, each with the same few methods; they run in the processes of `worker`.
+
+Nothing but the standard library is imported before `start` is called, because imports are one of the things measured. Of
+archerfish only the public surface is used, so that another version can be measured beside this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+WARMUP_CALLS = 10
+T = TypeVar("T")
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """The seconds that a call takes, and its result."""
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def memory_bytes(key: str) -> int:
+    """VmRSS (resident memory) or VmHWM (its peak) of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+class Engine:
+    """What every engine has: a timed start."""
+
+    def imports(self) -> str:
+        """Import what the first call needs; returns the version."""
+        raise NotImplementedError
+
+    def load(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> dict[str, Any]:
+        """Import and load, each timed."""
+        import_s, version = timed(self.imports)
+        load_s, _ = timed(self.load)
+        return {"version": version, "import_s": import_s, "load_s": load_s, "rss_bytes": memory_bytes("VmRSS")}
+
+
+# Text generation
+
+
+class TextEngine(Engine):
+    """An engine that continues prompts of token ids; outputs have exactly the length that is asked for."""
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        """Continue all prompts; returns how many tokens each gave."""
+        raise NotImplementedError
+
+    def generate(self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0) -> float:
+        """The seconds that the prompts take together."""
+        seconds, counts = timed(lambda: self.run(prompts, outputs, temperature))
+        if counts != outputs:
+            raise RuntimeError(f"{sum(outputs)} tokens were asked for, {sum(counts)} came")
+        return seconds
+
+
+class Archerfish(TextEngine):
+    """LLMEngine."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def imports(self) -> str:
+        import archerfish
+
+        importlib.import_module("archerfish.engine.llm_engine")
+        return archerfish.__version__
+
+    def load(self) -> None:
+        from archerfish import EngineConfig, LLMEngine
+
+        self.engine = LLMEngine(EngineConfig(**self.options))
+
+    def params(self, num_output: int, temperature: float = 0.0) -> Any:
+        from archerfish import SamplingParams
+
+        return SamplingParams(max_tokens=num_output, temperature=temperature, ignore_eos=True)
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        params = [self.params(count, temperature) for count in outputs]
+        self.outputs = self.engine.generate(prompts, params)
+        return [len(output.token_ids) for output in self.outputs]
+
+    def token_times(self, prompt: list[int], num_output: int, *, clear: bool = True) -> list[float]:
+        """Seconds from the request to each token."""
+        if clear:
+            self.engine.clear_cache()
+        began = time.perf_counter()
+        deltas = self.engine.stream(prompt, self.params(num_output))
+        return [time.perf_counter() - began for delta in deltas if delta.token_ids]
+
+    def first_text_s(self, content: str) -> float:
+        """Seconds from a chat request to its first text."""
+        began = time.perf_counter()
+        parts = self.engine.stream_chat([{"role": "user", "content": content}], self.params(4))
+        times = [time.perf_counter() - began for part in parts if part.text]
+        return times[0]
+
+    def clear_cache(self) -> None:
+        self.engine.clear_cache()
+
+    def last_outputs(self) -> dict[str, Any]:
+        """The token ids of the last `generate`, and how many prompt tokens of each request came from the cache."""
+        return {
+            "token_ids": [list(output.token_ids) for output in self.outputs],
+            "num_cached": [output.num_cached_tokens for output in self.outputs],
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What benches need to know of the model and of the engine's memory."""
+        facts = self.engine.facts
+        return {
+            "directory": str(facts.directory), "dtype": facts.dtype, "device": facts.device,
+            "config": dict(facts.config.values), "vocab_size": facts.vocab_size, "has_states": facts.has_states,
+            "weight_bytes": facts.weight_bytes, "block_bytes": facts.memory.block_bytes,
+            "num_passes": self.engine.runner.num_forward_passes,
+            "kv_utilization": self.engine.scheduler.stats().kv_utilization,
+        }  # fmt: skip
+
+    def speech(self, text: str, num_streams: int, num_tokens: int, seed: int) -> list[float]:
+        """Seconds that so many streams of speech take at once, and the seconds of audio that they give."""
+        from archerfish import RwkvSampler, TTSRequest
+
+        sampler = RwkvSampler(self.engine)
+        requests = [TTSRequest(text=text, seed=1000 * seed + place, max_tokens=num_tokens) for place in range(num_streams)]
+        seconds, found = timed(lambda: sampler.generate_tts_tokens_batch(requests))
+        for tokens in found:
+            if tokens.error is not None:
+                raise tokens.error
+        return [seconds, sum(tokens.seconds for tokens in found)]
+
+    def copy_rate(self, num_bytes: int) -> float:
+        """Bytes a second that a copy on the engine's device reads and writes: the limit of a step that reads all weights."""
+        import torch
+
+        device = self.engine.facts.device
+        source = torch.ones(num_bytes // 4, device=device)
+        target = torch.empty_like(source)
+
+        def copy() -> None:
+            target.copy_(source)
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        copy()
+        return 2 * num_bytes / min(timed(copy)[0] for _ in range(5))
+
+
+class Transformers(TextEngine):
+    """transformers' own model and generate(), with our converted weights in our type."""
+
+    def __init__(self, directory: str, dtype: str, config: dict[str, Any], num_threads: int) -> None:
+        self.directory, self.dtype, self.config, self.num_threads = directory, dtype, config, num_threads
+
+    def imports(self) -> str:
+        import transformers
+
+        return str(transformers.__version__)
+
+    def load(self) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from archerfish import WeightLoader
+
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        values = dict(self.config)
+        dtype = getattr(torch, self.dtype)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        weights = {name: tensor.clone().to(dtype) for name, tensor in WeightLoader(self.directory).load_weights().items()}
+        model.to_empty(device="cpu")
+        missing, _ = model.load_state_dict(weights, strict=False)
+        assert all("lm_head" in name for name in missing), missing
+        model.tie_weights()
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # to_empty leaves this buffer unset
+        self.model = model.eval()
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        """One left-padded batch that runs as long as its longest output."""
+        import torch
+
+        width = max(map(len, prompts))
+        ids, mask = (torch.zeros((len(prompts), width), dtype=torch.int64) for _ in range(2))
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        self._generate(ids, max(outputs), attention_mask=mask)
+        return outputs
+
+    def token_times(self, prompt: list[int], num_output: int) -> list[float]:
+        import torch
+
+        times: list[float] = []
+        began = time.perf_counter()
+
+        class Clock:
+            def put(self, value: Any) -> None:
+                times.append(time.perf_counter() - began)
+
+            def end(self) -> None:
+                pass
+
+        mask = torch.ones((1, len(prompt)), dtype=torch.int64)
+        self._generate(torch.tensor([prompt]), num_output, attention_mask=mask, streamer=Clock())
+        return times[1:]  # the first call of put() brings the prompt
+
+    def _generate(self, ids: Any, num_output: int, **options: Any) -> None:
+        import torch
+
+        limits = {"max_new_tokens": num_output, "min_new_tokens": num_output, "eos_token_id": None, "pad_token_id": 0}
+        with torch.inference_mode():
+            self.model.generate(ids, do_sample=False, **limits, **options)
+
+
+class LlamaCpp(Engine):
+    """llama.cpp through the package llama-cpp-python; its Python interface has one sequence at a time."""
+
+    def __init__(self, model_path: str, num_threads: int) -> None:
+        self.model_path, self.num_threads = model_path, num_threads
+
+    def imports(self) -> str:
+        self.package: Any = importlib.import_module("llama_cpp")
+        return str(self.package.__version__)
+
+    def load(self) -> None:
+        threads = self.num_threads or os.cpu_count()
+        self.model = self.package.Llama(self.model_path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+    def token_times(self, prompt: list[int], num_output: int) -> list[float]:
+        self.model.reset()
+        began = time.perf_counter()
+        tokens = self.model.generate(prompt, temp=0.0, reset=False)
+        return [time.perf_counter() - began for _, _ in zip(range(num_output), tokens, strict=False)]
+
+
+class Vllm(TextEngine):
+    """vLLM's own LLM class."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def imports(self) -> str:
+        self.package: Any = importlib.import_module("vllm")
+        return str(self.package.__version__)
+
+    def load(self) -> None:
+        self.engine = self.package.LLM(**self.options)
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        make = self.package.SamplingParams
+        params = [make(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False) for count in outputs]
+        found = self.engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in found]
+
+
+class RwkvPackage(Engine):
+    """The package rwkv with random weights of a configuration, one stream."""
+
+    def __init__(self, config: dict[str, Any], strategy: str, directory: str) -> None:
+        self.config, self.strategy, self.path = config, strategy, Path(directory) / "random.pth"
+
+    def imports(self) -> str:
+        os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
+        self.package: Any = importlib.import_module("rwkv.model")
+        return importlib.metadata.version("rwkv")
+
+    def load(self) -> None:
+        self.write_checkpoint()
+        self.model = self.package.RWKV(model=str(self.path.with_suffix("")), strategy=self.strategy)
+        self.state = self.model.forward([1, 2, 3], None)[1]
+
+    def decode(self, num_tokens: int) -> float:
+        """The seconds that so many tokens of one stream take."""
+        began = time.perf_counter()
+        for token in range(1, num_tokens + 1):
+            logits, self.state = self.model.forward([token], self.state)
+            float(logits[0])  # waits for the device
+        return time.perf_counter() - began
+
+    def write_checkpoint(self) -> None:
+        """Random weights under the names that BlinkDL's checkpoints have."""
+        import torch
+
+        config, width = self.config, self.config["hidden_size"]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("emb.weight", "head.weight"), (config["vocab_size"], width))
+        norms = ["ln_out", "blocks.0.ln0"]
+        for layer in range(config["num_hidden_layers"]):
+            block, attention = f"blocks.{layer}", f"blocks.{layer}.att"
+            norms += [f"{block}.ln1", f"{block}.ln2", f"{attention}.ln_x"]
+            for letter, name in zip("wavg", ("decay", "a", "v", "gate"), strict=True):
+                rank = config[f"{name}_low_rank_dim"]
+                shapes |= {f"{attention}.{letter}1": (width, rank), f"{attention}.{letter}2": (rank, width)}
+            vectors = (*(f"x_{mix}" for mix in "rwkvag"), "w0", "a0", "v0", "k_k", "k_a")
+            shapes |= {f"{attention}.{name}": (1, 1, width) for name in vectors}
+            shapes |= {f"{attention}.{name}.weight": (width, width) for name in ("receptance", "key", "value", "output")}
+            shapes |= {f"{attention}.r_k": (width // 64, 64), f"{block}.ffn.x_k": (1, 1, width)}
+            shapes |= {f"{block}.ffn.key.weight": (4 * width, width), f"{block}.ffn.value.weight": (width, 4 * width)}
+        tensors = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+        for name in norms:
+            tensors |= {f"{name}.weight": torch.ones(width), f"{name}.bias": torch.zeros(width)}
+        torch.save({name: tensor.bfloat16() for name, tensor in tensors.items()}, self.path)
+
+
+# Embeddings
+
+
+class EmbeddingEngine(Engine):
+    """An engine that turns texts into vectors. `batch_sizes`: the first is its default."""
+
+    batch_sizes: tuple[int, ...] = (32,)
+
+    def __init__(self, source: str, device: str, num_threads: int, cache_dir: str, options: dict[str, Any]) -> None:
+        """options: those of [embed], which only our own engine takes."""
+        self.source, self.device, self.num_threads, self.cache_dir = source, device, num_threads, cache_dir
+        self.options = options
+
+    def encode(self, texts: list[str], batch_size: int) -> Any:
+        """An array with one vector for each text."""
+        raise NotImplementedError
+
+    def start(self) -> dict[str, Any]:
+        started = super().start()
+        first_s, _ = timed(lambda: self.encode(["Hello."], self.batch_sizes[0]))
+        return {**started, "first_s": first_s, "batch_sizes": self.batch_sizes}
+
+    def throughput(self, texts: list[str], batch_size: int, min_seconds: float) -> float:
+        """Texts a second. The same texts are encoded again until enough time has passed."""
+        began, num_done, elapsed = time.perf_counter(), 0, 0.0
+        while not num_done or elapsed < min_seconds:
+            self.encode(texts, batch_size)
+            num_done += len(texts)
+            elapsed = time.perf_counter() - began
+        return num_done / elapsed
+
+    def latencies(self, text: str, calls: int) -> list[float]:
+        times = [timed(lambda: self.encode([text], self.batch_sizes[0]))[0] for _ in range(WARMUP_CALLS + calls)]
+        return times[WARMUP_CALLS:]
+
+    def vectors(self, texts: list[str]) -> list[list[float]]:
+        found: list[list[float]] = self.encode(texts, self.batch_sizes[0]).tolist()
+        return found
+
+    def documents(self, count: int, batch_size: int) -> list[float]:
+        """Seconds for many short texts in one call, and by how many bytes the resident memory grew at most."""
+        texts = [f"Document {number}" for number in range(1, count + 1)]
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM starts again from what is resident now
+        before = memory_bytes("VmRSS")
+        seconds, _ = timed(lambda: self.encode(texts, batch_size))
+        return [seconds, max(0, memory_bytes("VmHWM") - before)]
+
+    def rss_bytes(self) -> int:
+        return memory_bytes("VmRSS")
+
+
+class ArcherfishEmbeddings(EmbeddingEngine):
+    """ArrowEngine, with the options of the command line."""
+
+    def imports(self) -> str:
+        for module in ("torch", "tokenizers", "archerfish.engine.arrow_engine", "archerfish.store.loader"):
+            importlib.import_module(module)
+        import archerfish
+
+        return archerfish.__version__
+
+    def load(self) -> None:
+        from archerfish import ArrowEngine, EmbedConfig, HubConfig
+
+        config = EmbedConfig(**{**self.options, "model": self.source})
+        self.engine = ArrowEngine(config, hub=HubConfig(cache_dir=self.cache_dir))
+
+    def encode(self, texts: list[str], batch_size: int) -> Any:
+        return self.engine.encode(texts, batch_size)
+
+
+class SentenceTransformers(EmbeddingEngine):
+    """sentence-transformers in float32, on torch."""
+
+    batch_sizes = (32, 64, 128)
+    dtype: str = "float32"
+    backend: Any = "torch"
+
+    def imports(self) -> str:
+        import sentence_transformers
+
+        return str(sentence_transformers.__version__)
+
+    def load(self) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        given = {"dtype": getattr(torch, self.dtype)} if self.backend == "torch" else {}
+        self.model: Any = SentenceTransformer(self.source, device=self.device, model_kwargs=given, backend=self.backend)
+
+    def encode(self, texts: list[str], batch_size: int) -> Any:
+        import numpy as np
+
+        return np.asarray(self.model.encode(texts, batch_size=batch_size, show_progress_bar=False), np.float32)
+
+
+class SentenceTransformersBfloat16(SentenceTransformers):
+    dtype = "bfloat16"
+
+
+class OnnxRuntime(SentenceTransformers):
+    """ONNX Runtime, as sentence-transformers runs it."""
+
+    backend = "onnx"
+
+
+class OpenVino(SentenceTransformers):
+    """OpenVINO, as sentence-transformers runs it; it takes bfloat16 where the CPU has it."""
+
+    backend = "openvino"

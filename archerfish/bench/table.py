@@ -1,0 +1,169 @@
+"""The table of benches: a name, a summary, options, the function that measures, and the targets.
+
+A function takes the options as a Namespace, in which a section of options (`engine`, `embed`, `hub`) is one object, and
+yields measurements and notes. Its module is imported when the bench runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, Options
+from archerfish.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from archerfish.bench.report import Found, Goal
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of a bench. Its default says what it takes: text, a number, yes or no, or a list."""
+
+    name: str
+    description: str
+    default: Any = ""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float = 1  # of numbers
+    is_positional: bool = False
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        keywords: dict[str, Any] = {"help": self.description, "default": self.default}
+        if self.is_positional:
+            keywords |= {"nargs": "*", "metavar": self.metavar}
+        elif isinstance(self.default, bool):
+            keywords["action"] = "store_true"
+        elif isinstance(self.default, tuple):  # numbers in one value, separated by commas
+            keywords |= {"type": self._numbers, "metavar": "A,B"}
+        elif isinstance(self.default, list):
+            keywords |= {"action": "append", "metavar": self.metavar}
+        elif isinstance(self.default, int | float):
+            keywords |= {"type": self._number, "metavar": "N" if isinstance(self.default, int) else "X"}
+        else:
+            keywords |= {"metavar": self.metavar or "TEXT"} if not self.choices else {"choices": self.choices}
+        parser.add_argument(self.name, **keywords)
+
+    def _number(self, text: str) -> float:
+        kind: type[int] | type[float] = float if isinstance(self.default, float) else int
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not self.minimum <= value < float("inf"):
+            raise InvalidOptionError(f"{self.name} must be a number of at least {self.minimum:g}, not {text!r}.")
+        return value
+
+    def _numbers(self, text: str) -> tuple[float, ...]:
+        try:
+            values = tuple(float(word) if "." in word else int(word) for word in text.split(","))
+        except ValueError:
+            values = ()
+        if not values or min(values) <= 0:
+            raise InvalidOptionError(f"{self.name} must be numbers above 0 separated by commas, not {text!r}.")
+        return values
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One entry of the table. function and goals: "module:name" below archerfish.bench."""
+
+    name: str
+    summary: str
+    function: str
+    flags: tuple[Flag, ...] = ()
+    sections: tuple[type[Options], ...] = ()
+    goals: str = ""
+    usage: str = ""
+
+    def measure(self, options: argparse.Namespace) -> Found:
+        function: Callable[[argparse.Namespace], Found] = load(self.function)
+        return function(options)
+
+    def read_goals(self) -> Iterable[Goal]:
+        goals: Iterable[Goal] = load(self.goals) if self.goals else ()
+        return goals
+
+
+def load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"archerfish.bench.{module}"), name)
+
+
+def rounds(default: int) -> Flag:
+    return Flag("--rounds", f"rounds of every measurement (default: {default})", default)
+
+
+NO_PEERS = Flag("--no-peers", "measure archerfish alone", False)
+AGAINST = Flag("--against", "a checkout of another version of archerfish, measured in the same rounds", metavar="DIR")
+GENERATION = (rounds(5), NO_PEERS, AGAINST)
+RWKV_SHAPES = ("tiny", "0.1b", "0.4b")
+GPU = (
+    Flag("--shapes", "qwen3-0.6b, llama-3.1-8b (default: both)", metavar="A,B"),
+    Flag("--vllm-path", "directory with vLLM (default: the installed one)", metavar="DIR"), NO_PEERS, AGAINST,
+)  # fmt: skip
+
+
+def rwkv_shape(default: str) -> Flag:
+    text = f"random weights of this shape, unless --model names a model (default: {default})"
+    return Flag("--shape", text, default, choices=RWKV_SHAPES)
+
+
+SERVE = (
+    Flag("scenarios", "chat8, embed, table, overload, overload-embed, disconnect, overhead, frontends (default: a load that "
+         "flags describe)", [], "SCENARIO", is_positional=True),
+    Flag("--server", "a server to load; may be repeated (default: start `archerfish serve`)", [], "NAME=URL"),
+    Flag("--start", "a command that starts that server before and is ended afterwards", [], "NAME=COMMAND"),
+    Flag("--model", "model that generates (default: the server's first)", metavar="MODEL"),
+    Flag("--embedding-model", "model that embeds (default: the server's first)", metavar="MODEL"),
+    Flag("--api-key-env", "environment variable that holds an API key", metavar="VARIABLE"),
+    Flag("--workload", "chat:64/16, completions:32-512/16-128, ids:64/16 (token ids) or embeddings:32; repeated, a mix "
+         "(default: chat:64/16)", [], "KIND:IN/OUT"),
+    Flag("--concurrency", "closed loop: requests at once (default: 8)", ()),
+    Flag("--rate", "open loop: Poisson arrivals a second", ()),
+    Flag("--requests", "requests of a measurement (default: 200)", 0, minimum=0),
+    Flag("--duration", "seconds of a measurement, instead of a number of requests", 0.0, minimum=0),
+    rounds(3),
+    Flag("--timeout", "seconds a request may take (default: 120)", 120.0, minimum=0.001),
+    Flag("--e2e-target", "milliseconds in which a whole answer must come to count as goodput", 0.0, minimum=0),
+)  # fmt: skip
+BENCHES = (
+    Bench("embed", "measure embeddings against the peers that are installed", "embed:measure", (
+        rounds(5), Flag("--engines", "only these engines (default: all that are installed)", metavar="A,B"),
+        Flag("--documents", "documents in one call (default: 10000)", 10_000), AGAINST,
+    ), (EmbedConfig, HubConfig), "embed:GOALS"),
+    Bench("throughput", "measure continuous against static batching, and against peers", "generate:throughput", (
+        Flag("--batches", "numbers of sequences at once (default: 8,16,32,64)", (8, 16, 32, 64)), *GENERATION,
+    ), (EngineConfig,), "generate:THROUGHPUT_GOALS"),
+    Bench("latency", "measure first tokens and gaps between tokens, one request at a time", "generate:latency",
+          GENERATION, (EngineConfig,)),
+    Bench("prefix", "measure what the prefix cache gives on prompts that begin alike", "generate:prefix", GENERATION,
+          (EngineConfig,), "generate:PREFIX_GOALS"),
+    Bench("rwkv", "measure an RWKV model: many streams, states kept of prompts that begin alike", "rwkv:rwkv", (
+        rwkv_shape("0.1b"), *GENERATION,
+    ), (EngineConfig,), "rwkv:RWKV_GOALS"),
+    Bench("tts", "measure an RWKV-7 TTS model: streams in real time, with the package rwkv beside it", "rwkv:tts", (
+        rwkv_shape("0.4b"), Flag("--streams", "streams at once (default: 1,64,1000)", (1, 64, 1000)), *GENERATION,
+    ), (EngineConfig,), "rwkv:TTS_GOALS"),
+    Bench("scheduler", "measure what planning a step and keeping the cache cost, without a model", "scheduler:measure", (
+        Flag("--sequences", "running sequences (default: 256)", 256),
+        Flag("--steps", "steps to measure (default: 2000)", 2000),
+        Flag("--nodes", "largest tree, in nodes (default: 1000000)", 10**6),
+    ), goals="scheduler:GOALS"),
+    Bench("gpu", "measure generation on a GPU, against vLLM where it is there", "gpu:measure", (
+        Flag("--repeats", "repeats of every measurement (default: 3)", 3),
+        Flag("--only", "parts to run: offline, bs1, prefill, shared (default: all)", metavar="A,B"), *GPU,
+    ), goals="gpu:GOALS"),
+    Bench("startup", "measure the time from starting a process to its first token on a GPU", "gpu:startup", (
+        *GPU, Flag("--scratch", "where the weights are written, once (default: the cache)", metavar="DIR"),
+    ), (HubConfig,), "gpu:STARTUP_GOALS"),
+    Bench("kernels", "measure the GPU kernels against the card's limits and against PyTorch", "kernels:measure"),
+    Bench("serve", "load servers over HTTP, ours and others side by side", "serve:measure", SERVE,
+          goals="serve:GOALS", usage="[SCENARIO ...] "),
+    Bench("store", "measure opening and converting weights", "store:measure", (
+        Flag("--model", "the model whose weights are used", EmbedConfig().model, "MODEL"), rounds(5),
+    ), (HubConfig,)),
+)  # fmt: skip

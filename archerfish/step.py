@@ -1,0 +1,97 @@
+"""One step as plain data: what a scheduler asks of a runner, and what comes back. All of it can be sent to another process."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from archerfish.params import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+PENDING = -1  # in place of a token: the one that the runner sampled last for this row
+NO_IDS: Ids = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True, frozen=True)
+class RowEntry:
+    """What a runner must know of the sequence that takes a row. It comes once, with the sequence's first step in that row."""
+
+    row: int
+    request_id: str  # for error messages
+    params: SamplingParams
+    num_prompt: int
+    seed: int = 0
+    index: int = 0  # which of the n sequences of its request
+    stop_token_ids: tuple[int, ...] = ()  # that min_tokens bans at first; empty without min_tokens
+    tokens: array[int] = field(default_factory=lambda: array("I"))  # prompt and output; empty unless penalties count them
+    has_grammar: bool = False
+
+
+@dataclass(slots=True)
+class StepInput:
+    """What one step computes: for sequence i, `counts[i]` tokens from position `starts[i]` on.
+
+    Sequences with one new token stand first, then those with more, then those with none, which are sampled from kept logits. A
+    row's blocks stay known from step to step: a step brings the new ones only.
+    """
+
+    step: int
+    rows: Ids  # the place of each sequence in the runner's tables
+    starts: Ids
+    counts: Ids
+    samples: Ids  # how many tokens each sequence gets, sampled behind its last new tokens
+    adapters: Ids  # the LoRA adapter of each sequence; 0: none
+    tokens: Ids  # the new tokens of all sequences, one sequence after the other; PENDING where the step before samples it
+    num_decodes: int  # leading sequences with one new token
+    block_rows: Ids = field(default_factory=lambda: NO_IDS)  # new blocks: block_ids[j] is block block_places[j] of a row
+    block_places: Ids = field(default_factory=lambda: NO_IDS)
+    block_ids: Ids = field(default_factory=lambda: NO_IDS)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy, (from, to), before anything else
+    entries: list[RowEntry] = field(default_factory=list)  # rows that change hands
+    masked: list[int] = field(default_factory=list)  # sequences whose grammar rules tokens out
+    mask_bits: Ids | None = None  # (masked, words): a bit for every token, 64 to a word, the lowest first; 0: ruled out
+    scored: dict[int, tuple[int, array[int]]] = field(default_factory=dict)  # prompt logprobs of a sequence: of how many of the
+    # likeliest tokens, and the prompt tokens that follow its first new ones
+    kept: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): keep its logits under this handle
+    reused: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): sample it from the logits kept there
+    dropped: list[int] = field(default_factory=list)  # handles that no later step names
+    returned: list[int] = field(default_factory=list)  # sequences whose logits the result holds
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether each sequence has one new token and gets one, and the step asks for nothing else."""
+        asks_more = self.kept or self.returned or self.scored
+        return self.num_decodes == len(self.rows) and not asks_more and bool((self.samples == 1).all())
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, its rank from 1, and the likeliest tokens, likeliest first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave. Sequences are named by their index in the StepInput."""
+
+    tokens: Ids  # (sequences, most samples): the first `samples[i]` of row i are real
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the sampled tokens
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of the tokens in `scored`
+    logits: dict[int, Any] = field(default_factory=dict)  # of the sequences in `returned`: a (1, vocabulary) row of the device
+    errors: dict[int, BaseException] = field(default_factory=dict)  # of sequences that failed alone

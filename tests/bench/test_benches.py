@@ -1,0 +1,336 @@
+"""Each bench on tiny models, with its engines in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
+from archerfish.bench.report import BenchReport, Found
+from archerfish.bench.worker import WorkerError
+from archerfish.bench.worker import answer as worker_answer
+from archerfish.cli.main import main
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig
+from archerfish.errors import InvalidOptionError, UnsupportedModelError
+from tests.engine.tiny_llama import VOCAB, save_tiny_llama, tiny_config
+
+
+class InProcess:
+    """Stands in for a Worker: the engine is an object of this process, but still called through JSON."""
+
+    started: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def __init__(self, engine: str, arguments: dict[str, Any], **options: Any) -> None:
+        InProcess.started.append((engine, {**arguments, **options}))
+        self.engine = engine
+        self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        answer = json.loads(json.dumps(worker_answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        if hasattr(self.made, "engine"):
+            self.made.engine.close()
+
+
+class Failing(engines.Engine):
+    def __init__(self, **_: Any) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    InProcess.started = []
+    monkeypatch.setattr("archerfish.bench.group.Worker", InProcess)
+
+
+def report_of(found: Found) -> BenchReport:
+    report = BenchReport("test")
+    for one in found:
+        report.add(one)
+    return report
+
+
+def generation(directory: Path, **changes: Any) -> Namespace:
+    usual = {"rounds": 2, "no_peers": True, "against": "", "engine": tiny_config(save_tiny_llama(directory))}
+    return Namespace(**{**usual, **changes})
+
+
+def test_throughput_measures_both_kinds_of_batching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MAX_PROMPT", 24)
+    monkeypatch.setattr(generate, "MAX_OUTPUT", 8)
+    report = report_of(generate.throughput(generation(tmp_path, batches=(2, 3), rounds=1)))
+    for batch in (2, 3):
+        for kind in ("continuous", "static"):
+            assert report.summary(f"{kind}, {batch} sequences, tokens/s")
+        utilisation = report.summary(f"{batch} sequences, utilisation")
+        assert utilisation is not None and 0 < utilisation.median <= 1
+    assert [arguments["options"]["max_num_seqs"] for _, arguments in InProcess.started] == [2, 3]
+
+
+def test_jobs_depend_on_the_seed_alone() -> None:
+    jobs = generate.mixed_jobs(200, 50, 3)
+    assert jobs == generate.mixed_jobs(200, 50, 3) != generate.mixed_jobs(200, 50, 4)
+    assert all(16 <= len(prompt) <= 256 and 4 <= output <= 512 and max(prompt) < 50 for prompt, output in jobs)
+
+
+def test_latency_measures_another_version_in_the_same_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "LATENCY_PROMPTS", (4, 8))
+    monkeypatch.setattr(generate, "LATENCY_OUTPUT", 3)
+    other = tmp_path / "before"
+    report = report_of(generate.latency(generation(tmp_path, against=str(other))))
+    assert report.engines == ["archerfish", "before"]
+    assert [arguments["path"] for _, arguments in InProcess.started] == ["", str(other)]
+    for engine in report.engines:
+        first, rate, gap = (
+            report.summary(metric, engine)
+            for metric in ("first token after 8 tokens, ms", "after 8 tokens, tokens/s", "gap between tokens p99, ms")
+        )
+        assert first and rate and gap and (first.rounds, rate.rounds, gap.rounds) == (2, 2, 4)
+
+
+def test_prefix_cache_is_measured_with_hits_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SHARED_TOKENS": 64, "OWN_TOKENS": 8, "PREFIX_OUTPUT": 2, "PREFIX_REQUESTS": 4}.items():
+        monkeypatch.setattr(generate, name, value)
+    report = report_of(generate.prefix(generation(tmp_path, rounds=1)))
+    results = {result.name: result.value for result in report.judge(generate.PREFIX_GOALS)}
+    assert results["requests, hit rate"] == 0.75 and results["forward passes of an exact repeat"] == 0
+    assert report.summary("cache off, requests/s") and report.engines == ["archerfish"]
+
+
+def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[str, dict[str, Any]]] = []
+
+    class Group:
+        def open(self, name: str, engine: str, arguments: dict[str, Any]) -> None:
+            opened.append((engine, arguments))
+
+    model = tmp_path / "model.gguf"
+    model.touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name: model)
+    options = generation(tmp_path, no_peers=False)
+    facts = {"directory": "d", "dtype": "float32", "config": {}}
+    generate.open_peers(Group(), options, facts, is_latency=True)  # type: ignore[arg-type]
+    assert opened == [
+        ("Transformers", {**facts, "num_threads": 1}), ("LlamaCpp", {"model_path": str(model), "num_threads": 1}),
+    ]  # fmt: skip
+    generate.open_peers(Group(), generation(tmp_path), facts, is_latency=True)  # type: ignore[arg-type]
+    assert len(opened) == 2
+
+
+def rwkv_options(**changes: Any) -> Namespace:
+    engine = EngineConfig(dtype="float32", num_threads=1, memory_budget_gib=0.2)
+    usual = {"rounds": 1, "no_peers": True, "against": "", "shape": "tiny", "streams": (1, 2), "engine": engine}
+    return Namespace(**{**usual, **changes})
+
+
+def small_rwkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"NUM_STREAMS": 2, "STREAM_OUTPUT": 2, "SHARED_TOKENS": 80, "PREFIX_OUTPUT": 2, "DECODE_OUTPUT": 3}
+    for name, value in {**sizes, "VOCAB_SIZE": 200, "COPY_BYTES": {"cpu": 1 << 12}}.items():
+        monkeypatch.setattr(rwkv, name, value)
+
+
+@pytest.mark.no_cover
+def test_rwkv_keeps_states_without_changing_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_rwkv(monkeypatch)
+    report = report_of(rwkv.rwkv(rwkv_options()))
+    same = report.summary("requests with the same tokens, share")
+    assert same is not None and same.median == 1.0
+    assert {"a state, MB", "one stream, tokens/s", "2 streams, tokens/s", "states kept, requests/s"} < set(report.samples)
+    with pytest.raises(UnsupportedModelError, match="is not a recurrent model"):
+        list(rwkv.rwkv(rwkv_options(engine=tiny_config(save_tiny_llama(tmp_path)))))
+
+
+@pytest.mark.no_cover
+def test_tts_is_measured_against_the_limit_and_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_rwkv(monkeypatch)
+    monkeypatch.setattr(rwkv, "AUDIO_SECONDS", 0.1)
+    monkeypatch.setattr("archerfish.bench.engines.Archerfish.speech", lambda *_, **__: [2.0, 0.5])
+    report = report_of(rwkv.tts(rwkv_options(no_peers=False)))
+    assert report.engines == ["archerfish", "package rwkv"]
+    figures = {metric: summary.median for metric, summary in report.own_summaries().items()}
+    assert figures["one stream, real-time factor"] == 4 and figures["2 at once, streams in real time"] == 0.25
+    assert figures["2 streams, share of the limit"] > 0
+
+
+def test_step_bytes_are_weights_without_embeddings_and_states_twice() -> None:
+    facts = {"dtype": "bfloat16", "vocab_size": 10, "config": {"hidden_size": 4}, "weight_bytes": 1000, "block_bytes": 7}
+    assert rwkv.step_bytes(facts, 3) == 1000 - 80 + 2 * 3 * 7
+
+
+def gpu_options(**changes: Any) -> Namespace:
+    usual = {"repeats": 1, "only": "", "shapes": "qwen3-0.6b", "vllm_path": "", "no_peers": False, "against": "", "scratch": ""}
+    return Namespace(**{**usual, "hub": HubConfig(), **changes})
+
+
+def test_gpu_parts_draw_the_same_prompts_whichever_run() -> None:
+    asked: list[tuple[list[list[int]], list[int], float]] = []
+
+    def generated(prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
+        asked.append((prompts, outputs, temperature))
+        return float(len(asked))
+
+    rates = dict(gpu.run_parts(generated, list(gpu.PARTS), 1))
+    total = sum(asked[0][1])
+    assert list(rates.values()) == [total, 2000, 512 / (3 - 2), 64 * 2048 / 4, 256 / 6]
+    sizes = [(len(prompts), len(prompts[0])) for prompts, _, _ in asked[1:]]
+    assert sizes == [(1, 128), (1, 128), (64, 2048), (1, 3073), (256, 3200)]
+    whole, asked = asked, []
+    list(gpu.run_parts(generated, ["prefill"], 1))
+    assert asked == [whole[3]]
+    drawn = json.dumps([[prompts, outputs] for prompts, outputs, _ in whole])
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "5517bfcb420f7e77"  # the draws of the peers' own script
+
+
+class FakeTextEngine(engines.TextEngine):
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def imports(self) -> str:
+        return "0.0"
+
+    def load(self) -> None:
+        assert self.options["load_format"] in ("dummy", "auto")
+
+    def run(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> list[int]:
+        if self.options["max_num_seqs"] == 1 and len(prompts) > 1:
+            raise MemoryError("no memory left")
+        return outputs
+
+
+def test_gpu_bench_compares_with_vllm_and_survives_its_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.setattr("archerfish.kernels.select.choose_device", lambda name: name)
+    monkeypatch.setattr(engines, "Archerfish", FakeTextEngine)
+    monkeypatch.setattr(engines, "Vllm", FakeTextEngine)
+    options = gpu_options(vllm_path=str(tmp_path), only="offline,shared")
+    report = report_of(gpu.measure(options))
+    judged = [result.name for result in report.judge(gpu.GOALS)]
+    assert judged == [f"qwen3-0.6b: {gpu.PARTS[part]}: times vllm" for part in ("offline", "shared")]
+    ours, theirs = (arguments for _, arguments in InProcess.started)
+    assert ours["options"]["device"] == "cuda" and theirs["path"] == str(tmp_path)
+    assert theirs["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    monkeypatch.setitem(gpu.VLLM_OPTIONS, "max_num_seqs", 1)
+    report = report_of(gpu.measure(options))
+    assert any("no memory left" in note for note in report.notes)
+    metric = f"qwen3-0.6b: {gpu.PARTS['shared']}"
+    assert report.summary(metric) and not report.summary(metric, "vllm")
+
+
+@pytest.mark.no_cover
+def test_startup_maps_random_weights_that_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    tiny = {**gpu.SHAPES["llama-3.1-8b"], **sizes, "num_key_value_heads": 1, "vocab_size": VOCAB}
+    monkeypatch.setitem(gpu.SHAPES, "tiny", tiny)
+    monkeypatch.setattr("archerfish.kernels.select.choose_device", lambda name: name)
+    changes = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_cache_tokens": 256}
+    monkeypatch.setattr(gpu, "OUR_OPTIONS", {**gpu.OUR_OPTIONS, **changes})
+    report = report_of(gpu.startup(gpu_options(shapes="tiny", scratch=str(tmp_path))))
+    written = (tmp_path / "tiny-bfloat16-random" / "weights.arrow").stat().st_mtime_ns
+    assert {f"tiny: {start} start, s" for start in ("first", "second")} < set(report.samples)
+    caches = {arguments["environment"]["TRITON_CACHE_DIR"] for _, arguments in InProcess.started}
+    assert len(caches) == 1 and len(InProcess.started) == 2
+    again = gpu.random_store("tiny", tmp_path)
+    assert (again / "weights.arrow").stat().st_mtime_ns == written
+
+
+def test_gpu_benches_refuse_wrong_options_and_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, said in (
+        ({"shapes": "qwen3-0.7b"}, "--shapes does not know"), ({"only": "bs2"}, "--only does not know"),
+        ({"vllm_path": str(tmp_path)}, "has no vllm package"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidOptionError, match=said):
+            list(gpu.measure(gpu_options(**changes)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in (["gpu", "--no-peers"], ["startup"], ["kernels"]):
+        assert main(["bench", *words]) == 5
+
+
+def test_scheduler_and_cache_costs_have_the_trees_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (1, 1000, 1001, 2500):
+        cache = scheduler.filled_cache(size, 3)
+        cache.check([])
+        assert cache.stats().node_count == size and cache.blocks.num_free == 3
+    monkeypatch.setattr(scheduler, "LENGTHS", (64,))
+    report = report_of(scheduler.measure(Namespace(sequences=4, steps=4, nodes=1000)))
+    assert all(summary.median > 0 for summary in report.own_summaries().values())
+    wanted = {"plan and commit p99, us", "tree of 1,000 nodes, evict, ns", "prompt of 64 tokens, match a token, ns"}
+    assert wanted < set(report.samples)
+
+
+@pytest.mark.no_cover
+def test_store_opens_and_converts(tmp_path: Path, small_source: Path) -> None:
+    options = Namespace(model=str(small_source), rounds=1, hub=HubConfig(cache_dir=str(tmp_path / "cache")))
+    report = report_of(store.measure(options))
+    assert report.engines == ["archerfish", "safetensors", "torch.load", "torch.load mmap"]
+    assert {"converting to arrow, MB/s", "growth of resident memory, MB"} < set(report.samples)
+
+
+@pytest.fixture
+def small_source(tmp_path: Path) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    directory = tmp_path / "source"
+    directory.mkdir()
+    save_file({"a.weight": torch.ones(8, 8)}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    return directory
+
+
+class FakeEmbeddings(engines.EmbeddingEngine):
+    """Vectors from the letters of a text."""
+
+    def imports(self) -> str:
+        return "0.0"
+
+    def load(self) -> None:
+        pass
+
+    def encode(self, texts: list[str], batch_size: int) -> Any:
+        import numpy as np
+
+        return np.array([[1.0, len(text) + self.num_threads] for text in texts], np.float32)
+
+
+class FakeReference(FakeEmbeddings):
+    batch_sizes = (32, 64)
+
+
+@pytest.mark.no_cover
+def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "ArcherfishEmbeddings", FakeEmbeddings)
+    monkeypatch.setattr(engines, "SentenceTransformers", FakeReference)
+    for name, value in {"SETTLE_S": 0.0, "MIN_SECONDS": 0.0, "NUM_CALLS": 2}.items():
+        monkeypatch.setattr(embed, name, value)
+    monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
+    monkeypatch.setitem(embed.ENGINES, "openvino", ("OpenVino", ("no_such_package",)))
+    options = Namespace(
+        engines="archerfish,st-float32,openvino", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
+    )
+    report = report_of(embed.measure(options))
+    assert report.engines == ["archerfish", "st-float32"]
+    assert report.notes == ["openvino was not measured: not installed: no_such_package"]
+    cosine, texts = report.summary("smallest cosine with st-float32"), report.summary("128 tokens, texts/s", "st-float32")
+    assert cosine and cosine.median == pytest.approx(1) and texts and texts.rounds == 2
+    assert {"imports, s", "one text p99, ms", "20 documents in one call, s", "resident after work, MB"} < set(report.samples)
+
+
+def test_embed_texts_have_their_lengths_and_are_repeatable() -> None:
+    texts = embed.make_texts("cpu")
+    assert texts == embed.make_texts("cpu") and len(embed.make_texts("cuda")["10 tokens, texts/s"]) == 16 * 1024
+    assert {len(text.split()) for text in texts["128 tokens, texts/s"]} == {126}
+    lengths = [len(text.split()) for text in texts["5-256 tokens, texts/s"]]
+    assert min(lengths) >= 3 and max(lengths) <= 254

@@ -1,0 +1,242 @@
+"""Weight formats: what they keep, how they are cut, and every backend's products against the dequantised matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.errors import InvalidOptionError, TensorError
+from archerfish.kernels import formats
+from archerfish.kernels.formats import PLAIN, TensorLayout, Tensors, WeightFormat, choose_format, int8_rows, register_format
+from archerfish.kernels.formats.int8_rows import PIECE_ELEMENTS, Int8Rows, row_pieces
+from archerfish.kernels.ops import Activation, LinearWeight
+from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps, is_available
+from archerfish.kernels.torch.reference import TorchOps, TorchWeight
+from archerfish.layers.weights import Weights
+from archerfish.models.adapter import model_class
+from archerfish.models.config import Config
+from tests.models.decoding import Driver, make, random_tokens
+
+Tensor = torch.Tensor
+INT8 = Int8Rows()
+TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+SIZES = [(40, 64), (37, 100), (3, 33), (130, 192)]  # torch's kernel reads past the end of rows of 100 or 33
+
+
+class Int4Groups(WeightFormat):
+    """A format as a package might add it: two numbers in a byte, a scale for every 16 inputs, as the checkpoint has them."""
+
+    name = "int4-groups"
+    checkpoint: ClassVar[Mapping[str, TensorLayout]] = {
+        "packed": TensorLayout("uint8", inputs_per_item=2), "scales": TensorLayout("float32", inputs_per_item=16),
+    }
+    memory = checkpoint
+
+    def load(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
+        packed = tensors["packed"]
+        numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1).float() - 8
+        return (numbers * tensors["scales"].repeat_interleave(16, 1)).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def int4_tensors(num_outputs: int, num_inputs: int) -> dict[str, Tensor]:
+    packed = torch.randint(0, 256, (num_outputs, num_inputs // 2), dtype=torch.uint8)
+    return {"packed": packed, "scales": torch.rand(num_outputs, num_inputs // 16) * 0.05}
+
+
+def linear_weights(
+    ops: TorchOps, num_outputs: int, width: int, dtype: str = "float32", *, has_bias: bool = False
+) -> tuple[LinearWeight[Tensor], LinearWeight[Tensor]]:
+    """In int8 for a backend, and for the reference in float32: the same integers."""
+    weight = (torch.randn(num_outputs, width) * width**-0.5).to(getattr(torch, dtype))
+    bias = torch.randn(num_outputs).to(weight.dtype) if has_bias else None
+    wide = TorchOps().linear_weight([{"weight": weight}], [None if bias is None else bias.float()], INT8)
+    return ops.linear_weight([{"weight": weight}], [bias], INT8), wide
+
+
+def check(y: Tensor, expected: Tensor, dtype: str) -> None:
+    assert y.dtype == getattr(torch, dtype)
+    assert float((y.float() - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm())
+
+
+def test_option_names_a_format() -> None:
+    assert choose_format("auto") is PLAIN
+    assert choose_format("int8").name == "int8"
+    with pytest.raises(InvalidOptionError) as caught:
+        choose_format("int9")
+    assert "int8" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("weight_format", [PLAIN, INT8, Int4Groups()])
+def test_cutting_and_stacking_a_matrix_commute_with_dequantising(weight_format: WeightFormat) -> None:
+    is_int4 = weight_format.name == "int4-groups"
+    parts = [
+        weight_format.load(int4_tensors(num, 64) if is_int4 else {"weight": torch.randn(num, 64)}) for num in (24, 40)
+    ]
+    wide = [weight_format.dequantise(part, torch.float32) for part in parts]
+    stacked = weight_format.stack(parts)
+    assert weight_format.num_outputs(stacked) == 64
+    assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
+    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 16, 48)
+    assert torch.equal(weight_format.dequantise(rows, torch.float32), torch.cat(wide)[16:48])
+    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 16:48])
+    held = sum(tensor.nbytes for tensor in stacked.values())
+    assert weight_format.num_bytes(64, 64, "float32") == held
+    if is_int4:
+        with pytest.raises(TensorError, match="cut at 8"):
+            weight_format.cut(stacked, "inputs", 8, 64)
+
+
+@pytest.mark.parametrize("backend", [TorchOps, TorchCpuOps])
+def test_backend_without_a_product_for_a_format_dequantises(backend: type[TorchOps]) -> None:
+    int4, tensors, ops = Int4Groups(), int4_tensors(40, 64), backend()
+    x = torch.randn(3, 64)
+    y = ops.linear(x, ops.linear_weight([tensors], [None], int4))
+    torch.testing.assert_close(y, x @ int4.dequantise(tensors, torch.float32).T, atol=1e-5, rtol=1e-5)
+
+
+def test_model_in_a_format_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint keeps some matrices out of the format; those are plain."""
+    monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
+    register_format(Int4Groups())
+    int4 = choose_format("int4-groups")
+    model, config = make("llama")
+    packed: dict[str, Tensor] = {}
+    wide = dict(model.state_dict())
+    for name in [name for name in wide if "mlp" in name and wide[name].dim() == 2]:
+        tensors = int4_tensors(*wide[name].shape)
+        packed |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in tensors.items()}
+        wide[name] = int4.dequantise(tensors, torch.float32)
+    kept = {name: tensor for name, tensor in wide.items() if name.replace("weight", "packed") not in packed}
+    tokens = random_tokens(2)
+    expected = Driver(TorchOps(), wide, config, tokens).step([(0, 9), (1, 5)])
+    found = Driver(TorchCpuOps(), kept | packed, config, tokens, weight_format=int4).step([(0, 9), (1, 5)])
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "phi3"])
+def test_sizes_of_a_model_are_known_before_it_is_loaded(kind: str) -> None:
+    model, values = make(kind)
+    config = Config(values)
+    ops = TorchOps()
+    loaded = model_class(config)(Weights(model.state_dict(), ops, weight_format=INT8), config, 64)
+    packed = [weight.get() for weight in ops._linear_weights]
+    linear = sum(tensor.nbytes for each in packed if isinstance(each, TorchWeight) for tensor in each.tensors.values())
+    sizes = type(loaded).tensor_bytes(config, "float32", INT8)
+    is_other = [name for name in sizes if "norm" in name or "embed" in name or name.endswith("bias")]
+    assert sum(size for name, size in sizes.items() if name not in is_other) == linear
+    assert sum(type(loaded).tensor_bytes(config, "float32").values()) > sum(sizes.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 70), st.integers(0, 1000), st.floats(1e-20, 1e20),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int, scale: float, dtype: str) -> None:
+    torch.manual_seed(seed)
+    weight = (torch.randn(num_rows, width) * (1.0 if dtype == "float16" else scale)).to(getattr(torch, dtype))
+    weight[::3] = 0.0
+    tensors = INT8.load({"weight": weight})
+    matrix, scales = tensors["weight"], tensors["scales"]
+    assert (matrix.dtype, scales.dtype, matrix.shape, scales.shape) == (torch.int8, torch.float32, weight.shape, (num_rows,))
+    wide = INT8.dequantise(tensors, torch.float32)
+    assert bool(((wide - weight.float()).abs() <= 0.5001 * scales[:, None]).all())
+    assert not wide[::3].any()
+    assert bool(((matrix.abs().amax(1) == 127) | (weight == 0).all(1)).all())
+    again = INT8.load({"weight": wide})  # what int8 can hold stays as it is
+    assert torch.equal(again["weight"], matrix)
+    torch.testing.assert_close(again["scales"], scales, rtol=1e-6, atol=0.0)
+
+
+def test_int8_rows_do_not_depend_on_the_pieces_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(150, 20).bfloat16()
+    whole = INT8.load({"weight": weight})
+    monkeypatch.setattr(int8_rows, "PIECE_ELEMENTS", 100)
+    for name, tensor in INT8.load({"weight": weight}).items():
+        assert torch.equal(tensor, whole[name])
+
+
+def test_nan_of_a_weight_is_not_hidden() -> None:
+    weight = torch.randn(2, 8)
+    weight[1, 3] = float("nan")
+    ops = TorchCpuOps()
+    y = ops.linear(torch.ones(1, 8), ops.linear_weight([{"weight": weight}], [None], INT8))
+    assert y.isnan().tolist() == [[False, True]]
+
+
+@given(st.integers(0, 5000), st.integers(1, 1 << 21))
+def test_pieces_cover_all_rows_once(num_rows: int, width: int) -> None:
+    pieces = list(row_pieces(num_rows, width))
+    assert [row for first, last in pieces for row in range(first, last)] == list(range(num_rows))
+    assert all((last - first) * width <= PIECE_ELEMENTS + 64 * width for first, last in pieces)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", [1, 3, INT8_ROWS, INT8_ROWS + 1, 40])
+def test_int8_products(num_rows: int, size: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_rows, "PIECE_ELEMENTS", 64 * 192)  # so that some have several pieces
+    ops = TorchCpuOps(dtype=dtype)
+    weight, wide = linear_weights(ops, *size, dtype, has_bias=True)
+    x, residual = (torch.randn(num_rows, width).to(ops.torch_dtype) for width in reversed(size))
+    before = residual.clone()
+    check(ops.linear(x, weight), TorchOps().linear(x.float(), wide), dtype)
+    check(ops.linear(x, weight, residual=residual), TorchOps().linear(x.float(), wide, residual=residual.float()), dtype)
+    assert torch.equal(residual, before)
+    assert ops.logits(x, weight).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activations_of_int8_products(activation: Activation, dtype: str) -> None:
+    for ops in (TorchOps(dtype=dtype), TorchCpuOps(dtype=dtype)):
+        weight, wide = linear_weights(ops, 40, 64, dtype)
+        x = torch.randn(5, 64).to(ops.torch_dtype)
+        check(ops.linear(x, weight, activation=activation), TorchOps().linear(x.float(), wide, activation=activation), dtype)
+
+
+@pytest.mark.parametrize("backend", [TorchOps, TorchCpuOps])
+def test_sums_of_integers_do_not_leave_the_range_of_float16(backend: type[TorchOps]) -> None:
+    """127 * 127 * 64 is beyond it; the outputs are not."""
+    ops = backend(dtype="float16")
+    weight = ops.linear_weight([{"weight": torch.full((8, 64), 1e-3)}], [None], INT8)
+    torch.testing.assert_close(
+        ops.linear(torch.full((2, 64), 127.0).half(), weight).float(), torch.full((2, 8), 8.128), rtol=2e-3, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_deterministic_int8_row_does_not_depend_on_other_rows(dtype: str) -> None:
+    ops = TorchCpuOps(dtype=dtype)
+    ops.is_deterministic = True
+    weight, _ = linear_weights(ops, 200, 192, dtype)
+    x = torch.randn(40, 192).to(ops.torch_dtype)
+    together = ops.linear(x, weight)
+    assert all(torch.equal(ops.linear(x[i : i + 1], weight)[0], together[i]) for i in range(4))
+
+
+@pytest.mark.parametrize(("is_deterministic", "dtype"), [(flag, dtype) for flag in (True, False) for dtype in TYPES])
+def test_one_row_is_not_filled_up_where_int8_is_read(
+    is_deterministic: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    ops: Any = TorchCpuOps(dtype=dtype)
+    ops.is_deterministic = is_deterministic
+    linear_weights(ops, 40, 64, dtype)
+    ops.prepare()
+    assert ops.padded_rows(1) == (1 if dtype == "bfloat16" and not is_deterministic else 4)
+    assert ops.padded_rows(9) == 16

@@ -1,0 +1,152 @@
+"""Prompts share the tokens of a step: short ones do not wait for long ones, long ones get on, and steps stay short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from archerfish.errors import OverloadedError
+from archerfish.sched.plan import Plan
+from archerfish.sched.prompts import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S
+from archerfish.sequence import Sequence
+from archerfish.step import StepResult
+from tests.sched.worlds import DEPTHS, World
+
+BUDGET = 64
+ROOM: dict[str, Any] = {"num_blocks": 40_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
+
+
+def make_world(depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, tokens_per_s: float = 0.0) -> World:
+    """A world in which a step takes as long as its tokens need; 0: no time."""
+    world = World(depth=depth, policy=policy, max_num_batched_tokens=budget + 32, **ROOM)
+    execute = world.runner.execute
+
+    def timed(plan: Plan) -> StepResult:
+        if tokens_per_s:
+            world.now += plan.input.num_tokens / tokens_per_s
+        return execute(plan)
+
+    world.runner.execute = timed  # type: ignore[method-assign]
+    return world
+
+
+def steps_to_first_token(world: World, seq: Sequence, limit: int = 5000) -> int:
+    for num_steps in range(limit):
+        if seq.num_emitted:
+            return num_steps
+        world.step()
+    raise AssertionError(f"{seq.key} has no token after {limit} steps")
+
+
+@DEPTHS
+@pytest.mark.parametrize("policy", ["fcfs", "fair-share", "priority", "deadline", "longest-prefix-first"])
+@pytest.mark.parametrize("lengths", [[20_000], [8_000] * 6])
+def test_a_short_prompt_waits_a_few_steps_behind_long_ones(lengths: list[int], policy: str, depth: int) -> None:
+    world = make_world(depth, policy)
+    for length in lengths:
+        world.add(length, tenant="a")
+    for _ in range(3):
+        world.step()
+    (short,) = world.add(50, tenant="b")
+    assert steps_to_first_token(world, short) <= 3 + depth
+
+
+@DEPTHS
+def test_a_long_prompt_gets_every_other_step_from_short_ones(depth: int) -> None:
+    world = make_world(depth)
+    (long,) = world.add(40 * BUDGET, max_tokens=1)
+    num_steps = 0
+    while not long.num_emitted:
+        world.add(BUDGET // 2, max_tokens=1)
+        world.add(BUDGET // 2, max_tokens=1)
+        world.step()
+        num_steps += 1
+    assert num_steps <= 2 * 40 + 4
+
+
+def test_a_lone_prompt_gets_whole_steps() -> None:
+    world = make_world()
+    (long,) = world.add(10 * (BUDGET + 32))
+    assert steps_to_first_token(world, long) == 10
+
+
+def test_equal_prompts_go_one_after_the_other() -> None:
+    """Sharing steps between them would make the first wait and help none."""
+    world = make_world()
+    first, second = (world.add(480)[0] for _ in range(2))
+    assert steps_to_first_token(world, first) == 5 and second.num_computed == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 6), st.sampled_from("abc")), min_size=1, max_size=25),
+    st.sampled_from(["fcfs", "fair-share"]), st.integers(0, 1),
+)
+def test_any_prompt_is_computed_in_time(arrivals: list[tuple[int, int, str]], policy: str, depth: int) -> None:
+    """A decode is in every step, and a prompt waits for no more than twice the steps of all prompts that came before it or are
+    shorter."""
+    world = make_world(depth, policy)
+    added: list[tuple[Sequence, int]] = []
+    ends: dict[Sequence, int] = {}
+    num_steps = 0
+    for length, pause, tenant in [*arrivals, (1, 0, "a")]:
+        added.append((world.add(length, max_tokens=60, tenant=tenant)[0], num_steps))
+        for _ in range(pause):
+            decoding = [seq for seq, _ in added if seq.num_emitted and seq.finish_reason is None and not seq.num_preemptions]
+            before = {seq: len(seq.tokens) for seq in decoding}
+            world.step()
+            num_steps += 1
+            assert all(len(seq.tokens) > before[seq] or seq.finish_reason is not None for seq in decoding)
+            ends |= {seq: num_steps for seq, _ in added if seq.num_emitted and seq not in ends}
+    while len(ends) < len(added):
+        world.step()
+        num_steps += 1
+        ends |= {seq: num_steps for seq, _ in added if seq.num_emitted and seq not in ends}
+    for place, (seq, arrived) in enumerate(added):
+        others = [other for at, (other, _) in enumerate(added) if at <= place or other.num_prompt <= seq.num_prompt]
+        num_tokens = sum(other.num_prompt for other in others)
+        assert ends[seq] - arrived <= 2 * (num_tokens / BUDGET + len(others)) + 4
+
+
+@pytest.mark.parametrize("tokens_per_s", [100, 250, 1000, 1e6])
+def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
+    world = make_world(tokens_per_s=tokens_per_s, budget=2048)
+    world.add(20_000)
+    durations = []
+    for num_steps in range(12):
+        if num_steps == 6:
+            world.add(20_000)  # another one waits
+        before = world.now
+        world.step()
+        durations.append(world.now - before)
+    least = MIN_STEP_TOKENS / tokens_per_s
+    assert all(duration <= max(LONE_STEP_S, least) * 1.01 for duration in durations[1:6])
+    assert all(duration <= max(SHARED_STEP_S, least) * 1.01 for duration in durations[6:])
+
+
+def test_a_short_request_is_answered_in_seconds_on_a_slow_machine() -> None:
+    """As a CPU that computes 250 tokens of prompts a second."""
+    world = make_world(tokens_per_s=250, budget=512, depth=1)
+    world.add(20_000, tenant="a")
+    for _ in range(5):
+        world.step()
+    (short,) = world.add(50, tenant="b")
+    began = world.now
+    steps_to_first_token(world, short)
+    assert world.now - began < 4
+
+
+def test_a_full_engine_refuses_requests_above_max_requests() -> None:
+    world = World(max_num_seqs=2, max_requests=3)
+    for _ in range(3):
+        assert world.scheduler.has_room
+        world.add(4)
+    assert not world.scheduler.has_room
+    with pytest.raises(OverloadedError, match="3 requests run or wait"):
+        world.add(4)
+    world.run()
+    world.add(4)
+    world.run()
