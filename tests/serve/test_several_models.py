@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from archerfish.cli.main import find_command, make_parser
-from archerfish.cli.serve import take_models
+from archerfish.cli.serve import add_arguments, take_models
 from archerfish.config import EmbedConfig, EngineConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 from archerfish.serve import run
@@ -25,6 +25,7 @@ TOML = """
 max_num_seqs = 4
 max_cache_tokens = 2048
 dtype = "float32"
+load_format = "dummy"
 [[models]]
 model = "{directory}/first"
 max_num_seqs = 2
@@ -48,7 +49,7 @@ def test_models_of_the_file_are_listed_loaded_as_configured_and_answer_by_name(t
     save_models(tmp_path, "first", "second", "third")
     config_file = tmp_path / "config.toml"
     config_file.write_text(TOML.format(directory=tmp_path))
-    engine = EngineConfig(max_num_seqs=4, max_cache_tokens=2048, dtype="float32")
+    engine = EngineConfig(max_num_seqs=4, max_cache_tokens=2048, dtype="float32", load_format="dummy")
     specs = run.models_of(ServeConfig(kinds="generation"), engine, EmbedConfig(), read_models(config_file))
     host = make_host(tmp_path, front_end_pass=PASS, models=specs, hub={"offline": True})
     host.load_models()
@@ -74,7 +75,9 @@ def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
     config_file = tmp_path / "config.toml"
     config_file.write_text('[[models]]\nmodel = "pairs"\nkind = "cross-encoder"\nnum_threads = 2\n')
     flags = ["--model", "a", "--model", "b", "--embed-model", "c", "--config", str(config_file)]
-    arguments = make_parser(find_command(["serve"])[0]).parse(flags)
+    parser = make_parser(find_command(["serve"])[0])
+    add_arguments(parser)
+    arguments = parser.parse(flags)
     models = take_models(arguments)
     assert models == [ModelConfig(model="b"), ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2})]
     specs = run.models_of(ServeConfig(), EngineConfig(model="a"), EmbedConfig(model="c"), models)
