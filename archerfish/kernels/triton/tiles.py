@@ -1,4 +1,4 @@
-"""How products of few rows are cut into the work of programs. The numbers were measured on an H200."""
+"""How products of few rows are cut: what was measured for the shapes of known models, and what is good for most others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
-DIRECT_ROWS = 2  # of activations, up to which a product is quicker without tensor cores
+DIRECT_ROWS = 4  # of activations, up to which a product is quicker without tensor cores, unless a measured tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
 UNROLLED_COLUMNS = 14336  # of all rows together: what the registers hold of sums and reads on the way
 COLUMNS_PER_WARP = 256  # at least, or a row and the weights are spread over threads in different ways
+HOPPER_BYTES = 227 << 10  # of shared memory
 SHARED_BYTES = 198_000  # of a program's stages, at most; what a Hopper has
 STREAMED_WIDTH = 16384  # of a row that the registers of a program hold
 FEW_OUTPUTS = 2048  # of a product, up to which persistent programs would have too few rounds
@@ -42,6 +43,36 @@ class AddTile:
     columns: int
     num_warps: int
     num_stages: int
+
+
+TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
+    (1, 4096, 1024): LinearTile(8, 512, 2, 1),
+    (4, 4096, 1024): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 4096, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 2048): LinearTile(4, 512, 4, 1),
+    (4, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (16, 1024, 2048): LinearTile(16, 256, 4, 6, is_dot=True),
+    (1, 6144, 1024): LinearTile(4, 512, 2, 1),
+    (4, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 6144, 1024): LinearTile(32, 256, 4, 5, is_dot=True),
+    (1, 1024, 3072): LinearTile(1, 1024, 8, 1),
+    (4, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 1024, 3072): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 151936, 1024): LinearTile(4, 1024, 4, 1),
+    (1, 1024, 4096): LinearTile(4, 1024, 4, 1),
+    (4, 151936, 1024): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 6144, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
+    (4, 6144, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (1, 4096, 4096): LinearTile(2, 0, 2, 4, num_programs=528),
+    (4, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 4096, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (4, 28672, 4096): LinearTile(16, 512, 4, 4, is_dot=True),
+    (4, 4096, 14336): LinearTile(16, 512, 4, 4, is_dot=True),
+    (16, 4096, 14336): LinearTile(32, 512, 4, 3, is_dot=True),
+    (1, 128256, 4096): LinearTile(2, 1024, 4, 1),
+    (4, 128256, 4096): LinearTile(32, 256, 4, 5, is_dot=True),
+    (16, 128256, 4096): LinearTile(32, 512, 4, 3, is_dot=True),
+}
 
 
 def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> AddTile | None:
@@ -87,12 +118,15 @@ def shared_bytes(device: torch.device) -> int:
 def tile_of(
     num_rows: int, num_weights: int, width: int, is_gated: bool, element_bytes: int, most_bytes: int = SHARED_BYTES
 ) -> LinearTile:
-    """A tile by the rows of activations, and by the rows (num_weights) and columns (width) of the weights.
+    """The measured tile of a shape, or one that is good for most. num_weights: rows of the weights.
 
     For one wide row programs are persistent; up to DIRECT_ROWS rows are multiplied without tensor cores, more rows with them.
     """
     rows = next_power_of_2(num_rows)
     copies = 2 if is_gated else 1
+    tuned = TUNED.get((rows, num_weights, width)) if element_bytes == 2 and most_bytes == SHARED_BYTES else None
+    if tuned and tuned.num_stages * (max(8, rows) + tuned.outputs * copies) * tuned.columns * element_bytes <= HOPPER_BYTES:
+        return tuned
     widest = next_power_of_2(width)
     if num_rows == 1 and NORMED_WIDTH < widest <= STREAMED_WIDTH and num_weights > FEW_OUTPUTS:
         outputs = max(1, ROUND_BYTES // (widest * element_bytes * copies))
