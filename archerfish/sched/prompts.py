@@ -31,7 +31,8 @@ class PromptShares:
         """How many prompt tokens a step should have at most; None: not known yet."""
         if not self.tokens_per_s:
             return None
-        return max(MIN_STEP_TOKENS, int(self.tokens_per_s * (SHARED_STEP_S if is_shared else LONE_STEP_S)))
+        tokens = int(self.tokens_per_s * (SHARED_STEP_S if is_shared else LONE_STEP_S))
+        return max(MIN_STEP_TOKENS, tokens - tokens % MIN_STEP_TOKENS)
 
     def order(self, sequences: list[Sequence], num_runnable: int, budget: int) -> list[Sequence]:
         """Sequences in the order in which they get their tokens. num_runnable: how many of them there are rows for.
@@ -44,10 +45,14 @@ class PromptShares:
         return sorted(sequences, key=lambda seq: (-seq.request.priority, num_left(seq))) if is_shortest else sequences
 
     def measure(self, num_tokens: int, seconds: float) -> None:
-        """A step with so many prompt tokens took so long."""
-        if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
-            found = num_tokens / seconds  # too low for a step of few tokens, so that a higher one counts at once
-            self.tokens_per_s = max(found, (self.tokens_per_s + found) / 2)
+        """A step with so many prompt tokens took so long. A step of few tokens can only show that the machine is faster."""
+        if num_tokens < MIN_STEP_TOKENS or seconds <= 0:
+            return
+        found = num_tokens / seconds
+        if found > self.tokens_per_s:
+            self.tokens_per_s = found
+        elif 2 * num_tokens >= self.tokens_per_s * SHARED_STEP_S:
+            self.tokens_per_s = (self.tokens_per_s + found) / 2
 
 
 def num_left(seq: Sequence) -> int:
