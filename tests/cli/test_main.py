@@ -17,7 +17,7 @@ from archerfish.cli import embed as embed_command
 from archerfish.cli import output, serve
 from archerfish.cli.main import main
 from archerfish.cli.texts import read_texts, write_atomically
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import (
     ArcherfishError,
@@ -220,18 +220,18 @@ def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     seen: list[Any] = []
 
-    def fake_serve(*sections: Any, announce: Any) -> None:
-        seen.extend(sections[:4])
+    def fake_serve(*sections: Any, models: list[ModelConfig], announce: Any) -> None:
+        seen.extend([*sections[:4], models])
         announce("it serves")
 
     fake = types.ModuleType("archerfish.serve.run")
     fake.serve = fake_serve  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "archerfish.serve.run", fake)
-    flags = ["--port", "0", "--kinds", "all", "--model", "m", "--embed-model", "e", "--offline"]
+    flags = ["--port", "0", "--kinds", "all", "--model", "m", "--model", "n", "--embed-model", "e", "--offline"]
     assert main(["serve", *flags, "--latency-budget-ms", "1.5"]) == 0
     assert seen == [
         ServeConfig(port=0, latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
-        HubConfig(offline=True),
+        HubConfig(offline=True), [ModelConfig(model="n")],
     ]  # fmt: skip
     assert capsys.readouterr().out == "it serves\n"
     assert main(["--quiet", "serve", *flags]) == 0

@@ -114,6 +114,6 @@ def test_reference_backend_reads_every_storage_type(storage: str, tiny_model: An
         engine = ArrowEngine(path, dtype="float32", storage_dtype=storage, hub=hub)
         assert type(engine.core.ops) is TorchOps
         blocks: Any = engine.core.encoder.__dict__["blocks"]
-        weight = blocks[0].up.get().matrix
+        weight = blocks[0].up.get().tensors["weight"]
         assert str(weight.dtype) == f"torch.{storage}"
         assert cosines(engine.encode(TEXTS), expected).min() > 0.9999
