@@ -194,9 +194,19 @@ class HostedLLM:
     def _send(self, deltas: list[tuple[Generation, TextDelta]]) -> None:
         """Send everything that a step brought, with one look at the clock and one lock."""
         if deltas:
-            now, gaps = self.host.clock(), list[float]()
+            now, gaps, answer = self.host.clock(), list[float](), self.host.answer
             for generation, delta in deltas:
-                generation.send(delta, now, gaps)
+                last, admitted = generation.last_token_at, generation.admitted
+                is_plain = last and admitted is not None and generation.message.stream
+                if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
+                    generation.send(delta, now, gaps)
+                elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
+                    assert admitted is not None
+                    admitted.num_output_tokens += len(delta.token_ids)
+                    gaps.append(now - last)
+                    generation.last_token_at = now
+                    chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
+                    answer(generation.request, chunk)
             self.figures.gaps(self.name, gaps)
 
     def use_idle_time(self) -> bool:

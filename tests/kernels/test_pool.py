@@ -79,7 +79,7 @@ def test_openmp_is_the_library_of_torch() -> None:
     assert Path(out.strip()).parent in (Path(torch.__file__).parent / "lib", Path(torch.__file__).parent.parent / "torch.libs")
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("", "5000"), ("active", "None")])
+@pytest.mark.parametrize(("policy", "expected"), [("", "100000"), ("active", "None")])
 def test_openmp_threads_spin_briefly_unless_the_user_says_otherwise(policy: str, expected: str) -> None:
     """Red if torch could be loaded before the environment is set: OpenMP reads it once."""
     code = "import sys, os, archerfish; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
