@@ -230,22 +230,6 @@ class ArrowEngine:
         finished = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
         return self._collect(len(texts), finished, started, len(texts))
 
-    def begin(self, texts: Sequence[TokenizedText], normalize: bool | None = None) -> Future[Vectors]:
-        """`compute` on one core of several. The call waits for a free core, not for the vectors."""
-        self._check_open()
-
-        def work() -> Vectors:
-            started = time.perf_counter()
-            passes = (self._run(batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in self._plan(texts))
-            return self._collect(len(texts), map(finish, passes), started, len(texts))
-
-        return self._pool.begin(work)
-
-    @property
-    def num_workers(self) -> int:
-        """The number of passes that may run at the same time."""
-        return self._pool.num_workers
-
     def _plan(self, texts: Sequence[TokenizedText]) -> list[list[int]]:
         return plan_batches([len(text.token_ids) for text in texts], self._batch_tokens(self.config.max_batch_size))
 

@@ -33,7 +33,7 @@ class ComputePool:
 
         self.num_workers = (num_threads or cpu().num_cores) if device == "cpu" else 1
         self._num_running = 0
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         ready = threading.Barrier(self.num_workers + 1)
 
         def start() -> None:
@@ -68,17 +68,9 @@ class ComputePool:
         finally:
             self._finish()
 
-    def begin(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run in a thread of the pool; returns when a further thread is free, or this one is again."""
-        future = self.submit(work, *args, **kwargs)
-        with self._lock:
-            self._lock.wait_for(lambda: self._num_running < self.num_workers)
-        return future
-
     def _finish(self, _: Future[R] | None = None) -> None:
         with self._lock:
             self._num_running -= 1
-            self._lock.notify_all()
 
 
 def forbid_more_threads() -> None:

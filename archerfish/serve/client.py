@@ -67,17 +67,17 @@ class RemoteError(ArcherfishError):
 
     def __init__(
         self, message: str, *, code: str = "internal_error", status: int = 500, hint: str = "", param: str | None = None,
-        retry_after_s: float | None = None, blocked_s: float | None = None, needs_s: tuple[float, float] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.code, self.status = code, status  # type: ignore[misc]  # these belong to the error, not to its class
-        self.param, self.retry_after_s, self.blocked_s, self.needs_s = param, retry_after_s, blocked_s, needs_s
+        self.param, self.retry_after_s = param, retry_after_s
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
         return cls(
             failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s, blocked_s=failed.blocked_s, needs_s=failed.needs_s,
+            retry_after_s=failed.retry_after_s,
         )
 
 

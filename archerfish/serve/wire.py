@@ -212,8 +212,6 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
     hint: str = ""
     param: str | None = None
     retry_after_s: float | None = None
-    blocked_s: float | None = None  # seconds until the limits of this tenant allow any request
-    needs_s: tuple[float, float] | None = None  # the deadline that would have sufficed, and how much of it is per character
 
     @classmethod
     def of(cls, request_id: str, error: BaseException, retry_after_s: float | None = None) -> Failed:
@@ -223,8 +221,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
             return cls(request_id=request_id, code=ArcherfishError.code, message=message)
         return cls(
             request_id=request_id, code=error.code, message=error.message, status=error.status, hint=error.hint or "",
-            param=getattr(error, "param", None), retry_after_s=retry_after_s, blocked_s=getattr(error, "blocked_s", None),
-            needs_s=getattr(error, "needs_s", None),
+            param=getattr(error, "param", None), retry_after_s=retry_after_s,
         )
 
 

@@ -117,15 +117,6 @@ def test_threads_get_the_same_vectors(minilm: ArrowEngine) -> None:
         assert (a * b).sum(1).min() > 0.9998
 
 
-def test_begin_gives_the_vectors_of_compute(minilm: ArrowEngine) -> None:
-    texts = minilm.tokenize([f"text {i} " + "word " * (i % 30) for i in range(90)])  # several batches
-    for normalize in (False, True):
-        together, alone = minilm.compute(texts, normalize), minilm.begin(texts, normalize).result(60)
-        lengths = np.linalg.norm(together, axis=1) * np.linalg.norm(alone, axis=1)
-        assert ((together * alone).sum(1) / lengths).min() > 0.9998
-        np.testing.assert_allclose(np.linalg.norm(alone, axis=1), np.linalg.norm(together, axis=1), rtol=0.01)
-
-
 def test_torch_threads_of_the_caller_do_not_change(minilm: ArrowEngine) -> None:
     import torch
 

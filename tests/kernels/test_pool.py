@@ -6,8 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,25 +85,3 @@ def test_openmp_threads_spin_briefly_unless_the_user_says_otherwise(policy: str,
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == (expected if platform.machine() in ("x86_64", "AMD64") else "None")
-
-
-def test_begin_returns_when_a_thread_is_free() -> None:
-    pool, may_end, has_begun = ComputePool("cpu", 2), [threading.Event(), threading.Event()], threading.Event()
-
-    def work() -> bool:
-        has_begun.set()
-        return may_end[1].wait(LIMIT_S)
-
-    def begin_second() -> tuple[Future[bool], bool]:
-        return pool.begin(work), may_end[0].is_set()
-
-    first = pool.begin(may_end[0].wait, LIMIT_S)  # at once: a thread is left
-    with ThreadPoolExecutor(1) as beginner:
-        beginning = beginner.submit(begin_second)
-        assert has_begun.wait(LIMIT_S)
-        may_end[0].set()
-        second, is_first_over = beginning.result(LIMIT_S)
-    assert first.result(LIMIT_S)
-    assert is_first_over and not second.done()
-    may_end[1].set()
-    assert second.result(LIMIT_S)
