@@ -40,6 +40,7 @@ class Case:
     calls: Sequence[Call]
     num_bytes: float = 0
     flops: float = 0
+    peer: Call | None = None  # the same work as unfused operations of PyTorch
 
 
 def measure(options: Namespace) -> Iterator[Measurement]:
@@ -58,6 +59,8 @@ def measure(options: Namespace) -> Iterator[Measurement]:
                 yield Measurement(f"{case.name}, us", us)
                 limit_us = 1e6 * max(case.num_bytes / COPY_BYTES_PER_S, case.flops / BF16_FLOPS)
                 yield Measurement(f"{case.name}, share of the limit", limit_us / us)
+                if case.peer is not None:
+                    yield Measurement(f"{case.name}, times as fast as PyTorch", median_us([case.peer]) / us)
 
 
 def median_us(calls: Sequence[Call]) -> float:
@@ -83,7 +86,8 @@ def random(*shape: int) -> Tensor:
 def elementwise(ops: TritonOps) -> Iterator[Case]:
     x, residual, factors = random(TOKENS, WIDTH), random(TOKENS, WIDTH), random(WIDTH).float()
     normed = partial(ops.rms_norm, x, factors, 1e-5)
-    yield Case(f"rms_norm {TOKENS} x {WIDTH}", [normed], num_bytes=2 * x.nbytes)
+    peer = partial(unfused_norm, x, factors)
+    yield Case(f"rms_norm {TOKENS} x {WIDTH}", [normed], num_bytes=2 * x.nbytes, peer=peer)
     yield Case(f"rms_norm of a sum {TOKENS} x {WIDTH}", [partial(normed, residual=residual)], num_bytes=4 * x.nbytes)
     wide = random(TOKENS, 2 * FEED_FORWARD)
     yield Case(f"gated silu {TOKENS} x {FEED_FORWARD}", [partial(ops.gated, wide, "silu")], num_bytes=1.5 * wide.nbytes)
@@ -95,9 +99,30 @@ def stores(ops: TritonOps) -> Iterator[Case]:
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(2048, HEAD_DIM)).astype(np.float32), HEAD_DIM)
     qkv, norm = random(TOKENS, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM), random(HEAD_DIM).float()
     plain = partial(ops.store_kv, qkv, kv, batch, heads, rotary)
-    yield Case("rotary and store", [plain], num_bytes=2 * qkv.nbytes)
+    q, k = random(1, NUM_HEADS, TOKENS, HEAD_DIM), random(1, NUM_KV_HEADS, TOKENS, HEAD_DIM)
+    peer = partial(unfused_rotary, q, k, random(1, 1, TOKENS, HEAD_DIM), random(1, 1, TOKENS, HEAD_DIM))
+    yield Case("rotary and store", [plain], num_bytes=2 * qkv.nbytes, peer=peer)
     normed = partial(plain, q_norm=norm, k_norm=norm, eps=1e-6)
     yield Case("rotary and store, q and k normed", [normed], num_bytes=2 * qkv.nbytes)
+
+
+def unfused_norm(x: Tensor, weight: Tensor) -> Tensor:
+    import torch
+
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * wide.to(x.dtype)
+
+
+def unfused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates only; ours also splits the product and writes keys and values into their blocks."""
+    import torch
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
 def head_shape(num_heads: int = NUM_HEADS) -> HeadShape:

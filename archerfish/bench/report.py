@@ -21,6 +21,7 @@ OURS = "archerfish"
 DIRECTIONS: dict[str, Direction] = {
     "copy rate, *": "neither", "*/s": "lower", "*, ms": "higher", "*, us": "higher", "*, ns": "higher", "*, s": "higher",
     "*, MB": "higher", "*, hit rate": "lower", "*, utilisation": "lower", "*, share of the limit": "lower",
+    "*, times as fast as PyTorch": "lower",
     "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
     "*not answered": "higher", "*": "neither",
 }  # fmt: skip
