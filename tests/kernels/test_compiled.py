@@ -50,7 +50,8 @@ from archerfish.kernels.triton.recurrent import PART_ROWS, choose_part_tile
 from archerfish.kernels.triton.tiles import SHARED_BYTES, add_tile
 
 tile = add_tile(64, torch.empty(768, 3072, dtype=torch.bfloat16), 2, SHARED_BYTES)
-added = {"width": 3072, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns, "is_early": True}
+added = {"width": 3072, "rows": tile.rows, "outputs": tile.outputs, "columns": tile.columns, "parts": tile.parts}
+added["is_early"] = True
 built = [build(add_rows_kernel, added, {"total": "fp32"}, num_warps=tile.num_warps)]
 built.append(build(add_rows_kernel, added, {"total": "fp32", "weight": "i8", "scales": "fp32"}, num_warps=tile.num_warps))
 tile = choose_part_tile(2, torch.device("cpu"))

@@ -292,7 +292,10 @@ def test_other_types_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "width", "dtype", "weight_format"),
-    combine([17, 32, 33, 64, 65, 128] if HAS_CUDA else [17, 70], [128, 300], TYPES, FORMATS),
+    [
+        *combine([17, 32, 33, 64, 65, 128] if HAS_CUDA else [17, 70], [128, 300], TYPES, FORMATS),
+        *combine([70], [3100], TYPES, FORMATS),  # each warp has its own part of the columns
+    ],
 )
 def test_product_is_added_in_place(num_rows: int, width: int, dtype: str, weight_format: WeightFormat) -> None:
     weight, wide = weights(40, width, dtype, weight_format=weight_format)

@@ -139,7 +139,7 @@ def add_rows(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Ten
     (num_rows, width), num_outputs = x.shape, len(packed.matrix)
     add_rows_kernel[(cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows))](
         x, packed.matrix, packed.scales, total, num_rows, num_outputs, x.stride(0), total.stride(0), width=width,
-        rows=tile.rows, outputs=tile.outputs, columns=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **early_start(x.device),
+        rows=tile.rows, outputs=tile.outputs, columns=tile.columns, parts=tile.parts, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **early_start(x.device),
     )
     return total

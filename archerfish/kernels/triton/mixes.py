@@ -197,20 +197,8 @@ def multiply_parts_kernel(
     x += mix * num_rows * width
     if parts == 1:
         fetch_rows(weight + lines[:, None] * width, width, is_early)
-        invite_and_follow(is_early)
-        y = tl.trans(multiply_rows(x, width, row, num_rows, weight, lines, width, rows, outputs, columns))
-    else:
-        piece = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
-        acc = tl.zeros((parts, outputs, rows), tl.float32)  # a warp has one part
-        is_row = (row < num_rows)[None, :, None]
-        invite_and_follow(is_early)
-        for start in range(0, width, columns):
-            place = start + piece
-            values = tl.load(x + row[None, :, None] * width + place, mask=is_row & (place < width), other=0.0)
-            values = tl.permute(values, (0, 2, 1))
-            tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
-            acc = tl.dot(tile.to(values.dtype), values, acc, input_precision="ieee")
-        y = tl.sum(acc, 0)
+    invite_and_follow(is_early)
+    y = tl.trans(multiply_rows(x, width, row, num_rows, weight, lines, width, rows, outputs, columns, parts))
     if output_scales is not None:
         y *= tl.load(output_scales + begin + lines)[:, None]
     y = activate_part(y, mix, is_time)

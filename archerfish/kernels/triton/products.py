@@ -297,26 +297,37 @@ def load_batch(x, x_stride, row, place, num_rows, width: tl.constexpr):
 @triton.jit
 def multiply_rows(
     x, x_stride, row, num_rows, weight, lines, width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr,
-    columns: tl.constexpr,
+    columns: tl.constexpr, parts: tl.constexpr,
 ):
-    """Rows of x times lines of weights, on tensor cores that all warps share: (rows, outputs)."""
-    piece = tl.arange(0, columns)
-    y = tl.zeros((rows, outputs), tl.float32)
-    for start in range(0, width, columns):
-        values = load_batch(x, x_stride, row, start + piece, num_rows, width)
-        place = (start + piece)[:, None]
-        if width % columns == 0:
-            tile = tl.load(weight + lines[None, :] * width + place)
-        else:
-            tile = tl.load(weight + lines[None, :] * width + place, mask=place < width, other=0.0)
-        y = tl.dot(values, tile.to(values.dtype), y, input_precision="ieee")
+    """Rows of x times lines of weights, on tensor cores: (rows, outputs). parts: 1, or one for each warp."""
+    if parts > 1:
+        split = tl.arange(0, parts)[:, None, None] * (columns // parts) + tl.arange(0, columns // parts)[None, None, :]
+        acc = tl.zeros((parts, outputs, rows), tl.float32)
+        is_row = (row < num_rows)[None, :, None]
+        for start in range(0, width, columns):
+            place = start + split
+            values = tl.load(x + row[None, :, None] * x_stride + place, mask=is_row & (place < width), other=0.0)
+            tile = load_piece(weight + lines[None, :, None] * width, place, width, columns)
+            acc = tl.dot(tile.to(values.dtype), tl.permute(values, (0, 2, 1)), acc, input_precision="ieee")
+        y = tl.trans(tl.sum(acc, 0))
+    else:
+        piece = tl.arange(0, columns)
+        y = tl.zeros((rows, outputs), tl.float32)
+        for start in range(0, width, columns):
+            values = load_batch(x, x_stride, row, start + piece, num_rows, width)
+            place = (start + piece)[:, None]
+            if width % columns == 0:
+                tile = tl.load(weight + lines[None, :] * width + place)
+            else:
+                tile = tl.load(weight + lines[None, :] * width + place, mask=place < width, other=0.0)
+            y = tl.dot(values, tile.to(values.dtype), y, input_precision="ieee")
     return y
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_rows_kernel(
     x, weight, scales, total, num_rows, num_outputs, x_stride, total_stride, width: tl.constexpr, rows: tl.constexpr,
-    outputs: tl.constexpr, columns: tl.constexpr, is_early: tl.constexpr,
+    outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr, is_early: tl.constexpr,
 ):
     """total += x @ weight.T, in tiles of some rows and outputs."""
     own = tl.program_id(0) * outputs + tl.arange(0, outputs)
@@ -327,7 +338,7 @@ def add_rows_kernel(
     is_inside = (row < num_rows)[:, None] & (own < num_outputs)[None, :]
     follow(is_early)
     added = tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
-    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, width, rows, outputs, columns)
+    y = multiply_rows(x, x_stride, row, num_rows, weight, lines, width, rows, outputs, columns, parts)
     if scales is not None:
         y *= tl.load(scales + lines)[None, :]
     tl.store(total + place, (y + added).to(total.dtype.element_ty), mask=is_inside)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 FEW_ADDED_ROWS, MAX_ADDED_ROWS, MAX_ADDED_OUTPUTS = 32, 128, 2048  # of a product that is added to a total
+LONG_WIDTH, MAX_ADDED_WIDTH = 3072, 4096  # likewise
 MIN_BLOCK = 16  # columns of a tile that tl.dot takes
 DIRECT_ROWS = 4  # of activations, up to which a product is quicker without tensor cores, unless a measured tile says otherwise
 NORMED_WIDTH = 2048  # up to which normalising in every program, if it is not persistent, costs less than a kernel for it
@@ -43,6 +44,7 @@ class AddTile:
     columns: int
     num_warps: int
     num_stages: int
+    parts: int  # of the columns: 1, or one for each warp
 
 
 TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a power of 2), rows and columns of the weights
@@ -76,13 +78,19 @@ TUNED: dict[tuple[int, int, int], LinearTile] = {  # on an H200; by rows (a powe
 
 
 def add_tile(num_rows: int, weight: torch.Tensor, element_bytes: int, most_bytes: int) -> AddTile | None:
-    """The best of ten that were tried on an H200, with as many stages as there is room for; None where cuBLAS is as quick."""
-    (num_outputs, width), is_wide = weight.shape, num_rows > FEW_ADDED_ROWS
-    if not 0 < num_rows <= MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width > (4096 if is_wide else 3072):
+    """The best of twenty on an H200, with as many stages as there is room for; None where cuBLAS is as quick."""
+    num_outputs, width = weight.shape
+    if not 0 < num_rows <= MAX_ADDED_ROWS or num_outputs > MAX_ADDED_OUTPUTS or width > MAX_ADDED_WIDTH:
         return None
-    rows, outputs, stage_columns = (64, 16, 256) if is_wide else (32, 16, 512)
+    rows, outputs, stage_columns, max_stages, parts = 32, 16, 512, 6, 1
+    if num_rows > FEW_ADDED_ROWS and width > LONG_WIDTH:
+        parts = 4  # A program of 64 rows would read so much that reading bounds it.
+    elif num_rows > FEW_ADDED_ROWS:
+        rows, stage_columns, max_stages = 64, 256, 8
+    elif width > LONG_WIDTH:
+        return None
     num_stages = most_bytes // ((rows + outputs) * stage_columns)
-    return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(8 if is_wide else 6, num_stages)))
+    return AddTile(rows, outputs, stage_columns // element_bytes, 4, max(1, min(max_stages, num_stages)), parts)
 
 
 def cdiv(number: int, divisor: int) -> int:
