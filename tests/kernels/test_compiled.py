@@ -55,7 +55,7 @@ added["is_early"] = True
 built = [build(add_rows_kernel, added, {"total": "fp32"}, num_warps=tile.num_warps)]
 built.append(build(add_rows_kernel, added, {"total": "fp32", "weight": "i8", "scales": "fp32"}, num_warps=tile.num_warps))
 tile = choose_part_tile(2, torch.device("cpu"))
-parts = {"width": 768, "rows": PART_ROWS, "outputs": tile.outputs, "columns": tile.columns, "parts": 1, "num_outputs": 768}
+parts = {"width": 768, "rows": PART_ROWS, "outputs": tile.outputs, "columns": tile.columns, "num_outputs": 768}
 parts |= {name: 64 for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank")}
 parts |= {"is_time": True, "is_narrow": False, "is_early": True}
 built.append(build(multiply_parts_kernel, parts, {}, num_warps=tile.num_warps))

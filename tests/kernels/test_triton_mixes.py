@@ -23,10 +23,9 @@ from archerfish.kernels.triton.recurrent import (  # isort: skip
     FEW_ROWS,
     PART_ROWS,
     TritonRecurrentOps,
-    choose_mix_tile,
     choose_part_tile,
 )
-from archerfish.kernels.triton.tiles import SHARED_BYTES, LinearTile  # isort: skip
+from archerfish.kernels.triton.tiles import SHARED_BYTES  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.rwkv7 import Rwkv7Block, Rwkv7Model  # isort: skip
@@ -48,10 +47,6 @@ INT8 = Int8Rows()
 NUM_BLOCKS = 40
 BOUNDED = 1e-5  # of logits and states in float32
 ODD = Size(2, 192, 200, 67, {"w": 8, "a": 6, "v": 5, "g": 17})  # sizes that fill no tile
-TILES = [
-    LinearTile(16, 0, 1, 1), LinearTile(4, 0, 2, 1), LinearTile(16, 64, 2, 2, is_dot=True),
-    LinearTile(32, 128, 4, 1, is_dot=True),
-]  # fmt: skip
 
 
 class MixPlainWeight(PlainRowsWeight):
@@ -127,12 +122,12 @@ class Decodes:
 
 
 def decodes_of(
-    model: Model, num_rows: int, num_real: int = 0, *, dtype: str = "float32", tile: LinearTile | None = None,
-    parts_rows: int = 64, weight_format: WeightFormat = PLAIN,
+    model: Model, num_rows: int, num_real: int = 0, *, dtype: str = "float32", parts_rows: int = 64,
+    weight_format: WeightFormat = PLAIN,
 ) -> Decodes:
     ops = MixOps(DEVICE, dtype)
     recurrent = TritonRecurrentOps(ops)
-    recurrent.mix_tile, recurrent.parts_rows = tile, parts_rows
+    recurrent.parts_rows = parts_rows
     return Decodes(ops, model, num_rows, num_real or num_rows, recurrent, weight_format=weight_format)
 
 
@@ -184,9 +179,8 @@ def check_captured(captured: Decodes, plain: Decodes) -> None:
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_filling", "weight_format"),
     [
-        ("tiny", 1, 0, PLAIN), ("tiny", 2, 1, PLAIN), ("tiny", 5, 1, PLAIN), ("odd", 8, 0, PLAIN), ("odd", 1, 0, INT8),
-        ("tiny", 3, 0, INT8), ("odd", 5, 0, INT8),
-        *(pytest.param("tiny", *case, PLAIN, marks=pytest.mark.slow) for case in ((3, 0), (4, 0), (8, 3))),
+        ("tiny", 1, 0, PLAIN), ("tiny", 2, 1, PLAIN), ("odd", 4, 0, PLAIN), ("odd", 1, 0, INT8), ("tiny", 3, 0, INT8),
+        *(pytest.param("tiny", *case, PLAIN, marks=pytest.mark.slow) for case in ((3, 0), (4, 2))),
         pytest.param("odd", 1, 0, PLAIN, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
@@ -208,12 +202,12 @@ def test_many_decodes(
     name: str, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
 ) -> None:
     """parts_rows: up to which one kernel has all products."""
-    ours = decodes_of(models[name], FEW_ROWS + 1, num_real, parts_rows=parts_rows, weight_format=weight_format)
-    check(ours, reference_of(models[name], FEW_ROWS + 1, num_real, weight_format), BOUNDED)
+    ours = decodes_of(models[name], 9, num_real, parts_rows=parts_rows, weight_format=weight_format)
+    check(ours, reference_of(models[name], 9, num_real, weight_format), BOUNDED)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
-@pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (5, 7), (FEW_ROWS + 1, 8)])
+@pytest.mark.parametrize(("num_rows", "num_kernels"), [(2, 5), (FEW_ROWS + 1, 8)])
 @pytest.mark.usefixtures("_fused_only")
 def test_kernels_of_a_layer(
     num_rows: int, num_kernels: int, models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
@@ -226,21 +220,10 @@ def test_kernels_of_a_layer(
     assert len(launches) == 2 * num_kernels + 4  # and staging, the lookup, the last norm and the logits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("name", "weight_format"), [("odd", PLAIN), ("tiny", INT8)])
-@pytest.mark.usefixtures("_fused_only")
-def test_every_tile_gives_the_same(
-    tile: LinearTile, name: str, weight_format: WeightFormat, models: dict[str, Model]
-) -> None:
-    ours = decodes_of(models[name], 2, tile=tile, weight_format=weight_format)
-    check(ours, reference_of(models[name], 2, 2, weight_format), BOUNDED)
-
-
 @pytest.mark.parametrize(("dtype", "error"), [("float16", 0.01), *([("bfloat16", 0.06)] if HAS_CUDA else [])])
 @pytest.mark.parametrize(
     ("num_rows", "weight_format"),
-    [(3, PLAIN), (FEW_ROWS + 1, INT8), *(pytest.param(num, PLAIN, marks=pytest.mark.slow) for num in (1, 8))],
+    [(3, PLAIN), (FEW_ROWS + 1, INT8), *(pytest.param(num, PLAIN, marks=pytest.mark.slow) for num in (1, FEW_ROWS))],
 )
 @pytest.mark.usefixtures("_fused_only")
 def test_half_precision_is_close(
@@ -259,7 +242,7 @@ def test_half_precision_is_close(
     assert float(difference.norm() / reference.memory.wkv[is_state].norm()) < error
 
 
-@pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
     check_alone(*(decodes_of(models["tiny"], num_rows) for _ in range(2)))
 
@@ -302,18 +285,10 @@ def test_layers_whose_weights_differ_are_not_fused(
     assert len(calls) == (2 if is_fused else 3)
 
 
-def test_tiles_fit_the_registers() -> None:
-    for width in (64, 128, 192, 768, 1024, 2048, 2560, 4096, 8192):
-        for num_rows in range(1, FEW_ROWS + 1):
-            for element_bytes in (2, 4):
-                tile = choose_mix_tile(num_rows, 3 * width, width, element_bytes, torch.device("cpu"))
-                assert tile.is_dot == (num_rows > 4 or width > 4096)
-                assert tile.is_dot or tile.outputs * tile.columns <= 64 * 32 * tile.num_warps
-                assert tile.outputs & (tile.outputs - 1) == 0
-                assert not tile.is_dot or tile.outputs >= 16
-    for element_bytes in (2, 4):
-        tile = choose_part_tile(element_bytes, torch.device("cpu"))
-        assert tile.num_stages * (PART_ROWS + tile.outputs) * tile.columns * element_bytes <= SHARED_BYTES
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_tile_fits_the_shared_memory(element_bytes: int) -> None:
+    tile = choose_part_tile(element_bytes, torch.device("cpu"))
+    assert tile.num_stages * (PART_ROWS + tile.outputs) * tile.columns * element_bytes <= SHARED_BYTES
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")

@@ -1,23 +1,24 @@
 """Kernels of RWKV-7's mixes for steps of decodes; `triton/recurrent.py` launches them.
 
-With a few decodes every kernel costs as much as reading its weights: a layer has five kernels, or seven.
-`mix_rows_kernel` is for a handful of rows. It normalises and shifts them in every program, and multiplies them with some
-outputs of a matrix: of the seven of a time mix (receptance, key, value, and the narrow ends of decay, rate, gate and value
-mix), each with its own mix of a token and the one before it, or of the one of a channel mix. For more rows
-`norm_shift_kernel` does the first half of that and `multiply_parts_kernel` the second, on tensor cores: each warp for its own
-part of the columns as in `multiply_tiles_kernel`, or with many rows all warps together. `mix_few_heads_kernel` is
-`mix_tokens_kernel` for decodes with the wide ends of the low ranks inside: a head needs nothing but its own outputs of them.
-With many rows its programs would read these anew for every row, and `raise_rows_kernel` has them instead.
+With a few decodes, every kernel costs as much as reading its weights. A layer then has five kernels. `mix_rows_kernel`
+normalises and shifts the rows in every program, and multiplies them with some outputs of a matrix: one of the seven of a time
+mix (receptance, key, value, and the narrow ends of decay, rate, gate and value mix), each with its own mix of a token and the
+one before it, or the one of a channel mix. `mix_few_heads_kernel` is `mix_tokens_kernel` for decodes with the wide ends of the
+low ranks inside: a head needs only its own outputs of them.
+
+With more decodes a layer has eight kernels. `norm_shift_kernel` normalises and shifts, `multiply_parts_kernel` multiplies on
+tensor cores, and `raise_rows_kernel` computes the wide ends of the low ranks, which programs of single heads would read anew
+for every row.
+
 Where weights have scales, all seven matrices have them, and the scales of their outputs lie one after the other as the outputs
 do.
 
 Programs of one kernel may run in any order, and a decode mostly leaves its state where it found it: no program writes inputs
-that others read. With `mix_rows_kernel` the time mix's new inputs wait in `normed` for `mix_few_heads_kernel`, which stores
-them, and copies the inputs that the channel mix reads and then overwrites.
+that others read. The time mix's new inputs wait in `normed` for `mix_few_heads_kernel`, which stores them, and copies the
+inputs that the channel mix reads and then overwrites.
 
-States are most of what a step of many decodes reads. They are on their way while the products before them run:
-`norm_shift_kernel`, `multiply_parts_kernel` and `raise_rows_kernel` let the next kernel's programs start before they wait
-themselves.
+States are most of what a step of many decodes reads. They are loaded while the products before them run: `norm_shift_kernel`,
+`multiply_parts_kernel` and `raise_rows_kernel` let the next kernel's programs start before they wait themselves.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -183,7 +184,7 @@ def norm_shift_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_parts_kernel(
     x, out, first_weight, key, value, decay, rate, gate, value_mix, output_scales, num_rows,
-    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr, parts: tl.constexpr,
+    width: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, columns: tl.constexpr,
     num_outputs: tl.constexpr, decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr,
     value_rank: tl.constexpr, is_time: tl.constexpr, is_narrow: tl.constexpr, is_early: tl.constexpr,
 ):
@@ -195,10 +196,9 @@ def multiply_parts_kernel(
     lines = tl.minimum(own, size - 1).to(tl.int64)
     row = tl.program_id(1) * rows + tl.arange(0, rows)
     x += mix * num_rows * width
-    if parts == 1:
-        fetch_rows(weight + lines[:, None] * width, width, is_early)
+    fetch_rows(weight + lines[:, None] * width, width, is_early)
     invite_and_follow(is_early)
-    y = tl.trans(multiply_rows(x, width, row, num_rows, weight, lines, width, rows, outputs, columns, parts))
+    y = tl.trans(multiply_rows(x, width, row, num_rows, weight, lines, width, rows, outputs, columns, 1))
     if output_scales is not None:
         y *= tl.load(output_scales + begin + lines)[:, None]
     y = activate_part(y, mix, is_time)
@@ -224,12 +224,9 @@ def mix_few_heads_kernel(
     out, num_rows, state_stride, time_stride, channel_stride, width: tl.constexpr, dim: tl.constexpr,
     decay_rank: tl.constexpr, rate_rank: tl.constexpr, gate_rank: tl.constexpr, value_rank: tl.constexpr,
     decay_block: tl.constexpr, rate_block: tl.constexpr, gate_block: tl.constexpr, value_block: tl.constexpr,
-    moves_inputs: tl.constexpr, is_early: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    """moves_inputs: behind `mix_rows_kernel`.
-
-    Rows without a sequence go on from the empty state, and leave nothing but what they give.
-    """
+    """Rows without a sequence go on from the empty state, and leave nothing but what they give."""
     sequence = tl.program_id(0)
     columns = tl.arange(0, dim)
     lines = tl.program_id(1) * dim + columns
@@ -252,15 +249,13 @@ def mix_few_heads_kernel(
     bonus_factor = tl.load(bonus + lines)
     norm_factor = tl.load(norm + lines)
     norm_shift = tl.load(norm_bias + lines)
-    if moves_inputs:
-        channel_input = tl.load(channel_inputs + source * channel_stride + lines)
+    channel_input = tl.load(channel_inputs + source * channel_stride + lines)
     follow(is_early)
     place = sequence * width + lines
     own = tl.load(products + place).to(tl.float32)
     key = tl.load(products + num_rows * width + place).to(tl.float32)
     value = tl.load(products + 2 * num_rows * width + place).to(tl.float32)
-    if moves_inputs:
-        time_input = tl.load(normed + place)
+    time_input = tl.load(normed + place)
     low = products + 3 * num_rows * width
     decay = raise_low(low + sequence * decay_rank, decay_tile, decay_rank, decay_block) + decay_shift
     low += num_rows * decay_rank
@@ -278,9 +273,8 @@ def mix_few_heads_kernel(
     ) * gate
     tl.store(out + place, y.to(out.dtype.element_ty))
     tl.store(matrix + target * state_stride, state, mask=is_real)
-    if moves_inputs:
-        tl.store(before + place, channel_input)
-        tl.store(time_inputs + target * time_stride + lines, time_input, mask=is_real)
+    tl.store(before + place, channel_input)
+    tl.store(time_inputs + target * time_stride + lines, time_input, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -35,7 +35,7 @@ from archerfish.kernels.triton.mixes import (
     norm_shift_kernel,
     raise_rows_kernel,
 )
-from archerfish.kernels.triton.tiles import LinearTile, cdiv, dot_block, next_power_of_2, shared_bytes, tile_of
+from archerfish.kernels.triton.tiles import LinearTile, cdiv, dot_block, next_power_of_2, shared_bytes
 from archerfish.kernels.triton.wkv import (
     mix_chunks_kernel,
     mix_decodes_kernel,
@@ -54,10 +54,9 @@ MAX_WIDTH = 4096  # of rows that every program normalises
 MAX_NORMED_WIDTH = 16384  # of a row that one program normalises
 COLUMNS_PER_WARP = 256  # so that a row and the weights are spread over threads in the same way
 HELD_ELEMENTS = 2048  # of weights, in the registers of a warp
-FEW_ROWS = 8  # decodes of a step, up to which every kernel that is spared counts
-DIRECT_ROWS = 4  # decodes up to which `mix_rows_kernel` is quicker than tensor cores
+FEW_ROWS = 4  # decodes of a step, up to which `mix_rows_kernel` is quicker than tensor cores
 PARTS_ROWS = 256  # decodes up to which one kernel for all products of a mix is quicker than cuBLAS for each
-PART_ROWS = 64  # of a program with many rows: what the tensor cores of a Hopper take at once
+PART_ROWS = 64  # of a program: what the tensor cores of a Hopper take at once
 RAISED_ROWS, RAISED_OUTPUTS = 64, 64  # of a program
 NUM_PARTS = 7  # matrices that a time mix multiplies its shifted inputs with
 WIDE_MIXES = (0, 2, 3)  # of receptance, key and value, among r, w, k, v, a, g
@@ -131,9 +130,7 @@ class FusedWeights:
 class TritonRecurrentOps(TorchRecurrentOps):
     """Shift and heads in one kernel each; whole layers in few kernels for steps of nothing but decodes."""
 
-    few_rows = FEW_ROWS
     parts_rows = PARTS_ROWS
-    mix_tile: LinearTile | None = None  # instead of the chosen one, for tests and measurements
 
     def __init__(self, ops: TorchOps, min_chunked: int = MIN_CHUNKED) -> None:
         super().__init__(ops)
@@ -203,7 +200,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         fused = self._fused(weights)
         if fused is None:
             return None
-        mix = self._mix_few if len(x) <= self.few_rows else self._mix_many
+        mix = self._mix_few if len(x) <= FEW_ROWS and x.shape[1] <= MAX_WIDTH else self._mix_many
         return mix(x, first_value, weights, fused, batch, layer)
 
     def _mix_few(
@@ -213,12 +210,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         (num_rows, width), dtype, time, channel = x.shape, self.ops.torch_dtype, weights.time, weights.channel
         products = torch.empty(num_rows * fused.time.num_outputs, dtype=dtype, device=x.device)
         normed, channel_before, out = torch.empty((3, num_rows, width), dtype=dtype, device=x.device)
-        tile = self.mix_tile or choose_mix_tile(num_rows, fused.time.num_outputs, width, dtype.itemsize, x.device)
-        if tile.is_dot:
-            mixed = norm_and_shift(x, time.norm, time.factors, layer.time_input, batch)
-            multiply_parts(mixed, fused.time, tile, products)
-        else:
-            mix_rows(x, time.norm, time.factors, layer.time_input, normed, batch, fused.time, tile, products)
+        mix_rows(x, time.norm, time.factors, layer.time_input, normed, batch, fused.time, products)
         size = num_rows * width
         value = products[2 * size : 3 * size].view(num_rows, width)
         heads, (_, num_heads, dim, _), ranks = time.heads, layer.wkv.shape, fused.time.ranks
@@ -228,17 +220,11 @@ class TritonRecurrentOps(TorchRecurrentOps):
             heads.removal, heads.replacement, heads.bonus, heads.norm, heads.norm_bias, heads.eps, layer.wkv, batch.sources,
             batch.targets, normed, layer.time_input, layer.channel_input, channel_before, out, num_rows, layer.wkv.stride(0),
             layer.time_input.stride(0), layer.channel_input.stride(0), width=width, dim=dim, num_warps=HEAD_WARPS,
-            moves_inputs=not tile.is_dot, **ranks, **blocks, **early_start(x.device),
+            **ranks, **blocks, **early_start(x.device),
         )
         x = self.ops.linear(out, time.out, residual=x)
         hidden = torch.empty((num_rows, fused.channel.num_outputs), dtype=dtype, device=x.device)
-        tile = self.mix_tile or choose_mix_tile(num_rows, fused.channel.num_outputs, width, dtype.itemsize, x.device)
-        if tile.is_dot:
-            mixed = norm_and_shift(x, channel.norm, channel.factor, layer.channel_input, batch)
-            multiply_parts(mixed, fused.channel, tile, hidden)
-        else:
-            inputs = layer.channel_input
-            mix_rows(x, channel.norm, channel.factor, channel_before, inputs, batch, fused.channel, tile, hidden)
+        mix_rows(x, channel.norm, channel.factor, channel_before, layer.channel_input, batch, fused.channel, hidden)
         return self.ops.linear(hidden, channel.value, residual=x), value
 
     def _mix_many(
@@ -254,8 +240,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
         if is_narrow:
             for mix, weight, out in zip(WIDE_MIXES, fused.wide, wide, strict=True):
                 torch.mm(mixed[mix], weight.dequantised().t(), out=out)
-        tile = self.mix_tile or choose_part_tile(mixed.element_size(), x.device)
-        multiply_parts(mixed, fused.time, tile, products, is_many=True, is_narrow=is_narrow)
+        multiply_parts(mixed, fused.time, products, is_narrow=is_narrow)
         raised = raise_rows(low, fused, num_rows, width)
         inputs = HeadInputs(
             receptance=receptance, decay=raised[0], key=key, value=value, rate=raised[1], gate=raised[2],
@@ -267,7 +252,7 @@ class TritonRecurrentOps(TorchRecurrentOps):
             hidden = self.ops.linear(mixed[0], channel.key, activation="relu_squared")
         else:
             hidden = torch.empty((num_rows, fused.channel.num_outputs), dtype=mixed.dtype, device=x.device)
-            multiply_parts(mixed, fused.channel, tile, hidden, is_many=True)
+            multiply_parts(mixed, fused.channel, hidden)
         return self.ops.linear(hidden, channel.value, residual=x), value
 
     def decode_batch(
@@ -290,18 +275,8 @@ class TritonRecurrentOps(TorchRecurrentOps):
         return batch, sampling_batch(inputs, positions, every[:-1])
 
 
-def choose_mix_tile(num_rows: int, num_outputs: int, width: int, element_bytes: int, device: torch.device) -> LinearTile:
-    """A tile of a mix of few rows; is_dot: norm and shift have a kernel of their own."""
-    if num_rows > DIRECT_ROWS or width > MAX_WIDTH:
-        return tile_of(max(num_rows, DIRECT_ROWS + 1), num_outputs, width, False, element_bytes, shared_bytes(device))
-    columns = next_power_of_2(width)
-    num_warps = max(1, min(16, columns // COLUMNS_PER_WARP))
-    outputs = HELD_ELEMENTS * num_warps // (columns if num_rows == 1 else 2 * columns)
-    return LinearTile(max(1, min(16, outputs)), columns, num_warps, 1)
-
-
 def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
-    """A tile of a mix of many rows, with as many stages as there is room for."""
+    """A tile of `multiply_parts`, with as many stages as there is room for."""
     outputs, columns = 32, 256 // element_bytes
     stage_bytes = (PART_ROWS + outputs) * columns * element_bytes
     return LinearTile(outputs, columns, 4, max(1, min(6, shared_bytes(device) // stage_bytes)), is_dot=True)
@@ -309,15 +284,18 @@ def choose_part_tile(element_bytes: int, device: torch.device) -> LinearTile:
 
 def mix_rows(
     x: Tensor, norm: NormWeights[Tensor], factors: Tensor, before: Tensor, normed: Tensor, batch: RecurrentBatch[Tensor],
-    parts: Parts, tile: LinearTile, out: Tensor,
+    parts: Parts, out: Tensor,
 ) -> None:
     """Norm, shift and products of a mix. before: inputs before these; normed: where these inputs go."""
     num_rows, width = x.shape
-    mix_rows_kernel[(sum(cdiv(size, tile.outputs) for size in parts.sizes),)](
+    columns = next_power_of_2(width)
+    num_warps = max(1, min(16, columns // COLUMNS_PER_WARP))
+    outputs = max(1, min(16, HELD_ELEMENTS * num_warps // (columns if num_rows == 1 else 2 * columns)))
+    mix_rows_kernel[(sum(cdiv(size, outputs) for size in parts.sizes),)](
         x, norm.weight, norm.bias, factors, before, batch.previous, batch.targets, normed, out,
         *parts.matrices, parts.scales, norm.eps, x.stride(0), before.stride(0), normed.stride(0), width=width,
-        columns=next_power_of_2(width), rows=num_rows, outputs=tile.outputs, num_outputs=parts.sizes[0],
-        is_time=parts.is_time, num_warps=tile.num_warps, **parts.ranks, **early_start(x.device),
+        columns=columns, rows=num_rows, outputs=outputs, num_outputs=parts.sizes[0], is_time=parts.is_time,
+        num_warps=num_warps, **parts.ranks, **early_start(x.device),
     )
 
 
@@ -336,17 +314,15 @@ def norm_and_shift(
     return out
 
 
-def multiply_parts(
-    mixed: Tensor, parts: Parts, tile: LinearTile, out: Tensor, *, is_many: bool = False, is_narrow: bool = False
-) -> None:
-    """The products of a mix behind `norm_and_shift`. is_many: in tiles of many rows. is_narrow: of the narrow parts alone."""
+def multiply_parts(mixed: Tensor, parts: Parts, out: Tensor, *, is_narrow: bool = False) -> None:
+    """The products of a mix behind `norm_and_shift`. is_narrow: of the narrow parts alone."""
     _, num_rows, width = mixed.shape
-    rows = PART_ROWS if is_many else max(8, next_power_of_2(num_rows))
+    tile = choose_part_tile(mixed.element_size(), mixed.device)
     num_tiles = sum(cdiv(size, tile.outputs) for size in parts.sizes[3 if is_narrow else 0 :])
-    multiply_parts_kernel[(num_tiles, cdiv(num_rows, rows))](
-        mixed, out, *parts.matrices, parts.scales, num_rows, width=width, rows=rows, outputs=tile.outputs,
-        columns=tile.columns, parts=1 if is_many else tile.num_warps, num_outputs=parts.sizes[0], is_time=parts.is_time,
-        is_narrow=is_narrow, num_warps=tile.num_warps, num_stages=tile.num_stages, **parts.ranks, **early_start(mixed.device),
+    multiply_parts_kernel[(num_tiles, cdiv(num_rows, PART_ROWS))](
+        mixed, out, *parts.matrices, parts.scales, num_rows, width=width, rows=PART_ROWS, outputs=tile.outputs,
+        columns=tile.columns, num_outputs=parts.sizes[0], is_time=parts.is_time, is_narrow=is_narrow,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **parts.ranks, **early_start(mixed.device),
     )
 
 
