@@ -14,7 +14,10 @@ help:  ## show this list
 serve: $(VENV)/.serve models  ## run the service on 127.0.0.1:8000 (options: make serve ARGS="--port 9000")
 	$(BIN)/archerfish serve $(ARGS)
 
-test: $(VENV)/.test models lint types lines  ## everything that CI runs: style, types, layers, tests, coverage (make test WORKERS=4)
+test: $(VENV)/.test models lint types lines  ## everything that CI runs: style, types, layers, tests (make test WORKERS=4)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+coverage: $(VENV)/.test models  ## the tests again, and which lines they run
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.test models  ## the long tests too
@@ -60,4 +63,4 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.serve
 clean:  ## remove the environment and caches of tools (models stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist *.egg-info
 
-.PHONY: help serve test test-slow lint types lines bench docs models pins clean
+.PHONY: help serve test coverage test-slow lint types lines bench docs models pins clean
