@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ VALUE_FLAGS = ("--baseline", *(flag.name for flag in REPORT_FLAGS))
 SHOWN_FLAGS = ("--json", "--quiet", "--debug")
 
 
-def add_arguments(parser: Parser) -> None:
+def add_bench_arguments(parser: Parser) -> None:
     """The flags of the bench that the parser is for, of its sections, and of all reports."""
     bench = next(bench for bench in BENCHES if parser.prog == f"archerfish bench {bench.name}")
     for flag in (*bench.flags, *REPORT_FLAGS):
@@ -49,7 +48,7 @@ def baseline_file(text: str) -> str:
     return text
 
 
-def run(arguments: Namespace, out: Output) -> int:
+def run_bench(arguments: Namespace, out: Output) -> int:
     bench: Bench = arguments.bench
     sections = {cls.section: section(cls, arguments) for cls in bench.sections}
     vars(arguments).update(sections)
@@ -92,7 +91,7 @@ def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out
     if arguments.save_baseline:
         Baseline.of(report, tuple(bench_words(arguments.words))).write(Path(arguments.save_baseline))
     if out.as_json:
-        out.result(json.loads(json.dumps(whole)))
+        out.result(whole)
     if compared is None:
         return 0
     show_comparison(compared, out)

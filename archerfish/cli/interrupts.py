@@ -6,31 +6,31 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def exit_at_second_interrupt() -> Iterator[None]:
-    """Let a second ctrl-c end the process, also after the block, because cleaning up may take long."""
+def interrupts_to(handler: Callable[..., None]) -> Iterator[None]:
+    """Let `handler` handle ctrl-c during the block, unless it sets another. Outside of the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        exit_at_next_interrupt()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
+        if signal.getsignal(signal.SIGINT) is handler:
             signal.signal(signal.SIGINT, before)
+
+
+def interrupt_once(*_: object) -> NoReturn:
+    """Raise KeyboardInterrupt. The next ctrl-c ends the process, also after the block, because cleaning up may take long."""
+    exit_at_next_interrupt()
+    raise KeyboardInterrupt
 
 
 def exit_at_next_interrupt() -> None:

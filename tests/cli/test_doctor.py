@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from archerfish import ModelConverter, WeightLoader
-from archerfish.cli import doctor, fit
+from archerfish.cli import doctor
 from archerfish.cli.main import main
+from archerfish.cli.output import Output
 from archerfish.config import HubConfig
 from archerfish.kernels import select
 from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
@@ -37,12 +38,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def judge(model: Path, available: int, total: int, gpus: list[doctor.Gpu]) -> dict[str, Any]:
-    found = fit.measure(str(model), HubConfig())
+    found = doctor.measure(str(model), HubConfig())
     return doctor.judge_model(found, Memory(total, available), gpus)
 
 
 def test_sizes_from_headers(model: Path) -> None:
-    found = fit.measure(str(model), HubConfig())
+    found = doctor.measure(str(model), HubConfig())
     assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
     assert found.file_bytes > 4 * GB
 
@@ -64,20 +65,20 @@ def test_kv_tokens(model: Path) -> None:
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
     }
-    found = fit.ModelSize("tiny", 1000, 4000, config=llama)
-    wide = fit.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
-    tokens = fit.kv_tokens(found, "cpu", "float32")
+    found = doctor.ModelSize("tiny", 1000, 4000, config=llama)
+    wide = doctor.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
+    tokens = doctor.kv_tokens(found, "cpu", "float32")
     assert tokens is not None and tokens > 1000
-    assert fit.kv_tokens(wide, "cpu", "float32") == pytest.approx(tokens / 2, rel=0.05)
-    assert fit.kv_tokens(fit.measure(str(model), HubConfig()), "cpu", "float32") is None
+    assert doctor.kv_tokens(wide, "cpu", "float32") == pytest.approx(tokens / 2, rel=0.05)
+    assert doctor.kv_tokens(doctor.measure(str(model), HubConfig()), "cpu", "float32") is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: dtype)
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(fit, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
-    found = fit.ModelSize("tiny", 1000, 4000)
+    monkeypatch.setattr(doctor, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
+    found = doctor.ModelSize("tiny", 1000, 4000)
     doctor.judge_model(found, Memory(GB, GB), [])
     doctor.judge_model(found, Memory(GB, GB), [doctor.Gpu("card", GB, GB)])
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
@@ -85,16 +86,16 @@ def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyP
 
 def test_missing_model_is_reported_without_error(tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
-    builtin = fit.measure("all-minilm-l6-v2", hub)
+    builtin = doctor.measure("all-minilm-l6-v2", hub)
     assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
-    elsewhere = fit.measure("some-org/some-model-that-nobody-has", hub)
+    elsewhere = doctor.measure("some-org/some-model-that-nobody-has", hub)
     assert elsewhere.num_parameters == 0 and "archerfish pull" in elsewhere.remark
     assert doctor.judge_model(elsewhere, Memory(GB, GB), [])["cpu"] == "unknown"
 
 
 def test_damaged_model_does_not_stop_the_report(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"short")
-    [found] = fit.measure_all([str(model)], HubConfig())
+    found = doctor.measure_or_explain(str(model), HubConfig())
     assert found.num_parameters == 0 and "model.safetensors" in found.remark
 
 
@@ -148,8 +149,8 @@ def test_disabled_fast_path_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch: importing it is most of doctor's time."""
     monkeypatch.setattr(doctor, "find_gpus", lambda: [doctor.Gpu("Fake GPU", 80 * GB, 79 * GB)])
-    paths = [{"name": "AMX", "on": True, "reason": "it has it"}, {"name": "CUDA", "on": False, "reason": "it has none"}]
-    monkeypatch.setattr(doctor, "describe_fast_paths", lambda: paths)
+    paths = [select.FastPath("AMX", True, "it has it"), select.FastPath("CUDA", False, "it has none")]
+    monkeypatch.setattr(select, "fast_paths", lambda: paths)
 
 
 def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,9 +198,9 @@ def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
 
     target = tmp_path / "converted"
     ModelConverter().convert(write_model(tmp_path / "source", some_weights()), target)
-    assert doctor.find_damage(str(target), None) == []
+    assert doctor.find_damage(str(target), Output(quiet=True)) == []
     loader = WeightLoader(target)
     offset = next(iter(loader._rows.values()))[1].data.offset
     flip_byte(target / "weights.arrow", offset)
-    [problem] = doctor.find_damage(str(target), None)
+    [problem] = doctor.find_damage(str(target), Output(quiet=True))
     assert "weights.arrow" in problem

@@ -68,23 +68,23 @@ def run(arguments, out):
     finally:
         {tidying}
 
-{module}.run = run
+{module}.run_{command} = run
 sys.exit(main({words}))
 """
 
 
-@pytest.mark.parametrize("words", ["embed a", "pull"])
-def test_second_interrupt_of_other_commands(words: str) -> None:
+@pytest.mark.parametrize(("module", "words"), [("embed", "embed a"), ("models", "pull")])
+def test_second_interrupt_of_other_commands(module: str, words: str) -> None:
     command = words.removesuffix(" a")
     for tidying, told in ((f"{PRESS}; print('still here')", ""), ("None", "Interrupted.\n")):
-        script = OTHERS.format(module=command.split()[0], tidying=tidying, words=words.split())
+        script = OTHERS.format(module=module, command=command, tidying=tidying, words=words.split())
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
 
 
 def test_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts.exit_at_second_interrupt():
+    with interrupts.interrupts_to(interrupts.interrupt_once):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -93,7 +93,7 @@ def test_other_threads_set_no_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def enter() -> None:
-        with interrupts.exit_at_second_interrupt():
+        with interrupts.interrupts_to(interrupts.interrupt_once):
             interrupts.exit_at_next_interrupt()
 
     thread = threading.Thread(target=enter)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.cli.keys import LIMITS
 from archerfish.cli.main import main
+from archerfish.cli.serve import LIMITS
 from archerfish.serve.tenants import Tenant, Tenants
 
 
