@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.group import EngineGroup, chosen, versions
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.words import random_text
+from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.observe.summary import percentile
 
 # Name of an engine: its class in `engines`, and the packages that it needs.

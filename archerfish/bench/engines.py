@@ -1,4 +1,4 @@
-"""The engines that benches compare, each with the same few methods; they run in the processes of `worker`.
+"""The engines that benches compare, each with the same few methods, and the process that runs one of them for `worker`.
 
 Nothing but the standard library is imported before `start` is called, because imports are one of the things measured. Of
 archerfish only the public surface is used, so that another version can be measured beside this one.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,13 +169,11 @@ class Transformers(TextEngine):
         self.directory, self.dtype, self.config, self.num_threads = directory, dtype, config, num_threads
 
     def imports(self) -> str:
-        import transformers
-
-        return str(transformers.__version__)
+        self.package: Any = importlib.import_module("transformers")
+        return str(self.package.__version__)
 
     def load(self) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
         from archerfish import WeightLoader
 
@@ -180,9 +181,9 @@ class Transformers(TextEngine):
             torch.set_num_threads(self.num_threads)
         values = dict(self.config)
         dtype = getattr(torch, self.dtype)
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config = self.package.AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model = self.package.AutoModelForCausalLM.from_config(config, dtype=dtype)
         weights = {name: tensor.clone().to(dtype) for name, tensor in WeightLoader(self.directory).load_weights().items()}
         model.to_empty(device="cpu")
         missing, _ = model.load_state_dict(weights, strict=False)
@@ -430,3 +431,31 @@ class OpenVino(SentenceTransformers):
     """OpenVINO, as sentence-transformers runs it; it takes bfloat16 where the CPU has it."""
 
     backend = "openvino"
+
+
+# The process
+
+
+def answer(engine: Any, line: str) -> dict[str, Any]:
+    """The answer to one request. An error of the engine becomes {"error": ...} with the place that raised it."""
+    request = json.loads(line)
+    try:
+        return {"result": getattr(engine, request["method"])(**request["arguments"])}
+    except Exception as error:  # a peer may raise anything
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"}
+
+
+def main(engines: Mapping[str, Any]) -> None:
+    """Answer calls of the methods of one engine: its name and its arguments in JSON are those of the command."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # a library that prints must not disturb the answers
+    engine = engines[sys.argv[1]](**json.loads(sys.argv[2]))
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(engine, line)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(globals())

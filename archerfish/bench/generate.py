@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.group import EngineGroup, versions
 from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup, versions
 from archerfish.observe.summary import percentile
 
 PEER_BATCH = 32

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from archerfish.bench.group import EngineGroup, chosen, versions
 from archerfish.bench.report import Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.errors import InvalidOptionError
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from archerfish.bench.report import Measurement
+from archerfish.bench.report import Found, Measurement
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Case:
     peer: Call | None = None  # the same work as unfused operations of PyTorch
 
 
-def measure(options: Namespace) -> Iterator[Measurement]:
+def measure(options: Namespace) -> Found:
     import torch
 
     from archerfish.kernels.select import choose_device

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from archerfish.bench.generate import open_ours
-from archerfish.bench.group import EngineGroup
 from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup
 from archerfish.config import EngineConfig
 from archerfish.errors import UnsupportedModelError
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archerfish.bench.table import BENCHES, Bench, Flag
+from archerfish.cli.interrupts import exit_tidily, signals_to
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.errors import MachineError
 
 if TYPE_CHECKING:
-    from archerfish.bench.baseline import BaselineComparison
-    from archerfish.bench.report import BenchReport, Goal
+    from archerfish.bench.report import BaselineComparison, BenchReport, Goal
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
     Flag("--output", "write the report as JSON to FILE", metavar="FILE"),
     Flag("--save-baseline", "write the medians and their range to FILE", metavar="FILE"),
     Flag("--tolerance", "percentage by which a median may be worse than the baseline (default: 5)", 5.0, minimum=0),
-)
-VALUE_FLAGS = ("--baseline", *(flag.name for flag in REPORT_FLAGS))
+    Flag("--baseline", f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs "
+         "in a row (counted in FILE.breaches)", metavar="FILE"),
+)  # fmt: skip
 SHOWN_FLAGS = ("--json", "--quiet", "--debug")
 
 
@@ -31,34 +34,24 @@ def add_bench_arguments(parser: Parser) -> None:
     bench = next(bench for bench in BENCHES if parser.prog == f"archerfish bench {bench.name}")
     for flag in (*bench.flags, *REPORT_FLAGS):
         flag.add_to(parser)
-    parser.add_argument("--baseline", type=baseline_file, default="", metavar="FILE", help=(
-        f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs in a row "
-        "(counted in FILE.breaches)"))  # fmt: skip
     add_options(parser, *bench.sections)
     parser.set_defaults(bench=bench)
 
 
-def baseline_file(text: str) -> str:
-    """Read the file at once, so that a wrong one is refused before the bench runs."""
-    from archerfish.bench.baseline import Baseline, read_breaches
-
-    if text:
-        Baseline.read(Path(text))
-        read_breaches(Path(text))
-    return text
-
-
 def run_bench(arguments: Namespace, out: Output) -> int:
-    bench: Bench = arguments.bench
-    sections = {cls.section: section(cls, arguments) for cls in bench.sections}
-    vars(arguments).update(sections)
-    from archerfish.bench.report import BenchReport, format_number
+    from archerfish.bench.report import Baseline, BenchReport, format_number, read_breaches
 
+    bench: Bench = arguments.bench
+    vars(arguments).update({cls.section: section(cls, arguments) for cls in bench.sections})
+    if arguments.baseline:  # a wrong file is refused before the bench runs
+        Baseline.read(Path(arguments.baseline))
+        read_breaches(Path(arguments.baseline))
     report = BenchReport(bench.name)
     try:
         goals = list(bench.read_goals())
-        with out.progress("Measuring") as progress:
-            for number, found in enumerate(bench.measure(arguments)):
+        measuring = closing(bench.measure(arguments))
+        with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
+            for number, found in enumerate(measured):
                 report.add(found)
                 shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
                 progress(number + 1, 0, shown)
@@ -69,14 +62,14 @@ def run_bench(arguments: Namespace, out: Output) -> int:
             raise
         hint = "Run `pip install 'archerfish[bench]'`."
         raise MachineError(f"This bench needs the package {error.name}, which is not installed.", hint=hint) from error
-    models = [getattr(holder, "model", "") for holder in (*map(vars(arguments).get, sections), arguments)]
-    report.model = Path(next(filter(None, models), "")).name
+    holders = [*(getattr(arguments, cls.section) for cls in bench.sections), arguments]
+    report.model = Path(next(filter(None, (getattr(holder, "model", "") for holder in holders)), "")).name
     return finish(report, goals, arguments, out)
 
 
 def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out: Output) -> int:
     """Show the report, write it where it is wanted, compare it with a baseline and save one; returns the exit code."""
-    from archerfish.bench.baseline import Baseline, compare, write_json
+    from archerfish.bench.report import Baseline, compare, write_json
 
     compared: BaselineComparison | None = None
     whole = report.as_dict(goals)
@@ -100,11 +93,12 @@ def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out
 
 def bench_words(words: Sequence[str]) -> list[str]:
     """The words of the command that say what is measured."""
-    kept = list[str]()
-    for before, word in zip(("", *words), words, strict=False):
-        if before not in VALUE_FLAGS and word.split("=")[0] not in (*VALUE_FLAGS, *SHOWN_FLAGS):
-            kept.append(word)
-    return kept
+    with_value = [flag.name for flag in REPORT_FLAGS]
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if before not in with_value and word.split("=")[0] not in (*with_value, *SHOWN_FLAGS)
+    ]
 
 
 def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], out: Output) -> None:

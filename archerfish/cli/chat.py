@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.generate import open_engine
-from archerfish.cli.interrupts import exit_now, interrupts_to
+from archerfish.cli.interrupts import exit_now, signals_to
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
 from archerfish.config import EngineConfig, HubConfig
@@ -127,7 +127,7 @@ class Chat:
 
         self.history.append({"role": "user", "content": text})
         try:
-            with interrupts_to(on_interrupt):
+            with signals_to(on_interrupt):
                 self._stream(answer, stop)
         except KeyboardInterrupt:  # outside of the main thread there is no signal handler
             answer.is_stopped = True

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from archerfish import __version__
 from archerfish.bench.table import BENCHES
-from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once, interrupts_to
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once, signals_to
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error becomes a message; --debug shows its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with interrupts_to(interrupt_once):
+        with signals_to(interrupt_once):
             code = dispatch(arguments)
         sys.stdout.flush()
         return code
@@ -131,7 +131,7 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
     finder.add_argument("--baseline", nargs="?")
     file = finder.parse_known_args(words[1:])[0].baseline
     if words[0] == "bench" and words[1:2] and words[1].startswith("-") and file:
-        from archerfish.bench.baseline import Baseline
+        from archerfish.bench.report import Baseline
 
         baseline = Baseline.read(Path(file))
         if f"bench {baseline.bench}" not in known:

@@ -13,7 +13,6 @@ import pytest
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
 from archerfish.bench.report import BenchReport, Found
 from archerfish.bench.worker import WorkerError
-from archerfish.bench.worker import answer as worker_answer
 from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
@@ -31,7 +30,7 @@ class InProcess:
         self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        answer = json.loads(json.dumps(worker_answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
+        answer = json.loads(json.dumps(engines.answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["result"]
@@ -49,7 +48,7 @@ class Failing(engines.Engine):
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     InProcess.started = []
-    monkeypatch.setattr("archerfish.bench.group.Worker", InProcess)
+    monkeypatch.setattr("archerfish.bench.worker.Worker", InProcess)
 
 
 def report_of(found: Found) -> BenchReport:

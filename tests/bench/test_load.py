@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +267,20 @@ def test_server_that_cannot_be_measured_is_noted(server: PretendServer, monkeypa
     assert isinstance(note, str) and "two ended with 3" in note
 
 
+def test_sigterm_ends_the_server_that_the_bench_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    start = f"one={sys.executable} -c \"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)\""
+    words = ["bench", "serve", "--server", "one=http://127.0.0.1:9", "--start", start]
+    with subprocess.Popen([sys.executable, "-m", "archerfish", *words]) as bench:
+        ends_s = time.monotonic() + 60
+        while not (file.is_file() and file.read_text()) and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -278,7 +296,7 @@ def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.Cap
 
 def test_sums_are_found_however_deep() -> None:
     stats = {"a": [{"num_running": 2}, {"b": {"num_running": 3, "other": 9}}], "num_running": 1}
-    assert serve.sum_of(stats, ("num_running",)) == 6 and serve.sum_of(stats, ("absent",)) is None
+    assert serve.sum_of(stats, "num_running") == 6 and serve.sum_of(stats, "absent") == 0
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archerfish.bench.baseline import Baseline, breaches_path, compare
-from archerfish.bench.report import DIRECTIONS, BenchReport, Goal, Measurement
+from archerfish.bench.report import DIRECTIONS, Baseline, BenchReport, Goal, Measurement, breaches_path, compare
 from archerfish.bench.table import BENCHES, Flag
 from archerfish.cli.bench import EXIT_REGRESSION
 from archerfish.cli.main import main
@@ -150,8 +150,15 @@ def test_files_that_are_not_baselines_are_refused(text: str, tmp_path: Path) -> 
         compare(path, baseline(plan_us=1), 5)
 
 
-@pytest.mark.no_cover
-def test_command_saves_a_baseline_and_fails_at_the_third_worse_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_saves_a_baseline_and_fails_at_the_third_worse_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(options: Any) -> Iterator[Measurement]:
+        assert (options.sequences, options.steps) == (4, 4)
+        yield Measurement("plan p50, us", 10.0)
+        yield Measurement("commit p50, us", 5.0)
+
+    monkeypatch.setattr("archerfish.bench.scheduler.measure", measure)
     path, output = tmp_path / "b.json", tmp_path / "report.json"
     assert main([*BENCH, f"--output={output}", "--quiet", "--save-baseline", str(path)]) == 0
     assert list(Baseline.read(path).words) == BENCH[2:]

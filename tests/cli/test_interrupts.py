@@ -84,7 +84,7 @@ def test_second_interrupt_of_other_commands(module: str, words: str) -> None:
 
 def test_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts.interrupts_to(interrupts.interrupt_once):
+    with interrupts.signals_to(interrupts.interrupt_once):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -93,7 +93,7 @@ def test_other_threads_set_no_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def enter() -> None:
-        with interrupts.interrupts_to(interrupts.interrupt_once):
+        with interrupts.signals_to(interrupts.interrupt_once):
             interrupts.exit_at_next_interrupt()
 
     thread = threading.Thread(target=enter)
