@@ -71,17 +71,17 @@ class Answer:
     seconds: float = 0.0
 
 
+@dataclass
 class Chat:
     """One conversation."""
 
-    def __init__(
-        self, engine: LLMEngine, params: SamplingParams, out: Output, read_line: ReadLine, *, system: str = ""
-    ) -> None:
-        self.engine, self.params, self.out = engine, params, out
-        self.system = system
-        self.history: list[dict[str, str]] = []
-        self.last: Answer | None = None
-        self._read_line = read_line
+    engine: LLMEngine
+    params: SamplingParams
+    out: Output
+    read_line: ReadLine
+    system: str = ""
+    history: list[dict[str, str]] = field(default_factory=list)
+    last: Answer | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -108,9 +108,9 @@ class Chat:
 
     def _read_message(self) -> str:
         """Read a message: one line, and the next line too after a backslash at the end."""
-        line = self._read_line("> ")
+        line = self.read_line("> ")
         while line.endswith("\\"):
-            line = f"{line[:-1]}\n{self._read_line('... ')}"
+            line = f"{line[:-1]}\n{self.read_line('... ')}"
         return line.strip()
 
     def answer(self, text: str) -> None:

@@ -50,15 +50,6 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Package:
-    """A Python package that archerfish uses. `version` is empty when it is not installed."""
-
-    name: str
-    version: str
-    needed_for: str  # the extra that needs it; empty when archerfish always needs it
-
-
-@dataclass(frozen=True)
 class ModelSize:
     """Parameters of a model, and the bytes of its weight files; 0 when unknown."""
 
@@ -106,7 +97,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     ram, cache, packages = memory(), hub.cache_path(), find_packages()
     existing = next(place for place in (cache.absolute(), *cache.absolute().parents) if place.exists())
     is_writable = os.access(existing, os.W_OK)
-    missing = [package.name for package in packages if not package.version and not package.needed_for]
+    missing = [package["name"] for package in packages if not package["version"] and not package["needed_for"]]
     problems = [f"The package {name} is missing: pip install {name}." for name in missing]
     if sys.version_info < MIN_PYTHON:
         problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
@@ -126,7 +117,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
         "memory": dataclasses.asdict(ram),
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
         "compilers": {name: shutil.which(name) or "" for name in COMPILERS},
-        "packages": [dataclasses.asdict(package) for package in packages],
+        "packages": packages,
         "fast_paths": [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in paths],
         "cache": {
             "directory": str(cache), "writable": is_writable, "free_bytes": shutil.disk_usage(existing).free,
@@ -176,8 +167,11 @@ def find_gpus() -> list[Gpu]:
     return found
 
 
-def find_packages() -> list[Package]:
-    """The packages that archerfish requires, and those that `bench` can compare with."""
+def find_packages() -> list[dict[str, str]]:
+    """The packages that archerfish requires, and those that `bench` can compare with.
+
+    version: empty when it is not installed; needed_for: the extra that needs it, empty when archerfish always needs it.
+    """
     wanted: dict[str, str] = {}
     for requirement in importlib.metadata.requires("archerfish") or []:
         name, _, marker = requirement.partition(";")
@@ -192,7 +186,7 @@ def find_packages() -> list[Package]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = ""
-        found.append(Package(name, version, needed_for))
+        found.append({"name": name, "version": version, "needed_for": needed_for})
     return found
 
 

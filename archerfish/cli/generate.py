@@ -9,7 +9,6 @@ import dataclasses
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
@@ -106,50 +105,43 @@ def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, 
     try:
         return engine.generate(prompts, params, show_progress=out.shows_progress, on_result=writer.add)
     finally:
-        writer.finish()
+        for place in sorted(writer.waiting):  # also when an earlier prompt has no result
+            writer.write(place)
         if writer.num_written < len(prompts):
             out.note(f"{writer.num_written:,} of {len(prompts):,} prompts are finished.")
 
 
 class Writer:
-    """Writes results in the order of their prompts: to a terminal with a progress bar at the end, else as soon as possible."""
+    """Writes results in the order of their prompts. With a progress bar on the terminal, they wait until all are there."""
 
     def __init__(self, out: Output, num_prompts: int) -> None:
         self.out, self.num_prompts = out, num_prompts
         self.num_written = 0
-        self._waiting: dict[int, RequestOutput] = {}
+        self.waiting: dict[int, RequestOutput] = {}
 
     def add(self, place: int, request: RequestOutput) -> None:
-        self._waiting[place] = request
-        while not self.out.is_rich and self.num_written in self._waiting:
-            self._write(self.num_written)
+        self.waiting[place] = request
+        while not self.out.is_rich and self.num_written in self.waiting:
+            self.write(self.num_written)
 
-    def finish(self) -> None:
-        """Write the remaining results, also when an earlier prompt has none."""
-        for place in sorted(self._waiting):
-            self._write(place)
-
-    def _write(self, place: int) -> None:
-        request = self._waiting[place]
-        if self.out.as_json:
-            self.out.result(as_json(request))
-        else:
-            sys.stdout.write("".join(self._lines(place, request)))  # in one write, so that ctrl-c does not cut a result in half
-        del self._waiting[place]
-        self.num_written += 1
-        sys.stdout.flush()
-
-    def _lines(self, place: int, request: RequestOutput) -> Iterator[str]:
-        is_rich, num_outputs = self.out.is_rich, len(request.outputs)
+    def write(self, place: int) -> None:
+        request, is_rich, lines = self.waiting[place], self.out.is_rich, list[str]()
         title = shorten(printable(request.prompt or str(request.prompt_token_ids)), TITLE_WIDTH)
         for output in request.outputs:
             names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
-            names += [f"answer {output.index + 1} of {num_outputs}"] if num_outputs > 1 else []
+            names += [f"answer {output.index + 1} of {len(request.outputs)}"] if len(request.outputs) > 1 else []
             if names:
                 heading = f"=== {', '.join(names)}: {title} ==="
-                yield "\n" if self.num_written or output.index else ""
-                yield f"{styled(heading, 'bold') if is_rich else heading}\n"
-            yield f"{printable(output.text) if is_rich else output.text}\n"
+                lines += [""] if self.num_written or output.index else []
+                lines.append(styled(heading, "bold") if is_rich else heading)
+            lines.append(printable(output.text) if is_rich else output.text)
+        if self.out.as_json:
+            self.out.result(as_json(request))
+        else:
+            sys.stdout.write("\n".join(lines) + "\n")  # in one write, so that ctrl-c does not cut a result in half
+        del self.waiting[place]
+        self.num_written += 1
+        sys.stdout.flush()
 
 
 def as_json(request: RequestOutput) -> dict[str, Any]:

@@ -101,13 +101,17 @@ def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[s
             default = {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else spec.default
             shown = f" (default: {default})" if default != "" else ""
             text = f"{spec.metadata['description']}{shown} [{env_name(cls, spec.name)}]".replace("%", "%%")
-            keywords: dict[str, Any] = {"action": "append"} if key in repeatable else {}
-            if isinstance(spec.default, bool):
-                keywords["action"] = argparse.BooleanOptionalAction
-            else:
-                metavar = {int: "N", float: "X"}.get(type(spec.default), "TEXT")
-                keywords["metavar"] = "{" + ",".join(choices) + "}" if choices else metavar
-            group.add_argument(flag, dest=key, default=argparse.SUPPRESS, help=text, **keywords)
+            metavar = {int: "N", float: "X"}.get(type(spec.default), "TEXT")
+            metavar = "{" + ",".join(choices) + "}" if choices else metavar
+            action = "append" if key in repeatable else "store"
+            add_flag(group, key, spec.default, flag=flag, help=text, metavar=metavar, action=action)
+
+
+def add_flag(group: Any, key: str, default: object, *, flag: str = "", **keywords: Any) -> None:
+    """Add the flag of a field with the given default; key: where its value is in the namespace, if the flag is given."""
+    if isinstance(default, bool):
+        keywords = {"action": argparse.BooleanOptionalAction, "help": keywords["help"]}
+    group.add_argument(flag or as_flag(key.partition(".")[2]), dest=key, default=argparse.SUPPRESS, **keywords)
 
 
 def as_flag(name: str) -> str:
@@ -136,14 +140,10 @@ def add_sampling_flags(parser: Parser, **defaults: Any) -> None:
             continue
         default = defaults.get(spec.name, spec.default)
         shown = f" (default: {default})" if type(default) in (int, float) else ""
-        keywords: dict[str, Any] = {"action": "append"} if spec.name in REPEATABLE else {}
-        if isinstance(spec.default, bool):
-            keywords["action"] = argparse.BooleanOptionalAction
-        else:
-            usual = ("X", float) if isinstance(spec.default, float) else ("N", int)
-            keywords["metavar"], keywords["type"] = VALUES.get(spec.name, usual)
+        metavar, kind = VALUES.get(spec.name, ("X", float) if isinstance(spec.default, float) else ("N", int))
+        action = "append" if spec.name in REPEATABLE else "store"
         text = SAMPLING[spec.name] + shown
-        group.add_argument(as_flag(spec.name), dest=f"sampling.{spec.name}", default=argparse.SUPPRESS, help=text, **keywords)
+        add_flag(group, f"sampling.{spec.name}", spec.default, help=text, metavar=metavar, type=kind, action=action)
 
 
 def read_sampling_flags(arguments: argparse.Namespace, **defaults: Any) -> SamplingParams:

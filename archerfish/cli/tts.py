@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
@@ -11,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from archerfish.cli.generate import open_engine
-from archerfish.cli.options import Parser, add_options, as_flag, section, values_of
+from archerfish.cli.options import SAMPLING, Parser, add_flag, add_options, section, values_of
 from archerfish.cli.output import Output, seconds
 from archerfish.cli.texts import gather_entries, read_entries
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError
 
-NUMBERS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0: the most likely tokens; higher: more varied"), "top_p": (float, "draw from this share"),
-    "top_k": (int, "draw from this many of the likeliest"), "max_tokens": (int, "most semantic tokens; 50 are a second"),
-    "seed": (int, "makes the draws repeatable"),
-}  # fmt: skip
+NUMBERS = {name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "seed")}
+NUMBERS["max_tokens"] = "most semantic tokens; 50 are a second"
 
 
 def add_tts_arguments(parser: Parser) -> None:
@@ -35,16 +31,12 @@ def add_tts_arguments(parser: Parser) -> None:
     parser.add_argument("--reference", default="", metavar="FILE", help="speak with the voice of a line of this command")
     group = parser.add_argument_group("voice and sampling")
     for spec in dataclasses.fields(TTSRequest):
-        keywords: dict[str, Any] = {"dest": f"tts.{spec.name}", "default": argparse.SUPPRESS}
         if spec.name in PROPERTIES:
-            names = ", ".join(PROPERTIES[spec.name])
-            keywords |= {"metavar": "NAME", "help": f"one of {names} (default: {spec.default})"}
+            text = f"one of {', '.join(PROPERTIES[spec.name])} (default: {spec.default})"
+            add_flag(group, f"tts.{spec.name}", spec.default, help=text, metavar="NAME")
         elif spec.name in NUMBERS:
-            kind, meaning = NUMBERS[spec.name]
-            keywords |= {"metavar": "X" if kind is float else "N", "type": kind, "help": meaning}
-        else:
-            continue
-        group.add_argument(as_flag(spec.name), **keywords)
+            metavar, kind = ("X", float) if spec.name in ("temperature", "top_p") else ("N", int)
+            add_flag(group, f"tts.{spec.name}", spec.default, help=NUMBERS[spec.name], metavar=metavar, type=kind)
     add_options(parser, EngineConfig, HubConfig)
 
 

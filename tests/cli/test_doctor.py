@@ -175,7 +175,7 @@ def test_missing_package_is_a_problem(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = [doctor.Package("torch", "", ""), doctor.Package("fastapi", "", "serve")]
+    found = [{"name": name, "version": "", "needed_for": extra} for name, extra in (("torch", ""), ("fastapi", "serve"))]
     monkeypatch.setattr(doctor, "find_packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
@@ -183,9 +183,9 @@ def test_missing_package_is_a_problem(
 
 
 def test_packages_come_from_the_metadata() -> None:
-    found = {package.name: package for package in doctor.find_packages()}
-    assert found["torch"].version and not found["torch"].needed_for
-    assert found["openvino"].needed_for == "bench" and "ruff" not in found
+    found = {package["name"]: package for package in doctor.find_packages()}
+    assert found["torch"]["version"] and not found["torch"]["needed_for"]
+    assert found["openvino"]["needed_for"] == "bench" and "ruff" not in found
 
 
 def test_unknown_path_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
