@@ -326,10 +326,9 @@ class EmbeddingEngine(Engine):
 
     batch_sizes: tuple[int, ...] = (32,)
 
-    def __init__(self, source: str, device: str, num_threads: int, cache_dir: str, options: dict[str, Any]) -> None:
-        """options: those of [embed], which only our own engine takes."""
-        self.source, self.device, self.num_threads, self.cache_dir = source, device, num_threads, cache_dir
-        self.options = options
+    def __init__(self, source: str, cache_dir: str, options: dict[str, Any]) -> None:
+        """options: those of [embed]; peers take the device and the number of threads."""
+        self.source, self.cache_dir, self.options = source, cache_dir, options
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         """An array with one vector for each text."""
@@ -391,11 +390,13 @@ class ArcherfishEmbeddings(EmbeddingEngine):
 
 
 class SentenceTransformers(EmbeddingEngine):
-    """sentence-transformers in float32, on torch."""
+    """sentence-transformers, on one of its backends. ONNX Runtime and OpenVINO choose the type themselves."""
 
     batch_sizes = (32, 64, 128)
-    dtype: str = "float32"
-    backend: Any = "torch"
+
+    def __init__(self, *, dtype: str = "float32", backend: Any = "torch", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.dtype, self.backend = dtype, backend
 
     def imports(self) -> str:
         import sentence_transformers
@@ -406,31 +407,16 @@ class SentenceTransformers(EmbeddingEngine):
         import torch
         from sentence_transformers import SentenceTransformer
 
-        if self.num_threads:
-            torch.set_num_threads(self.num_threads)
+        if self.options["num_threads"]:
+            torch.set_num_threads(self.options["num_threads"])
         given = {"dtype": getattr(torch, self.dtype)} if self.backend == "torch" else {}
-        self.model: Any = SentenceTransformer(self.source, device=self.device, model_kwargs=given, backend=self.backend)
+        device = self.options["device"]
+        self.model: Any = SentenceTransformer(self.source, device=device, model_kwargs=given, backend=self.backend)
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np
 
         return np.asarray(self.model.encode(texts, batch_size=batch_size, show_progress_bar=False), np.float32)
-
-
-class SentenceTransformersBfloat16(SentenceTransformers):
-    dtype = "bfloat16"
-
-
-class OnnxRuntime(SentenceTransformers):
-    """ONNX Runtime, as sentence-transformers runs it."""
-
-    backend = "onnx"
-
-
-class OpenVino(SentenceTransformers):
-    """OpenVINO, as sentence-transformers runs it; it takes bfloat16 where the CPU has it."""
-
-    backend = "openvino"
 
 
 # The process

@@ -22,14 +22,12 @@ from archerfish.bench.report import Found, Goal, Measurement
 from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.errors import InvalidOptionError
 
-SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
+SHAPES: dict[str, dict[str, Any]] = {  # config.json by name; what it leaves out has its family's usual value
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": True,
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
-        "sliding_window": None, "max_window_layers": 28, "bos_token_id": 151643, "eos_token_id": 151645,
-        "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
+        "bos_token_id": 151643, "eos_token_id": 151645, "torch_dtype": "bfloat16",
     },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -39,8 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1,
-        "bos_token_id": 128000, "eos_token_id": 128009, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
+        "bos_token_id": 128000, "eos_token_id": 128009, "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
 VLLM = "vllm"

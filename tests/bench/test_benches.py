@@ -301,7 +301,7 @@ class FakeEmbeddings(engines.EmbeddingEngine):
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np
 
-        return np.array([[1.0, len(text) + self.num_threads] for text in texts], np.float32)
+        return np.array([[1.0, len(text)] for text in texts], np.float32)
 
 
 class FakeReference(FakeEmbeddings):
@@ -315,7 +315,7 @@ def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch:
     for name, value in {"SETTLE_S": 0.0, "MIN_SECONDS": 0.0, "NUM_CALLS": 2}.items():
         monkeypatch.setattr(embed, name, value)
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
-    monkeypatch.setitem(embed.ENGINES, "openvino", ("OpenVino", ("no_such_package",)))
+    monkeypatch.setitem(embed.PEERS, "openvino", ({}, ("no_such_package",)))
     options = Namespace(
         engines="archerfish,st-float32,openvino", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
     )

@@ -230,7 +230,7 @@ def test_wrong_options_are_refused(words: list[str], said: str, capsys: pytest.C
 def test_flags_take_what_their_defaults_say() -> None:
     parser = Parser()
     for flag in (
-        Flag("words", "", [], "WORD", is_positional=True), Flag("--many", "", []), Flag("--sizes", "", (1, 2)),
+        Flag("words", "", [], "WORD"), Flag("--many", "", []), Flag("--sizes", "", (1, 2), minimum=0.5),
         Flag("--count", "", 3), Flag("--limit", "", 1.5, minimum=0), Flag("--quick", "", False), Flag("--name", "", "x"),
     ):  # fmt: skip
         flag.add_to(parser)
