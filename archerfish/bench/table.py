@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of a bench. Its default says what it takes: text, a number, numbers in a tuple, yes or no, or a list of texts."""
+    """An option of a bench. Its default says what it takes: text, a number, a tuple of them, yes or no, or a list of texts."""
 
     name: str
     description: str
