@@ -7,12 +7,13 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock, call
 
 import pytest
 
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
 from archerfish.bench.report import BenchReport, Found
-from archerfish.bench.worker import WorkerError
+from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
@@ -108,24 +109,19 @@ def test_prefix_cache_is_measured_with_hits_and_repeats(tmp_path: Path, monkeypa
 def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[tuple[str, dict[str, Any]]] = []
-
-    class Group:
-        def open(self, name: str, engine: str, arguments: dict[str, Any]) -> None:
-            opened.append((engine, arguments))
-
+    group = MagicMock(EngineGroup)
     model = tmp_path / "model.gguf"
     model.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name: model)
     options = generation(tmp_path, no_peers=False)
     facts = {"directory": "d", "dtype": "float32", "config": {}}
-    generate.open_peers(Group(), options, facts, is_latency=True)  # type: ignore[arg-type]
-    assert opened == [
-        ("Transformers", {**facts, "num_threads": 1}), ("LlamaCpp", {"model_path": str(model), "num_threads": 1}),
-    ]  # fmt: skip
-    generate.open_peers(Group(), generation(tmp_path), facts, is_latency=True)  # type: ignore[arg-type]
-    assert len(opened) == 2
+    generate.open_peers(group, options, facts, is_latency=True)
+    generate.open_peers(group, generation(tmp_path), facts, is_latency=True)
+    assert group.open.call_args_list == [
+        call("transformers", "Transformers", {**facts, "num_threads": 1}),
+        call("llama.cpp", "LlamaCpp", {"model_path": str(model), "num_threads": 1}),
+    ]
 
 
 def rwkv_options(**changes: Any) -> Namespace:
@@ -214,17 +210,17 @@ def test_gpu_bench_compares_with_vllm_and_survives_its_failure(tmp_path: Path, m
     monkeypatch.setattr("archerfish.kernels.select.choose_device", lambda name: name)
     monkeypatch.setattr(engines, "Archerfish", FakeTextEngine)
     monkeypatch.setattr(engines, "Vllm", FakeTextEngine)
-    options = gpu_options(vllm_path=str(tmp_path), only="offline,shared")
+    options = gpu_options(vllm_path=str(tmp_path), only="prefill")
     report = report_of(gpu.measure(options))
     judged = [result.name for result in report.judge(gpu.GOALS)]
-    assert judged == [f"qwen3-0.6b: {gpu.PARTS[part]}: times vllm" for part in ("offline", "shared")]
+    metric = f"qwen3-0.6b: {gpu.PARTS['prefill']}"
+    assert judged == [f"{metric}: times vllm"]
     ours, theirs = (arguments for _, arguments in InProcess.started)
     assert ours["options"]["device"] == "cuda" and theirs["path"] == str(tmp_path)
     assert theirs["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     monkeypatch.setitem(gpu.VLLM_OPTIONS, "max_num_seqs", 1)
     report = report_of(gpu.measure(options))
     assert any("no memory left" in note for note in report.notes)
-    metric = f"qwen3-0.6b: {gpu.PARTS['shared']}"
     assert report.summary(metric) and not report.summary(metric, "vllm")
 
 

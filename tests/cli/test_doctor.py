@@ -6,7 +6,6 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,43 +20,33 @@ from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
 GB = 10**9
 
 
-def write_safetensors(path: Path, num_params: int) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [num_params], "data_offsets": [0, 4 * num_params]}}).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + 4 * num_params)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """A billion parameters, in a sparse file: 4 GB on paper."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text('{"model_type": "bert"}')
-    write_safetensors(directory / "model.safetensors", 1_000_000_000)  # sparse: 4 GB on paper
+    header = json.dumps({"w": {"dtype": "F32", "shape": [GB], "data_offsets": [0, 4 * GB]}}).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * GB)
     return directory
 
 
-def judge(model: Path, available: int, total: int, gpus: list[doctor.Gpu]) -> dict[str, Any]:
-    found = doctor.measure(str(model), HubConfig())
-    return doctor.judge_model(found, Memory(total, available), gpus)
-
-
-def test_sizes_from_headers(model: Path) -> None:
+def test_sizes_and_verdicts(model: Path) -> None:
     found = doctor.measure(str(model), HubConfig())
     assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
     assert found.file_bytes > 4 * GB
-
-
-def test_verdicts(model: Path) -> None:
-    roomy = judge(model, 20 * GB, 32 * GB, [doctor.Gpu("small", 8 * GB, 7 * GB), doctor.Gpu("full", 80 * GB, GB)])
-    assert (roomy["cpu"], roomy["gpu"]) == ("fits in any type", "fits")
-    half = judge(model, 3 * GB, 32 * GB, [])
-    assert half["cpu"].endswith("not in float32") and list(half["fits_cpu"].values()) == [True, False]
-    assert half["gpu"] == "no GPU"
-    busy = judge(model, 1 * GB, 32 * GB, [doctor.Gpu("busy", 80 * GB, GB)])
-    assert busy["cpu"].startswith("does not fit now: needs 2.5 GB") and busy["gpu"].startswith("does not fit now")
-    small = judge(model, 1 * GB, 2 * GB, [])
-    assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
+    small, full, busy = (doctor.Gpu("", total * GB, free * GB) for total, free in ((8, 7), (80, 1), (80, 1)))
+    row = doctor.judge_model(found, Memory(32 * GB, 20 * GB), [small, full])
+    assert (row["cpu"], row["gpu"]) == ("fits in any type", "fits")
+    row = doctor.judge_model(found, Memory(32 * GB, 3 * GB), [])
+    assert row["cpu"].endswith("not in float32") and list(row["fits_cpu"].values()) == [True, False]
+    assert row["gpu"] == "no GPU"
+    row = doctor.judge_model(found, Memory(32 * GB, GB), [busy])
+    assert row["cpu"].startswith("does not fit now: needs 2.5 GB") and row["gpu"].startswith("does not fit now")
+    row = doctor.judge_model(found, Memory(2 * GB, GB), [])
+    assert row["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
 
 
 def test_kv_tokens(model: Path) -> None:
@@ -99,31 +88,24 @@ def test_damaged_model_does_not_stop_the_report(model: Path) -> None:
     assert found.num_parameters == 0 and "model.safetensors" in found.remark
 
 
-def test_memory_limit_of_a_cgroup(tmp_path: Path) -> None:
+V2 = {"memory.max": 4 * GB, "memory.current": 3 * GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"}
+V1 = {"memory.limit_in_bytes": 4 * GB, "memory.usage_in_bytes": 3 * GB, "memory.stat": f"total_inactive_file {GB}\n"}
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"), [("0::/box/inner", "box", V2), ("5:cpu,cpuacct:/x\n4:memory:/box", "memory/box", V1)]
+)
+def test_memory_limit_of_a_cgroup(line: str, folder: str, files: dict[str, object], tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
-    (proc / "self" / "cgroup").write_text("0::/box/inner\n")
+    (proc / "self" / "cgroup").write_text(f"{line}\n")
     assert memory(proc, cgroup) == Memory(16_000_000 * 1024, 8_000_000 * 1024)
-    inner = cgroup / "box" / "inner"
-    inner.mkdir(parents=True)
-    for directory, limit in ((inner, "max"), (inner.parent, str(4 * GB))):
-        (directory / "memory.max").write_text(limit)
-        (directory / "memory.current").write_text(str(3 * GB))
-        (directory / "memory.stat").write_text(f"anon 5\ninactive_file {GB}\n")
+    (cgroup / folder / "inner").mkdir(parents=True)
+    (cgroup / folder / "inner" / "memory.max").write_text("max")
+    for name, content in files.items():
+        (cgroup / folder / name).write_text(str(content))
     assert memory(proc, cgroup) == Memory(4 * GB, 2 * GB, "cgroup")
-
-
-def test_memory_limit_of_a_version_1_cgroup(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n")
-    (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/box\n")
-    (cgroup / "memory" / "box").mkdir(parents=True)
-    (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(str(2 * GB))
-    (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(str(GB))
-    (cgroup / "memory" / "box" / "memory.stat").write_text("total_inactive_file 0\n")
-    assert memory(proc, cgroup) == Memory(2 * GB, GB, "cgroup")
 
 
 def test_arm_processor_name_and_features(tmp_path: Path) -> None:
@@ -188,8 +170,8 @@ def test_packages_come_from_the_metadata() -> None:
     assert found["openvino"]["needed_for"] == "bench" and "ruff" not in found
 
 
-def test_unknown_path_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "/no/such/model"]) == 3
+def test_unknown_path_is_refused(light: None, tmp_path: Path) -> None:
+    assert main(["doctor", "/no/such/model", "--cache-dir", str(tmp_path)]) == 3
 
 
 def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
