@@ -32,6 +32,7 @@ DIRECTIONS: dict[str, Direction] = {
     "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
     "*not answered": "higher", "*": "neither",
 }  # fmt: skip
+NO_GOALS = ()
 MACHINE_KEYS = ("cpu", "cores", "gpu")  # figures of different ones are not comparable
 READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError)
 

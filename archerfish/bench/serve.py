@@ -183,9 +183,7 @@ class ServeBench:
             size |= {"count": self.options.requests, "duration_s": self.options.duration}
         return Load(shapes, **size)
 
-    def drive(
-        self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None
-    ) -> dict[str, float]:
+    def drive(self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None) -> dict[str, float]:
         return self.runner.run(server.drive(load, memory)).figures(good_s or self.options.e2e_target / 1000)
 
     def rounds(self, title: str, load: Load) -> Found:

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, Options
 from archerfish.errors import InvalidOptionError
-
-if TYPE_CHECKING:
-    from archerfish.bench.report import Found, Goal
 
 
 @dataclass(frozen=True)
@@ -69,19 +65,12 @@ class Bench:
     function: str
     flags: tuple[Flag, ...] = ()
     sections: tuple[type[Options], ...] = ()
-    goals: str = ""
+    goals: str = "report:NO_GOALS"
     usage: str = ""
-
-    def measure(self, options: argparse.Namespace) -> Found:
-        function: Callable[[argparse.Namespace], Found] = load(self.function)
-        return function(options)
-
-    def read_goals(self) -> Iterable[Goal]:
-        goals: Iterable[Goal] = load(self.goals) if self.goals else ()
-        return goals
 
 
 def load(place: str) -> Any:
+    """The function or the goals at a place such as "embed:measure"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"archerfish.bench.{module}"), name)
 

@@ -9,14 +9,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archerfish.bench.table import BENCHES, Bench, Flag
+from archerfish.bench.table import BENCHES, Bench, Flag, load
 from archerfish.cli.interrupts import exit_tidily, signals_to
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.errors import MachineError
 
 if TYPE_CHECKING:
-    from archerfish.bench.report import BaselineComparison, BenchReport, Goal
+    from archerfish.bench.report import BaselineComparison, BenchReport, Found, Goal
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
@@ -48,8 +48,8 @@ def run_bench(arguments: Namespace, out: Output) -> int:
         read_breaches(Path(arguments.baseline))
     report = BenchReport(bench.name)
     try:
-        goals = list(bench.read_goals())
-        measuring = closing(bench.measure(arguments))
+        goals: Sequence[Goal] = load(bench.goals)
+        measuring: closing[Found] = closing(load(bench.function)(arguments))
         with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
             for number, found in enumerate(measured):
                 report.add(found)

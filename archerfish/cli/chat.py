@@ -236,7 +236,7 @@ class Chat:
 def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
     """A function that reads a line. On a terminal, lines can be edited and are kept in a history file."""
     if not sys.stdin.isatty():
-        yield read_piped
+        yield lambda prompt: input()
         return
     try:
         import readline
@@ -258,10 +258,3 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
-
-
-def read_piped(prompt: str) -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\r\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -155,9 +154,7 @@ def describe_cpu(processor: Cpu) -> dict[str, Any]:
 
 
 def find_gpus() -> list[Gpu]:
-    """The CUDA devices that torch finds; an empty list without torch."""
-    if importlib.util.find_spec("torch") is None:
-        return []
+    """The CUDA devices that torch finds."""
     import torch
 
     found = []

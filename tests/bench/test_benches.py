@@ -106,9 +106,7 @@ def test_prefix_cache_is_measured_with_hits_and_repeats(tmp_path: Path, monkeypa
     assert report.summary("cache off, requests/s") and report.engines == ["archerfish"]
 
 
-def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = MagicMock(EngineGroup)
     model = tmp_path / "model.gguf"
     model.touch()

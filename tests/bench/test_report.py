@@ -207,7 +207,7 @@ def test_baseline_alone_selects_its_bench(
 def test_every_bench_has_its_function_and_goals() -> None:
     for bench in BENCHES:
         if bench.name != "serve":  # which needs an optional package
-            assert callable(load(bench.function)) and all(isinstance(goal, Goal) for goal in bench.read_goals())
+            assert callable(load(bench.function)) and all(isinstance(goal, Goal) for goal in load(bench.goals))
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,7 @@ def test_ctrl_c_stops_only_the_answer(engine: FakeLLM, talk: Callable[..., Any])
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_second_ctrl_c_ends_the_process(
-    engine: FakeLLM, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_ctrl_c_ends_the_process(engine: FakeLLM, talk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "exit_now", lambda: sys.exit(130))
 
     def press(number: int) -> None:

@@ -91,9 +91,7 @@ def test_broken_pipe_is_silent() -> None:
     """Of `python -m archerfish`."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -211,9 +209,7 @@ def test_sizes_and_durations() -> None:
     assert [output.seconds(s) for s in (0.0042, 0.2, 1.354, 90)] == ["4.2 ms", "200 ms", "1.35 s", "1.5 min"]
 
 
-def test_convert_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from archerfish.store import converter
 
     def convert(self: converter.ModelConverter, source: str, target: str, **_: Any) -> converter.ConversionResult:

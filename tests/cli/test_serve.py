@@ -39,9 +39,7 @@ def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 @pytest.mark.parametrize(
     ("kinds", "flag", "other"), [("embedding", "--model", "--embed-model"), ("generation", "--embed-model", "--model")]
 )
-def test_serve_refuses_a_model_of_another_kind(
-    kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_refuses_a_model_of_another_kind(kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--kinds", kinds, flag, "m"]) == InvalidOptionError.exit_code
     told = capsys.readouterr().err
     assert f"{flag} names a model of" in told and f"with {other}" in told
