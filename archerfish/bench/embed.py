@@ -109,7 +109,7 @@ def agreement(group: EngineGroup) -> Iterator[Measurement]:
 
 def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Namespace) -> Iterator[Measurement]:
     """Throughput with the best of an engine's batch sizes, and the latency of one text."""
-    sizes = {(name, metric): best_batch_size(group, name, texts[metric]) for metric in texts for name in group.names()}
+    sizes = {(name, m): group.call(name, "best_batch_size", texts=texts[m]) for m in texts for name in group.names()}
     for number in range(options.rounds):
         for metric, own in texts.items():
             for name in group.names(number):
@@ -125,14 +125,6 @@ def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Names
     for name in group.names():
         if num_bytes := group.call(name, "rss_bytes"):
             yield Measurement("resident after work, MB", num_bytes / 1e6, name)
-
-
-def best_batch_size(group: EngineGroup, name: str, texts: list[str]) -> int:
-    from archerfish.bench import engines
-
-    sizes = (engines.SentenceTransformers if name in PEERS else engines.ArcherfishEmbeddings).batch_sizes
-    rates = {size: group.call(name, "throughput", texts=texts, batch_size=size, min_seconds=0) for size in sizes[1:] and sizes}
-    return max(rates, key=lambda size: rates[size] or 0.0, default=sizes[0])
 
 
 def measure_documents(group: EngineGroup, launch: Launch, options: Namespace) -> Iterator[Measurement]:

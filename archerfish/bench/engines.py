@@ -337,7 +337,12 @@ class EmbeddingEngine(Engine):
     def start(self) -> dict[str, Any]:
         started = super().start()
         first_s, _ = timed(lambda: self.encode(["Hello."], self.batch_sizes[0]))
-        return {**started, "first_s": first_s, "batch_sizes": self.batch_sizes}
+        return {**started, "first_s": first_s}
+
+    def best_batch_size(self, texts: list[str]) -> int:
+        """The one of its batch sizes with which it is the fastest."""
+        sizes = self.batch_sizes
+        return max(sizes, key=lambda size: self.throughput(texts, size, 0)) if len(sizes) > 1 else sizes[0]
 
     def throughput(self, texts: list[str], batch_size: int, min_seconds: float) -> float:
         """Texts a second. The same texts are encoded again until enough time has passed."""

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,7 @@ def run_doctor(arguments: Namespace, out: Output) -> int:
     if out.as_json:
         out.result(report)
     else:
-        show_machine(report, out)
-        show_models(report, out)
+        show(report, out)
     return 0 if report["usable"] else 1
 
 
@@ -283,40 +282,14 @@ def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
         return 0
 
 
-def show_machine(report: dict[str, Any], out: Output) -> None:
-    processor, ram = report["cpu"], report["memory"]
-    features = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())
-    limit = f" (limited by the {ram['limited_by']})" if ram["limited_by"] else ""
-    gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
-    rows = [
-        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
-        ("processor", processor["model"]),
-        ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
-        ("instructions", features),
-        ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
-        ("GPU", gpus or "none found by torch"),
-        ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
-    ]
-    out.table("Machine", ("", "found"), rows)
-    out.line()
+def show(report: dict[str, Any], out: Output) -> None:
+    cache = report["cache"]
     paths = [(path["name"], "on" if path["on"] else "off", path["reason"]) for path in report["fast_paths"]]
-    out.table("Fast paths", ("path", "state", "why"), paths)
-    out.line()
     packages = [
         (p["name"], p["version"] or ("not installed" if p["needed_for"] else "missing"), p["needed_for"] or "always")
         for p in report["packages"]
     ]
-    out.table("Packages", ("package", "version", "needed for"), packages)
-    out.line()
-
-
-def show_models(report: dict[str, Any], out: Output) -> None:
-    """The models in the cache, which models fit, and the verdict on the machine."""
-    cache = report["cache"]
-    out.line(f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", "bold")
     cached = [(m["name"], m["source"], size(m["bytes"])) for m in cache["models"]]
-    out.table("", ("model", "source", "size"), cached, numbers=("size",))
-    out.line()
     models = [
         (
             m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
@@ -327,9 +300,32 @@ def show_models(report: dict[str, Any], out: Output) -> None:
         for m in report["models"]
     ]  # fmt: skip
     gpu = ("on the GPU",) if report["gpus"] else ()
-    columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
-    out.table("What will fit", columns, models, numbers=(*columns[1:5], "KV tokens"))
-    out.line()
+    model_columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[object]]]] = [
+        ("Machine", ("", "found"), describe_machine(report)),
+        ("Fast paths", ("path", "state", "why"), paths),
+        ("Packages", ("package", "version", "needed for"), packages),
+        (f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", ("model", "source", "size"), cached),
+        ("What will fit", model_columns, models),
+    ]
+    for title, columns, rows in tables:
+        out.table(title, columns, rows, numbers=("size", *model_columns[1:5], "KV tokens"))
+        out.line()
     for problem in report["problems"]:
         out.line(problem, "bad")
     out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
+
+
+def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
+    processor, ram = report["cpu"], report["memory"]
+    limit = f" (limited by the {ram['limited_by']})" if ram["limited_by"] else ""
+    gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
+    return [
+        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
+        ("processor", processor["model"]),
+        ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
+        ("instructions", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())),
+        ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
+        ("GPU", gpus or "none found by torch"),
+        ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
+    ]
