@@ -20,7 +20,7 @@ from typing import Any
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.kernels.machine import cpu
-from archerfish.observe.regression import Comparison, Direction, RegressionDetector, worse_when
+from archerfish.observe.regression import Direction, RegressionDetector, worse_when
 from archerfish.observe.summary import Summary, Target, TargetResult, summarize
 from archerfish.store.files import replace_file, write_errors
 
@@ -202,46 +202,29 @@ class Baseline:
         write_json(path, asdict(self))
         breaches_path(path).unlink(missing_ok=True)  # a new baseline starts a new count
 
-    def check_comparable(self, other: Baseline) -> None:
-        """Raise an error that names the difference where the figures of two runs are not comparable."""
-        pairs = {key: (self.machine.get(key), other.machine.get(key)) for key in MACHINE_KEYS}
-        for what, (own, others) in {"bench": (self.bench, other.bench), "model": (self.model, other.model), **pairs}.items():
-            if own != others:
-                hint = "Save a baseline of this run (--save-baseline)."
-                raise InvalidOptionError(f"The {what} of the baseline is {own!r}, that of this run {others!r}.", hint=hint)
 
+def compare(path: Path, now: Baseline, tolerance_percent: float) -> dict[str, Any]:
+    """Compare a run with the baseline in a file, and count its breaches in the file beside it.
 
-@dataclass(frozen=True)
-class BaselineComparison:
-    """A run compared with a baseline. missing: metrics of the baseline that the run did not measure."""
-
-    comparisons: list[Comparison]
-    missing: list[str]
-
-    @property
-    def breaches(self) -> list[Comparison]:
-        return [one for one in self.comparisons if one.is_breach]
-
-    @property
-    def is_regression(self) -> bool:
-        return any(one.is_confirmed for one in self.comparisons)
-
-    def as_dict(self) -> dict[str, Any]:
-        breaches = [{**asdict(one), "change": one.change if math.isfinite(one.change) else None} for one in self.breaches]
-        found = {"breaches": breaches, "num_compared": len(self.comparisons), "missing": self.missing}
-        return {**found, "is_regression": self.is_regression}
-
-
-def compare(path: Path, now: Baseline, tolerance_percent: float) -> BaselineComparison:
-    """Compare a run with the baseline in a file, and count its breaches in the file beside it."""
+    missing: metrics of the baseline that the run did not measure. A change is None where the value before was 0.
+    """
     before = Baseline.read(path)
-    before.check_comparable(now)
+    pairs = {key: (before.machine.get(key), now.machine.get(key)) for key in MACHINE_KEYS}
+    for what, (own, others) in {"bench": (before.bench, now.bench), "model": (before.model, now.model), **pairs}.items():
+        if own != others:
+            hint = "Save a baseline of this run (--save-baseline)."
+            raise InvalidOptionError(f"The {what} of the baseline is {own!r}, that of this run {others!r}.", hint=hint)
     detector = RegressionDetector(
         before.metrics, tolerance_percent=tolerance_percent, directions=DIRECTIONS, consecutive_failures=read_breaches(path)
     )
-    detector.check_regression(now.metrics)
+    regressions = detector.check_regression(now.metrics)
     write_json(breaches_path(path), detector.consecutive_failures)
-    return BaselineComparison(detector.comparisons, sorted(before.metrics.keys() - now.metrics.keys()))
+    breaches = [one for one in detector.comparisons if one.is_breach]
+    return {
+        "breaches": [asdict(one) | {"change": one.change if math.isfinite(one.change) else None} for one in breaches],
+        "num_compared": len(detector.comparisons), "missing": sorted(before.metrics.keys() - now.metrics.keys()),
+        "is_regression": bool(regressions),
+    }  # fmt: skip
 
 
 def breaches_path(baseline: Path) -> Path:

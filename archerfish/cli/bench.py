@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from archerfish.bench.table import BENCHES, Bench, Flag, load
 from archerfish.cli.interrupts import exit_tidily, signals_to
@@ -16,7 +16,7 @@ from archerfish.cli.output import Output
 from archerfish.errors import MachineError
 
 if TYPE_CHECKING:
-    from archerfish.bench.report import BaselineComparison, BenchReport, Found, Goal
+    from archerfish.bench.report import BenchReport, Found, Goal
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
@@ -71,13 +71,11 @@ def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out
     """Show the report, write it where it is wanted, compare it with a baseline and save one; returns the exit code."""
     from archerfish.bench.report import Baseline, compare, write_json
 
-    compared: BaselineComparison | None = None
     whole = report.as_dict(goals)
     show(report, goals, whole["machine"], out)
     try:
         if arguments.baseline:
-            compared = compare(Path(arguments.baseline), Baseline.of(report), arguments.tolerance)
-            whole["compared"] = compared.as_dict()
+            whole["compared"] = compare(Path(arguments.baseline), Baseline.of(report), arguments.tolerance)
     finally:  # the figures are not lost when the baseline is of another machine
         if arguments.output:
             write_json(Path(arguments.output), whole)
@@ -85,10 +83,10 @@ def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out
         Baseline.of(report, tuple(bench_words(arguments.words))).write(Path(arguments.save_baseline))
     if out.as_json:
         out.result(whole)
-    if compared is None:
+    if "compared" not in whole:
         return 0
-    show_comparison(compared, out)
-    return EXIT_REGRESSION if compared.is_regression else 0
+    show_comparison(whole["compared"], out)
+    return EXIT_REGRESSION if whole["compared"]["is_regression"] else 0
 
 
 def bench_words(words: Sequence[str]) -> list[str]:
@@ -117,18 +115,18 @@ def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], ou
         out.table("Targets", ("target", "measured", "wanted", ""), cells, numbers=("measured",))
 
 
-def show_comparison(compared: BaselineComparison, out: Output) -> None:
+def show_comparison(compared: dict[str, Any], out: Output) -> None:
     """The figures that are worse, by how much, and how often in a row."""
     rows = [
-        (one.metric, f"{one.before:,.4g}", f"{one.now:,.4g}", f"{one.change:+.1%}", str(one.num_in_a_row),
-         "regression" if one.is_confirmed else "worse")
-        for one in compared.breaches
+        (one["metric"], f"{one['before']:,.4g}", f"{one['now']:,.4g}", "" if one["change"] is None else f"{one['change']:+.1%}",
+         str(one["num_in_a_row"]), "regression" if one["is_confirmed"] else "worse")
+        for one in compared["breaches"]
     ]  # fmt: skip
     out.line()
     if rows:
         columns = ("worse than the baseline", "before", "now", "worse by", "runs in a row", "")
         out.table("", columns, rows, numbers=columns[1:5])
-    num_compared, num_confirmed = len(compared.comparisons), sum(one.is_confirmed for one in compared.breaches)
+    num_compared, num_confirmed = compared["num_compared"], sum(one["is_confirmed"] for one in compared["breaches"])
     out.line(f"{len(rows)} of {num_compared} figures are worse than the baseline; {num_confirmed} of them are regressions.")
-    if compared.missing:
-        out.note(f"Not measured in this run: {', '.join(compared.missing[:5])}{' ...' * (len(compared.missing) > 5)}.")
+    if missing := compared["missing"]:
+        out.note(f"Not measured in this run: {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}.")

@@ -105,13 +105,13 @@ def test_three_worse_runs_in_a_row_are_a_regression(tmp_path: Path) -> None:
     before = path.read_bytes()
     slow, fast = baseline(plan_us=12, commit_us=10), baseline(plan_us=10, commit_us=9)
     found = [compare(path, run, 5) for run in (slow, slow, fast, slow, slow, slow)]
-    assert [one.is_regression for one in found] == [False] * 5 + [True]
-    assert [one.breaches[0].num_in_a_row if one.breaches else 0 for one in found] == [1, 2, 0, 1, 2, 3]
+    assert [one["is_regression"] for one in found] == [False] * 5 + [True]
+    assert [one["breaches"][0]["num_in_a_row"] if one["breaches"] else 0 for one in found] == [1, 2, 0, 1, 2, 3]
     assert path.read_bytes() == before
-    assert found[-1].as_dict()["breaches"][0]["change"] == pytest.approx(0.2)
+    assert found[-1]["breaches"][0]["change"] == pytest.approx(0.2)
     baseline(plan_us=10.5).write(path)
-    assert compare(path, slow, 5).breaches[0].num_in_a_row == 1
-    assert compare(path, baseline(commit_us=1), 5).missing == ["plan, us"]
+    assert compare(path, slow, 5)["breaches"][0]["num_in_a_row"] == 1
+    assert compare(path, baseline(commit_us=1), 5)["missing"] == ["plan, us"]
 
 
 def test_another_bench_model_or_machine_is_not_comparable(tmp_path: Path) -> None:

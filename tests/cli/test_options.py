@@ -13,7 +13,7 @@ import pytest
 from archerfish.cli.main import COMMANDS, main
 from archerfish.cli.options import Parser, add_common, add_options, section
 from archerfish.config import SECTIONS, ConversionConfig, EmbedConfig, EngineConfig, HubConfig, Options, ServeConfig, env_name
-from archerfish.errors import InvalidOptionError, UnknownOptionError
+from archerfish.errors import UnknownOptionError
 from scripts import options_page
 
 ALL = [(cls, spec) for cls in SECTIONS for spec in dataclasses.fields(cls)]
@@ -79,11 +79,6 @@ def test_colliding_names_get_their_section() -> None:
     parsed = parser.parse(["--dtype", "float32", "--convert-dtype", "bfloat16"])
     assert section(EmbedConfig, parsed).dtype == "float32"
     assert section(ConversionConfig, parsed).dtype == "bfloat16"
-
-
-def test_flag_values_are_checked() -> None:
-    with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
-        section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
 
 
 @pytest.mark.parametrize(
