@@ -92,7 +92,6 @@ def rwkv(options: Namespace) -> Found:
             stream_s(group, name, NUM_STREAMS, STREAM_OUTPUT, facts["vocab_size"], 0)  # warms up
         for number in range(options.rounds):
             yield from rwkv_round(group, facts["vocab_size"], number)
-        yield from group.notes
 
 
 def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Measurement]:
@@ -104,8 +103,8 @@ def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Mea
             tokens_s = num * STREAM_OUTPUT / stream_s(group, name, num, STREAM_OUTPUT, vocab_size, number)
             yield Measurement(f"{stream_title(num)}, tokens/s", tokens_s, name)
         metric, engine = ("no states kept", OURS) if name == PLAIN else ("states kept", name)
-        if seconds := run_continuous(group, name, [(prompt, PREFIX_OUTPUT) for prompt in prompts]):
-            yield Measurement(f"{metric}, requests/s", len(prompts) / seconds, engine)
+        seconds = run_continuous(group, name, [(prompt, PREFIX_OUTPUT) for prompt in prompts])
+        yield Measurement(f"{metric}, requests/s", len(prompts) / seconds, engine)
         tokens[name] = group.call(name, "last_outputs")["token_ids"]
     same = sum(own == other for own, other in zip(tokens[OURS], tokens[PLAIN], strict=True))
     yield Measurement("requests with the same tokens, share", same / len(prompts))

@@ -13,7 +13,7 @@ import pytest
 from archerfish.cli.main import COMMANDS, main
 from archerfish.cli.options import Parser, add_common, add_options, section
 from archerfish.config import SECTIONS, ConversionConfig, EmbedConfig, EngineConfig, HubConfig, Options, ServeConfig, env_name
-from archerfish.errors import UnknownOptionError
+from archerfish.errors import InvalidOptionError, UnknownOptionError
 from scripts import options_page
 
 ALL = [(cls, spec) for cls in SECTIONS for spec in dataclasses.fields(cls)]
@@ -72,6 +72,8 @@ def test_flag_beats_environment_beats_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ARCHERFISH_EMBED_NUM_THREADS", "20")
     config = section(EmbedConfig, parser_for(EmbedConfig).parse(["--config", str(file), "--max-length", "30"]))
     assert (config.max_length, config.num_threads, config.max_batch_size) == (30, 20, 10)
+    with pytest.raises(InvalidOptionError, match=r"\[embed\] max_batch_size cannot be 0"):
+        section(EmbedConfig, parser_for(EmbedConfig).parse(["--max-batch-size", "0"]))
 
 
 def test_colliding_names_get_their_section() -> None:
