@@ -82,7 +82,7 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     if "--help" in leading or "-h" in leading or not rest:
         sys.stdout.write(overview())
-        return 0 if rest or leading or not arguments else 2
+        return 0
     family = [command for command in COMMANDS if command.name.startswith(f"{rest[0]} ")]
     if family and {"--help", "-h"} & set(rest[1:2]):
         sys.stdout.write(overview(rest[0], family))

@@ -202,21 +202,21 @@ def test_streams_that_a_deadline_cut_are_not_good() -> None:
     assert failed.outcome == "error" and failed.num_tokens == 1
 
 
-def run_bench(server: PretendServer, *scenarios: str, **changes: Any) -> BenchReport:
+def run_bench(one: PretendServer, *scenarios: str, **changes: Any) -> BenchReport:
     report = BenchReport("serve")
-    for found in serve.measure(options(scenarios=list(scenarios), server=[f"archerfish={server.url}/v1"], **changes)):
+    for found in serve.measure(options(**{"scenarios": scenarios, "server": [f"archerfish={one.url}/v1"], **changes})):
         report.add(found)
     return report
 
 
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"CHAT": CHAT, "EMBEDDING": EMBEDDING, "TABLE_SIZES": (1, 2), "CAPACITY_SIZES": (2,), "CAPACITY_S": 0.1}
     for name, value in {**sizes, "SETTLE_S": 0.0, "LEAVERS_AT_ONCE": 4}.items():
         monkeypatch.setattr(serve, name, value)
 
 
-def test_scenarios_measure_and_are_judged(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_scenarios_measure_and_are_judged(server: PretendServer, small: None) -> None:
     report = run_bench(server, "chat8", "embed", "table", rounds=2)
     judged = {result.name: result.is_met for result in report.judge(serve.GOALS)}
     assert judged["chat8: not answered"] and "embed, 100 arrivals/s: end to end p99, ms" in judged
@@ -225,8 +225,7 @@ def test_scenarios_measure_and_are_judged(server: PretendServer, monkeypatch: py
     assert {body["model"] for body in server.bodies} == {"words", "vectors"}
 
 
-def test_overload_reports_goodput_against_the_capacity(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_overload_reports_goodput_against_the_capacity(server: PretendServer, small: None) -> None:
     report = run_bench(server, "overload", "overload-embed", requests=0, duration=0.1)
     names = {result.name for result in report.judge(serve.GOALS)}
     for scenario in ("overload", "overload-embed"):
@@ -234,8 +233,7 @@ def test_overload_reports_goodput_against_the_capacity(server: PretendServer, mo
     assert any(body.get("deadline_s") == 10.0 for body in server.bodies)
 
 
-def test_disconnect_reports_what_the_server_still_holds(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_disconnect_reports_what_the_server_still_holds(server: PretendServer, small: None) -> None:
     server.num_in_use = 3
     report = run_bench(server, "disconnect")
     judged = {result.name: result.is_met for result in report.judge(serve.GOALS)}
@@ -256,10 +254,7 @@ def test_loads_by_flags_and_servers_that_know_no_extras(server: PretendServer) -
 
 def test_server_that_cannot_be_measured_is_noted(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "STOP_S", 0.0)
-    found = list(serve.measure(options(server=[f"one={server.url}", "two=http://127.0.0.1:9"], workload=["chat:3/2"])))
-    report = BenchReport("serve")
-    for one in found:
-        report.add(one)
+    report = run_bench(server, server=[f"one={server.url}", "two=http://127.0.0.1:9"], workload=["chat:3/2"])
     assert report.engines == ["one"] and report.notes[0].startswith("two was not measured: two does not answer.")
     start = f"two={sys.executable} -c raise(SystemExit(3))"
     monkeypatch.setattr(serve, "STOP_S", 5.0)
