@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 WARMUP_CALLS = 10
@@ -209,16 +210,9 @@ class Transformers(TextEngine):
 
         times: list[float] = []
         began = time.perf_counter()
-
-        class Clock:
-            def put(self, value: Any) -> None:
-                times.append(time.perf_counter() - began)
-
-            def end(self) -> None:
-                pass
-
+        clock = SimpleNamespace(put=lambda value: times.append(time.perf_counter() - began), end=lambda: None)
         mask = torch.ones((1, len(prompt)), dtype=torch.int64)
-        self._generate(torch.tensor([prompt]), num_output, attention_mask=mask, streamer=Clock())
+        self._generate(torch.tensor([prompt]), num_output, attention_mask=mask, streamer=clock)
         return times[1:]  # the first call of put() brings the prompt
 
     def _generate(self, ids: Any, num_output: int, **options: Any) -> None:
