@@ -36,7 +36,7 @@ bench: $(VENV)/.test models  ## compare with sentence-transformers (and others t
 	$(BIN)/archerfish bench embed $(ARGS)
 
 docs: $(VENV)/.test  ## write docs/options.md from the declarations
-	$(BIN)/python -m archerfish.cli.reference
+	$(BIN)/python -m scripts.options_page
 
 models: $(VENV)/.serve
 	@$(BIN)/archerfish pull $(MODELS)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def read_pieces(data: bytes, vocab_size: int) -> list[bytes]:
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPS)
+    return functional.rms_norm(x, weight.shape, weight, EPS)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -104,24 +104,24 @@ class Drawing:
         """Float32 logits after one more token of each row."""
         weights = self.teacher.weights
         cosine, sine = weights["cosine"][position], weights["sine"][position]
-        x = F.embedding(tokens, weights["embedding"])
+        x = functional.embedding(tokens, weights["embedding"])
         for layer in range(self.teacher.num_layers):
             normed = rms_norm(x, weights["attention_norm"][layer])
             query, key, value = (
-                F.linear(normed, weights[name][layer]).view(len(tokens), self.teacher.num_heads, -1)
+                functional.linear(normed, weights[name][layer]).view(len(tokens), self.teacher.num_heads, -1)
                 for name in ("query", "key", "value")
             )
             self.keys[layer, :, :, position] = rotate(key, cosine, sine)
             self.values[layer, :, :, position] = value
-            mixed = F.scaled_dot_product_attention(
+            mixed = functional.scaled_dot_product_attention(
                 rotate(query, cosine, sine).unsqueeze(2), self.keys[layer, :, :, : position + 1],
                 self.values[layer, :, :, : position + 1],
             )  # fmt: skip
-            x = x + F.linear(mixed.flatten(1), weights["out"][layer])
+            x = x + functional.linear(mixed.flatten(1), weights["out"][layer])
             normed = rms_norm(x, weights["mlp_norm"][layer])
-            gated = F.silu(F.linear(normed, weights["gate"][layer])) * F.linear(normed, weights["up"][layer])
-            x = x + F.linear(gated, weights["down"][layer])
-        return F.linear(rms_norm(x, weights["norm"]), weights["embedding"]).float()
+            gate, up = (functional.linear(normed, weights[name][layer]) for name in ("gate", "up"))
+            x = x + functional.linear(functional.silu(gate) * up, weights["down"][layer])
+        return functional.linear(rms_norm(x, weights["norm"]), weights["embedding"]).float()
 
     @torch.inference_mode()
     @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])  # cuDNN's plans every length

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.nn import functional
 
 Tensor = torch.Tensor
 MIXES = "rwkvag"
@@ -102,6 +102,10 @@ class StateScan(torch.autograd.Function):
         return states.transpose(-1, -2) @ after, after
 
 
+invert: Callable[[Tensor], Tensor] = UnitInverse.apply
+scan_states: Callable[[Tensor, Tensor], Tensor] = StateScan.apply
+
+
 @dataclass(frozen=True)
 class Chunks:
     """Inputs of the recurrence by chunk, (rows, heads, chunks, chunk, head_dim), each grown or shrunk to the chunk's start."""
@@ -119,21 +123,21 @@ def run_recurrence(chunks: Chunks) -> Tensor:
     receptance, removal, added, key, value = chunks.receptance, chunks.removal, chunks.added, chunks.key, chunks.value
     among = (removal @ added.transpose(-1, -2)).tril(-1)
     from_keys = (removal @ key.transpose(-1, -2)).tril(-1)
-    inverse = -cast(Tensor, UnitInverse.apply(among))  # type: ignore[no-untyped-call]
+    inverse = -invert(among)
     on_state, on_values = inverse @ removal, inverse @ (from_keys @ value)
     seen = (receptance @ added.transpose(-1, -2)).tril()
     seen_keys = (receptance @ key.transpose(-1, -2)).tril()
     eye = torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
     carry = (eye + on_state.transpose(-1, -2) @ added) * chunks.last
     gain = (on_values.transpose(-1, -2) @ added + value.transpose(-1, -2) @ key) * chunks.last
-    states = cast(Tensor, StateScan.apply(carry.flatten(0, 1), gain.flatten(0, 1))).view_as(gain)  # type: ignore[no-untyped-call]
+    states = scan_states(carry.flatten(0, 1), gain.flatten(0, 1)).view_as(gain)
     return (receptance + seen @ on_state) @ states.transpose(-1, -2) + seen @ on_values + seen_keys @ value
 
 
 def shift(x: Tensor, norm: Tensor, bias: Tensor, factors: Tensor, compute_type: torch.dtype) -> tuple[Tensor, ...]:
     """Norm x, then for each of some factors: a token's plus (the one's before it - its own) * factor."""
-    normed = F.layer_norm(x, norm.shape, norm, bias, NORM_EPS)
-    delta = F.pad(normed, (0, 0, 1, -1)) - normed
+    normed = functional.layer_norm(x, norm.shape, norm, bias, NORM_EPS)
+    delta = functional.pad(normed, (0, 0, 1, -1)) - normed
     return tuple((normed + delta * factor).to(compute_type) for factor in factors.unbind(0))
 
 
@@ -175,7 +179,7 @@ def prepare(
 def finish(y: Tensor, bonus: Tensor, value: Tensor, gate: Tensor, norm: Tensor, bias: Tensor) -> Tensor:
     """Norm each head of y, add the bonus, and gate it: (rows, length, width)."""
     head_dim = y.shape[-1]
-    normed = F.layer_norm(y, (head_dim,), eps=HEAD_NORM_EPS)
+    normed = functional.layer_norm(y, (head_dim,), eps=HEAD_NORM_EPS)
     normed = normed * norm.view(-1, 1, 1, head_dim) + bias.view(-1, 1, 1, head_dim) + bonus * value
     rows, heads, chunks, chunk, _ = y.shape
     return normed.permute(0, 2, 3, 1, 4).reshape(rows, chunks * chunk, heads * head_dim).to(gate.dtype) * gate
@@ -196,7 +200,7 @@ class Parts:
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
-    return F.linear(x, cast(Tensor, module.weight).to(x.dtype))
+    return functional.linear(x, cast(Tensor, module.weight).to(x.dtype))
 
 
 class LowRank(nn.Module):
@@ -311,4 +315,4 @@ class Rwkv7(nn.Module):
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean of -log p of each token after the first of (rows, length + 1)."""
         logits = self(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).to(self.lm_head.weight.dtype), tokens[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1).to(self.lm_head.weight.dtype), tokens[:, 1:].flatten())

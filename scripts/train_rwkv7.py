@@ -115,7 +115,7 @@ class Training:
             group["lr"] = self.rate * rate_factor(progress)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model.loss(self.rows.draw(self.options.rows, self.generator))
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.detach()

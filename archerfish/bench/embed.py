@@ -15,18 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.group import EngineGroup, chosen, versions
 from archerfish.bench.report import OURS, Found, Goal, Measurement
 from archerfish.bench.words import random_text
+from archerfish.bench.worker import EngineGroup, chosen, versions
 from archerfish.observe.summary import percentile
 
-# Name of an engine: its class in `engines`, and the packages that it needs.
-ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
-    OURS: ("ArcherfishEmbeddings", ()),
-    "st-float32": ("SentenceTransformers", ("sentence_transformers",)),
-    "st-bfloat16": ("SentenceTransformersBfloat16", ("sentence_transformers",)),
-    "onnx": ("OnnxRuntime", ("onnxruntime", "optimum", "sentence_transformers")),
-    "openvino": ("OpenVino", ("openvino", "optimum", "sentence_transformers")),
+# Name of a peer: what it gives to engines.SentenceTransformers, and the packages that it needs.
+PEERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "st-float32": ({}, ("sentence_transformers",)),
+    "st-bfloat16": ({"dtype": "bfloat16"}, ("sentence_transformers",)),
+    "onnx": ({"backend": "onnx"}, ("onnxruntime", "optimum", "sentence_transformers")),
+    "openvino": ({"backend": "openvino"}, ("openvino", "optimum", "sentence_transformers")),
 }
 REFERENCE = "st-float32"
 WORKLOADS = {"10 tokens, texts/s": (1024, 10, 10), "128 tokens, texts/s": (256, 128, 128),
@@ -60,22 +59,21 @@ GOALS = (
 def measure(options: Namespace) -> Found:
     from archerfish.store.names import resolve_model
 
-    names = chosen("--engines", options.engines, ENGINES)
+    names = chosen("--engines", options.engines, [OURS, *PEERS])
     source = resolve_model(options.embed.model, options.hub)
     texts = make_texts(options.embed.device)
-    arguments = {
-        "source": str(source), "device": options.embed.device, "num_threads": options.embed.num_threads,
-        "cache_dir": str(options.hub.cache_path()), "options": dataclasses.asdict(options.embed),
-    }  # fmt: skip
+    given = {"cache_dir": str(options.hub.cache_path()), "options": dataclasses.asdict(options.embed)}
+    arguments: dict[str, Any] = {"source": str(source), **given}
     with EngineGroup() as group:
 
         def launch(name: str) -> Any:
-            path = versions(options.against).get(name, "")
-            return group.open(name, ENGINES.get(name, ENGINES[OURS])[0], arguments, path=path)
+            if name in PEERS:
+                return group.open(name, "SentenceTransformers", arguments | PEERS[name][0])
+            return group.open(name, "ArcherfishEmbeddings", arguments, path=versions(options.against)[name])
 
         for name in [*names, *(name for name in versions(options.against) if name != OURS)]:
-            absent = [module for module in ENGINES.get(name, ENGINES[OURS])[1] if importlib.util.find_spec(module) is None]
-            if absent:
+            _, needed = PEERS.get(name, ({}, ()))
+            if absent := [module for module in needed if importlib.util.find_spec(module) is None]:
                 yield f"{name} was not measured: not installed: {', '.join(absent)}"
             else:
                 launch(name)  # converts or exports, and warms the page cache; not measured
@@ -111,7 +109,7 @@ def agreement(group: EngineGroup) -> Iterator[Measurement]:
 
 def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Namespace) -> Iterator[Measurement]:
     """Throughput with the best of an engine's batch sizes, and the latency of one text."""
-    sizes = {(name, metric): best_batch_size(group, name, texts[metric]) for metric in texts for name in group.names()}
+    sizes = {(name, m): group.call(name, "best_batch_size", texts=texts[m]) for m in texts for name in group.names()}
     for number in range(options.rounds):
         for metric, own in texts.items():
             for name in group.names(number):
@@ -127,14 +125,6 @@ def measure_work(group: EngineGroup, texts: dict[str, list[str]], options: Names
     for name in group.names():
         if num_bytes := group.call(name, "rss_bytes"):
             yield Measurement("resident after work, MB", num_bytes / 1e6, name)
-
-
-def best_batch_size(group: EngineGroup, name: str, texts: list[str]) -> int:
-    from archerfish.bench import engines
-
-    sizes: tuple[int, ...] = getattr(engines, ENGINES.get(name, ENGINES[OURS])[0]).batch_sizes
-    rates = {size: group.call(name, "throughput", texts=texts, batch_size=size, min_seconds=0) for size in sizes[1:] and sizes}
-    return max(rates, key=lambda size: rates[size] or 0.0, default=sizes[0])
 
 
 def measure_documents(group: EngineGroup, launch: Launch, options: Namespace) -> Iterator[Measurement]:

@@ -1,4 +1,4 @@
-"""The engines that benches compare, each with the same few methods; they run in the processes of `worker`.
+"""The engines that benches compare, each with the same few methods, and the process that runs one of them for `worker`.
 
 Nothing but the standard library is imported before `start` is called, because imports are one of the things measured. Of
 archerfish only the public surface is used, so that another version can be measured beside this one.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import os
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 WARMUP_CALLS = 10
@@ -166,13 +170,11 @@ class Transformers(TextEngine):
         self.directory, self.dtype, self.config, self.num_threads = directory, dtype, config, num_threads
 
     def imports(self) -> str:
-        import transformers
-
-        return str(transformers.__version__)
+        self.package: Any = importlib.import_module("transformers")
+        return str(self.package.__version__)
 
     def load(self) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
 
         from archerfish import WeightLoader
 
@@ -180,9 +182,9 @@ class Transformers(TextEngine):
             torch.set_num_threads(self.num_threads)
         values = dict(self.config)
         dtype = getattr(torch, self.dtype)
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config = self.package.AutoConfig.for_model(values.pop("model_type"), **values)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            model = self.package.AutoModelForCausalLM.from_config(config, dtype=dtype)
         weights = {name: tensor.clone().to(dtype) for name, tensor in WeightLoader(self.directory).load_weights().items()}
         model.to_empty(device="cpu")
         missing, _ = model.load_state_dict(weights, strict=False)
@@ -208,16 +210,9 @@ class Transformers(TextEngine):
 
         times: list[float] = []
         began = time.perf_counter()
-
-        class Clock:
-            def put(self, value: Any) -> None:
-                times.append(time.perf_counter() - began)
-
-            def end(self) -> None:
-                pass
-
+        clock = SimpleNamespace(put=lambda value: times.append(time.perf_counter() - began), end=lambda: None)
         mask = torch.ones((1, len(prompt)), dtype=torch.int64)
-        self._generate(torch.tensor([prompt]), num_output, attention_mask=mask, streamer=Clock())
+        self._generate(torch.tensor([prompt]), num_output, attention_mask=mask, streamer=clock)
         return times[1:]  # the first call of put() brings the prompt
 
     def _generate(self, ids: Any, num_output: int, **options: Any) -> None:
@@ -325,10 +320,9 @@ class EmbeddingEngine(Engine):
 
     batch_sizes: tuple[int, ...] = (32,)
 
-    def __init__(self, source: str, device: str, num_threads: int, cache_dir: str, options: dict[str, Any]) -> None:
-        """options: those of [embed], which only our own engine takes."""
-        self.source, self.device, self.num_threads, self.cache_dir = source, device, num_threads, cache_dir
-        self.options = options
+    def __init__(self, source: str, cache_dir: str, options: dict[str, Any]) -> None:
+        """options: those of [embed]; peers take the device and the number of threads."""
+        self.source, self.cache_dir, self.options = source, cache_dir, options
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         """An array with one vector for each text."""
@@ -337,7 +331,12 @@ class EmbeddingEngine(Engine):
     def start(self) -> dict[str, Any]:
         started = super().start()
         first_s, _ = timed(lambda: self.encode(["Hello."], self.batch_sizes[0]))
-        return {**started, "first_s": first_s, "batch_sizes": self.batch_sizes}
+        return {**started, "first_s": first_s}
+
+    def best_batch_size(self, texts: list[str]) -> int:
+        """The one of its batch sizes with which it is the fastest."""
+        sizes = self.batch_sizes
+        return max(sizes, key=lambda size: self.throughput(texts, size, 0)) if len(sizes) > 1 else sizes[0]
 
     def throughput(self, texts: list[str], batch_size: int, min_seconds: float) -> float:
         """Texts a second. The same texts are encoded again until enough time has passed."""
@@ -390,11 +389,13 @@ class ArcherfishEmbeddings(EmbeddingEngine):
 
 
 class SentenceTransformers(EmbeddingEngine):
-    """sentence-transformers in float32, on torch."""
+    """sentence-transformers, on one of its backends. ONNX Runtime and OpenVINO choose the type themselves."""
 
     batch_sizes = (32, 64, 128)
-    dtype: str = "float32"
-    backend: Any = "torch"
+
+    def __init__(self, *, dtype: str = "float32", backend: Any = "torch", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.dtype, self.backend = dtype, backend
 
     def imports(self) -> str:
         import sentence_transformers
@@ -405,10 +406,11 @@ class SentenceTransformers(EmbeddingEngine):
         import torch
         from sentence_transformers import SentenceTransformer
 
-        if self.num_threads:
-            torch.set_num_threads(self.num_threads)
+        if self.options["num_threads"]:
+            torch.set_num_threads(self.options["num_threads"])
         given = {"dtype": getattr(torch, self.dtype)} if self.backend == "torch" else {}
-        self.model: Any = SentenceTransformer(self.source, device=self.device, model_kwargs=given, backend=self.backend)
+        device = self.options["device"]
+        self.model: Any = SentenceTransformer(self.source, device=device, model_kwargs=given, backend=self.backend)
 
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np
@@ -416,17 +418,29 @@ class SentenceTransformers(EmbeddingEngine):
         return np.asarray(self.model.encode(texts, batch_size=batch_size, show_progress_bar=False), np.float32)
 
 
-class SentenceTransformersBfloat16(SentenceTransformers):
-    dtype = "bfloat16"
+# The process
 
 
-class OnnxRuntime(SentenceTransformers):
-    """ONNX Runtime, as sentence-transformers runs it."""
+def answer(engine: Any, line: str) -> dict[str, Any]:
+    """The answer to one request. An error of the engine becomes {"error": ...} with the place that raised it."""
+    request = json.loads(line)
+    try:
+        return {"result": getattr(engine, request["method"])(**request["arguments"])}
+    except Exception as error:  # a peer may raise anything
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"}
 
-    backend = "onnx"
+
+def main(engines: Mapping[str, Any]) -> None:
+    """Answer calls of the methods of one engine: its name and its arguments in JSON are those of the command."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # a library that prints must not disturb the answers
+    engine = engines[sys.argv[1]](**json.loads(sys.argv[2]))
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(engine, line)) + "\n")
+        answers.flush()
 
 
-class OpenVino(SentenceTransformers):
-    """OpenVINO, as sentence-transformers runs it; it takes bfloat16 where the CPU has it."""
-
-    backend = "openvino"
+if __name__ == "__main__":
+    main(globals())

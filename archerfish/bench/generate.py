@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.group import EngineGroup, versions
 from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup, versions
 from archerfish.observe.summary import percentile
 
 PEER_BATCH = 32
@@ -39,12 +39,12 @@ PREFIX_GOALS = (
 
 
 def open_ours(group: EngineGroup, options: Namespace, suffix: str = "", **changes: Any) -> dict[str, dict[str, Any]]:
-    """Start our engine, and another version of it where one is given; the facts of each that works, by name."""
+    """Start our engine, and another version of it where one is given; the facts of each, by name."""
     arguments = {"options": {**dataclasses.asdict(options.engine), **changes}}
     facts = {}
     for name, path in versions(options.against).items():
-        if group.open(name + suffix, "Archerfish", arguments, path=path):
-            facts[name] = group.call(name + suffix, "facts")
+        group.open(name + suffix, "Archerfish", arguments, path=path)
+        facts[name] = group.call(name + suffix, "facts")
     return facts
 
 
@@ -73,11 +73,10 @@ def mixed_jobs(num_jobs: int, vocab_size: int, seed: int) -> list[Job]:
     return [(draw.integers(0, vocab_size, n).tolist(), int(output)) for n, output in zip(lengths, outputs, strict=True)]
 
 
-def run_continuous(group: EngineGroup, name: str, jobs: list[Job]) -> float | None:
-    """The seconds of all jobs when requests join and leave at every step."""
+def run_continuous(group: EngineGroup, name: str, jobs: list[Job]) -> float:
+    """The seconds of all jobs in our engine, whose requests join and leave at every step."""
     group.call(name, "clear_cache")
-    seconds: float | None = group.call(name, "generate", prompts=[p for p, _ in jobs], outputs=[n for _, n in jobs])
-    return seconds
+    return float(group.call(name, "generate", prompts=[p for p, _ in jobs], outputs=[n for _, n in jobs]))
 
 
 def run_static(group: EngineGroup, name: str, jobs: list[Job], batch: int) -> float | None:
@@ -95,7 +94,6 @@ def run_static(group: EngineGroup, name: str, jobs: list[Job], batch: int) -> fl
 
 def throughput(options: Namespace) -> Found:
     """Continuous against static batching at several sizes, and against peers at PEER_BATCH; all in every round."""
-    facts: dict[str, dict[str, Any]] = {}
     with EngineGroup() as group:
         for batch in options.batches:
             facts = open_ours(group, options, f" {batch}", max_num_seqs=batch)
@@ -113,10 +111,9 @@ def throughput_round(group: EngineGroup, batch: int, jobs: list[Job], ours: list
     num_tokens = sum(output for _, output in jobs)
     metric = f"continuous, {batch} sequences, tokens/s"
     for name in ours:
-        if seconds := run_continuous(group, f"{name} {batch}", jobs):
-            yield Measurement(metric, num_tokens / seconds, name)
-            facts = group.call(f"{name} {batch}", "facts")
-            yield Measurement(f"{batch} sequences, utilisation", facts["kv_utilization"], name)
+        yield Measurement(metric, num_tokens / run_continuous(group, f"{name} {batch}", jobs), name)
+        utilisation = group.call(f"{name} {batch}", "facts")["kv_utilization"]
+        yield Measurement(f"{batch} sequences, utilisation", utilisation, name)
     group.call(f"{OURS} {batch}", "clear_cache")
     if seconds := run_static(group, f"{OURS} {batch}", jobs, batch):
         yield Measurement(f"static, {batch} sequences, tokens/s", num_tokens / seconds)
@@ -160,17 +157,15 @@ def prefix(options: Namespace) -> Found:
             prompts = [shared + draw.integers(0, vocab_size, OWN_TOKENS).tolist() for _ in range(PREFIX_REQUESTS)]
             jobs = [(prompt, PREFIX_OUTPUT) for prompt in prompts]
             for name in group.names(number):
-                if not (seconds := run_continuous(group, name, jobs)):
-                    continue
+                rate = len(jobs) / run_continuous(group, name, jobs)
                 if name == plain:
-                    yield Measurement("cache off, requests/s", len(jobs) / seconds)
+                    yield Measurement("cache off, requests/s", rate)
                     continue
-                yield Measurement("cache on, requests/s", len(jobs) / seconds, name)
+                yield Measurement("cache on, requests/s", rate, name)
                 num_cached = group.call(name, "last_outputs")["num_cached"]
                 yield Measurement("requests, hit rate", sum(n > 0 for n in num_cached) / len(jobs), name)
                 yield Measurement("tokens, hit rate", sum(num_cached) / sum(map(len, prompts)), name)
                 yield from first_tokens(group, name, prompts[0])
-        yield from group.notes
 
 
 def first_tokens(group: EngineGroup, name: str, prompt: list[int]) -> Iterator[Measurement]:

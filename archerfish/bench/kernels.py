@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from archerfish.bench.report import Measurement
+from archerfish.bench.report import Found, Measurement
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COPY_BYTES_PER_S, BF16_FLOPS = 4.26e12, 785e12  # measured on an H200
 TOKENS, WIDTH, FEED_FORWARD, BLOCK_SIZE = 8192, 4096, 14336, 16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+SAMPLES, VOCAB_SIZE, TEMPERATURE = 256, 151936, 0.8
 CACHE_BYTES, MAX_LAYERS = 200_000_000, 40  # layers of a decode: together more than the card's cache holds
 Call = Callable[[], object]
 
@@ -43,7 +44,7 @@ class Case:
     peer: Call | None = None  # the same work as unfused operations of PyTorch
 
 
-def measure(options: Namespace) -> Iterator[Measurement]:
+def measure(options: Namespace) -> Found:
     import torch
 
     from archerfish.kernels.select import choose_device
@@ -53,7 +54,7 @@ def measure(options: Namespace) -> Iterator[Measurement]:
     torch.manual_seed(0)
     ops = TritonOps("cuda", "bfloat16")
     with torch.inference_mode():
-        for cases in (elementwise, stores, decodes, prefills):
+        for cases in (elementwise, stores, decodes, prefills, draws):
             for case in cases(ops):
                 us = median_us(case.calls)
                 yield Measurement(f"{case.name}, us", us)
@@ -172,3 +173,15 @@ def prefills(ops: TritonOps) -> Iterator[Case]:
     q = random(num * length, NUM_HEADS * HEAD_DIM)
     flops = num * NUM_HEADS * 4 * HEAD_DIM * length * (length + 1) / 2
     yield Case(f"prefill attention, {num} x {length}", [partial(ops.paged_attention, q, kv, batch, heads)], flops=flops)
+
+
+def draws(ops: TritonOps) -> Iterator[Case]:
+    import torch
+
+    from archerfish.kernels.sampling import SamplingBatch
+
+    logits, numbers = 4 * random(SAMPLES, VOCAB_SIZE).float(), torch.arange(SAMPLES, device="cuda")
+    batch = SamplingBatch(temperature=torch.full_like(numbers, TEMPERATURE, dtype=torch.float64), keys=numbers,
+                          positions=numbers, has_uncut=True)  # fmt: skip
+    yield Case(f"sample {SAMPLES} x {VOCAB_SIZE}", [partial(ops.sample, logits, batch)], num_bytes=logits.nbytes,
+               peer=lambda: torch.multinomial((logits / TEMPERATURE).softmax(-1), 1))  # fmt: skip

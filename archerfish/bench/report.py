@@ -1,21 +1,28 @@
-"""The report of a bench: medians of samples by metric and engine, ratios to peers, targets, and the machine.
+"""The report of a bench: medians of samples by metric and engine, ratios to peers, targets, and the machine; and baselines.
 
 The name of a metric ends with its unit ("first token, ms", "one stream, tokens/s"); the unit says which direction is worse.
+A baseline is a file with our medians of one run, which later runs are compared with. A second file, FILE.breaches, counts how
+often in a row each metric was worse.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 import platform
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from archerfish.errors import InvalidInputError, InvalidOptionError, NotFoundError
 from archerfish.kernels.machine import cpu
-from archerfish.observe.regression import Direction, worse_when
+from archerfish.observe.regression import Direction, RegressionDetector, worse_when
 from archerfish.observe.summary import Summary, Target, TargetResult, summarize
+from archerfish.store.files import replace_file, write_errors
 
 OURS = "archerfish"
 DIRECTIONS: dict[str, Direction] = {
@@ -25,6 +32,9 @@ DIRECTIONS: dict[str, Direction] = {
     "*, real-time factor": "higher", "*, streams in real time": "lower", "*unanswered": "higher",
     "*not answered": "higher", "*": "neither",
 }  # fmt: skip
+NO_GOALS = ()
+MACHINE_KEYS = ("cpu", "cores", "gpu")  # figures of different ones are not comparable
+READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Measurement:
     engine: str = OURS
 
 
-Found = Iterator[Measurement | str]  # what a bench yields; a string is a note, such as a peer that could not be measured
+Found = Generator[Measurement | str, None, None]  # a string is a note, such as a peer that could not be measured
 
 
 @dataclass(frozen=True)
@@ -52,12 +62,6 @@ class Goal:
     at_least: bool = False
     over: str = ""
     peers: Sequence[str] = ()
-
-    @property
-    def title(self) -> str:
-        if self.over:
-            return f"{self.metric} / {self.over}"
-        return f"{self.metric}: times {self.peers[0]}" if self.peers else self.metric
 
 
 @dataclass
@@ -104,22 +108,18 @@ class BenchReport:
         """The goals of all metrics that were measured."""
         found = []
         for goal in goals:
-            for metric in self.samples:
-                if not fnmatchcase(metric, goal.metric):
-                    continue
-                named = Goal(metric, goal.wanted, goal.at_least, goal.over, goal.peers)
-                value = self._value(named)
+            other = self.summary(goal.over) if goal.over else None
+            for metric in (name for name in self.samples if fnmatchcase(name, goal.metric)):
+                own, title = self.summary(metric), metric
+                value = own.median if own else None
+                if goal.peers:
+                    title, value = f"{metric}: times {goal.peers[0]}", self.gain(metric, goal.peers)
+                elif goal.over:
+                    title = f"{metric} / {goal.over}"
+                    value = own.median / other.median if own and other and other.median else None
                 if value is not None:
-                    found.append(Target(named.title, goal.wanted, goal.at_least).judge(value))
+                    found.append(Target(title, goal.wanted, goal.at_least).judge(value))
         return found
-
-    def _value(self, goal: Goal) -> float | None:
-        if goal.peers:
-            return self.gain(goal.metric, goal.peers)
-        own, other = self.summary(goal.metric), self.summary(goal.over) if goal.over else None
-        if own is None or (goal.over and (other is None or not other.median)):
-            return None
-        return own.median / other.median if other else own.median
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """A row for every metric: each engine's median and range, then how many times better ours is than each peer."""
@@ -167,3 +167,81 @@ def machine() -> dict[str, Any]:
         "torch": importlib.metadata.version("torch"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Medians and ranges of one bench on one machine. words: the arguments of the command that measured them."""
+
+    bench: str
+    model: str
+    machine: Mapping[str, Any]
+    metrics: Mapping[str, Summary]
+    words: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: BenchReport, words: tuple[str, ...] = ()) -> Baseline:
+        return cls(report.bench, report.model, machine(), report.own_summaries(), words)
+
+    @classmethod
+    def read(cls, path: Path) -> Baseline:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            metrics = {name: Summary(**summary) for name, summary in values["metrics"].items()}
+            if not all(isinstance(value, int | float) for summary in metrics.values() for value in asdict(summary).values()):
+                raise TypeError("a figure is not a number")
+            return cls(values["bench"], values["model"], dict(values["machine"]), metrics, tuple(map(str, values["words"])))
+        except FileNotFoundError:
+            raise NotFoundError(f"There is no baseline {path}.", hint="--save-baseline writes one.") from None
+        except READ_ERRORS as error:
+            raise InvalidInputError(f"{path} is not a baseline: {error!r}.", hint="--save-baseline writes one.") from None
+
+    def write(self, path: Path) -> None:
+        if not self.metrics:
+            raise InvalidInputError("The run measured nothing that a baseline could keep.")
+        write_json(path, asdict(self))
+        breaches_path(path).unlink(missing_ok=True)  # a new baseline starts a new count
+
+
+def compare(path: Path, now: Baseline, tolerance_percent: float) -> dict[str, Any]:
+    """Compare a run with the baseline in a file, and count its breaches in the file beside it.
+
+    missing: metrics of the baseline that the run did not measure. A change is None where the value before was 0.
+    """
+    before = Baseline.read(path)
+    pairs = {key: (before.machine.get(key), now.machine.get(key)) for key in MACHINE_KEYS}
+    for what, (own, others) in {"bench": (before.bench, now.bench), "model": (before.model, now.model), **pairs}.items():
+        if own != others:
+            hint = "Save a baseline of this run (--save-baseline)."
+            raise InvalidOptionError(f"The {what} of the baseline is {own!r}, that of this run {others!r}.", hint=hint)
+    detector = RegressionDetector(
+        before.metrics, tolerance_percent=tolerance_percent, directions=DIRECTIONS, consecutive_failures=read_breaches(path)
+    )
+    regressions = detector.check_regression(now.metrics)
+    write_json(breaches_path(path), detector.consecutive_failures)
+    breaches = [one for one in detector.comparisons if one.is_breach]
+    return {
+        "breaches": [asdict(one) | {"change": one.change if math.isfinite(one.change) else None} for one in breaches],
+        "num_compared": len(detector.comparisons), "missing": sorted(before.metrics.keys() - now.metrics.keys()),
+        "is_regression": bool(regressions),
+    }  # fmt: skip
+
+
+def breaches_path(baseline: Path) -> Path:
+    return baseline.with_name(f"{baseline.name}.breaches")
+
+
+def read_breaches(baseline: Path) -> dict[str, int]:
+    """Breaches in a row of every metric."""
+    path = breaches_path(baseline)
+    try:
+        return {str(name): int(number) for name, number in json.loads(path.read_text(encoding="utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except READ_ERRORS as error:
+        raise InvalidInputError(f"{path} cannot be read: {error!r}.", hint="Remove it to start anew.") from None
+
+
+def write_json(path: Path, values: Any) -> None:
+    with write_errors(path):
+        replace_file(path, (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode())

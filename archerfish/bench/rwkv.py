@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from archerfish.bench.generate import open_ours
-from archerfish.bench.group import EngineGroup
+from archerfish.bench.generate import open_ours, run_continuous
 from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup
 from archerfish.config import EngineConfig
 from archerfish.errors import UnsupportedModelError
 
@@ -74,16 +74,10 @@ def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[li
     return found
 
 
-def stream_rate(group: EngineGroup, name: str, num: int, vocab_size: int, seed: int) -> float:
-    """Tokens a second of so many streams at once, their short prompts included."""
+def stream_s(group: EngineGroup, name: str, num: int, num_output: int, vocab_size: int, seed: int) -> float:
+    """Seconds of so many streams at once, their short prompts included."""
     prompts = random_prompts(num, PROMPT_TOKENS, vocab_size, seed)
-    return float(num * STREAM_OUTPUT / group.call(name, "generate", prompts=prompts, outputs=[STREAM_OUTPUT] * num))
-
-
-def request_rate(group: EngineGroup, name: str, prompts: list[list[int]]) -> float:
-    """Requests a second, from an empty cache."""
-    group.call(name, "clear_cache")
-    return float(len(prompts) / group.call(name, "generate", prompts=prompts, outputs=[PREFIX_OUTPUT] * len(prompts)))
+    return float(group.call(name, "generate", prompts=prompts, outputs=[num_output] * num))
 
 
 def rwkv(options: Namespace) -> Found:
@@ -95,10 +89,9 @@ def rwkv(options: Namespace) -> Found:
         group.open(PLAIN, "Archerfish", {"options": {**asdict(options.engine), "enable_prefix_caching": False}})
         yield Measurement("a state, MB", facts["block_bytes"] / 1e6)
         for name in group.names():
-            stream_rate(group, name, NUM_STREAMS, facts["vocab_size"], 0)  # warms up
+            stream_s(group, name, NUM_STREAMS, STREAM_OUTPUT, facts["vocab_size"], 0)  # warms up
         for number in range(options.rounds):
             yield from rwkv_round(group, facts["vocab_size"], number)
-        yield from group.notes
 
 
 def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Measurement]:
@@ -106,13 +99,12 @@ def rwkv_round(group: EngineGroup, vocab_size: int, number: int) -> Iterator[Mea
     prompts = [shared + own for own in random_prompts(NUM_STREAMS, OWN_TOKENS, vocab_size, number)]
     tokens = {}
     for name in group.names(number):
-        if name == PLAIN:
-            yield Measurement("no states kept, requests/s", request_rate(group, name, prompts))
-        else:
-            yield Measurement("one stream, tokens/s", stream_rate(group, name, 1, vocab_size, number), name)
-            many = stream_rate(group, name, NUM_STREAMS, vocab_size, number)
-            yield Measurement(f"{NUM_STREAMS} streams, tokens/s", many, name)
-            yield Measurement("states kept, requests/s", request_rate(group, name, prompts), name)
+        for num in (1, NUM_STREAMS) if name != PLAIN else ():
+            tokens_s = num * STREAM_OUTPUT / stream_s(group, name, num, STREAM_OUTPUT, vocab_size, number)
+            yield Measurement(f"{stream_title(num)}, tokens/s", tokens_s, name)
+        metric, engine = ("no states kept", OURS) if name == PLAIN else ("states kept", name)
+        seconds = run_continuous(group, name, [(prompt, PREFIX_OUTPUT) for prompt in prompts])
+        yield Measurement(f"{metric}, requests/s", len(prompts) / seconds, engine)
         tokens[name] = group.call(name, "last_outputs")["token_ids"]
     same = sum(own == other for own, other in zip(tokens[OURS], tokens[PLAIN], strict=True))
     yield Measurement("requests with the same tokens, share", same / len(prompts))
@@ -135,7 +127,7 @@ def tts(options: Namespace) -> Found:
             group.open(PACKAGE, "RwkvPackage", {"config": facts["config"], "strategy": strategy, "directory": str(scratch)})
         for number in range(options.rounds):
             for num in options.streams:
-                title = f"{num} streams" if num > 1 else "one stream"
+                title = stream_title(num)
                 for name in ours:
                     tokens_s = decode_rate(group, name, num, DECODE_OUTPUT, facts["vocab_size"], number)
                     yield Measurement(f"{title}, tokens/s", tokens_s, name)
@@ -151,13 +143,14 @@ def tts(options: Namespace) -> Found:
         yield from group.notes
 
 
+def stream_title(num: int) -> str:
+    return f"{num} streams" if num > 1 else "one stream"
+
+
 def decode_rate(group: EngineGroup, name: str, num: int, num_output: int, vocab_size: int, seed: int) -> float:
     """Tokens a second after the first of each stream."""
-    seconds = [
-        group.call(name, "generate", prompts=random_prompts(num, PROMPT_TOKENS, vocab_size, seed), outputs=[count] * num)
-        for count in (1, num_output + 1)
-    ]
-    return float(num * num_output / max(seconds[1] - seconds[0], 1e-9))
+    first_s, all_s = (stream_s(group, name, num, count, vocab_size, seed) for count in (1, num_output + 1))
+    return num * num_output / max(all_s - first_s, 1e-9)
 
 
 def step_bytes(facts: dict[str, Any], num: int) -> int:

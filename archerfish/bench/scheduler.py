@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from archerfish.bench.report import Goal, Measurement
+from archerfish.bench.report import Found, Goal, Measurement
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.errors import InvalidOptionError
@@ -32,7 +32,7 @@ PROMPT_TOKENS, NUM_PROMPTS, NUM_SAMPLES = 1024, 50, 1000
 GOALS = (Goal("plan and commit p99, us", 1000),)
 
 
-def measure(options: Namespace) -> Iterator[Measurement]:
+def measure(options: Namespace) -> Found:
     sizes = [size for size in NUM_NODES if size <= options.nodes]
     if not sizes:
         raise InvalidOptionError(f"--nodes is {options.nodes}; the smallest tree has {NUM_NODES[0]:,}.")

@@ -16,7 +16,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,9 +24,9 @@ from typing import IO, Any
 import aiohttp
 
 from archerfish.bench.generate import open_ours
-from archerfish.bench.group import EngineGroup
 from archerfish.bench.load import Dialect, Load, LoadDriver, Shape
 from archerfish.bench.report import OURS, Found, Goal, Measurement
+from archerfish.bench.worker import EngineGroup
 from archerfish.config import EngineConfig
 from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
 
@@ -54,70 +54,14 @@ GOALS = (
 )  # fmt: skip
 
 
-class ServerProcess:
-    """A command that serves, in a process group of its own, and what it writes."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: IO[str]) -> None:
-        self.name, self.process, self._log = name, process, log
-
-    def written(self) -> str:
-        """What the process has written; an error if it has ended."""
-        self._log.seek(0)
-        text = self._log.read()
-        if self.process.poll() is not None:
-            raise ServiceError(f"{self.name} ended with {self.process.returncode}: {text[-500:]}", hint="")
-        return text
-
-    def use(self) -> tuple[float, int, int]:
-        """Resident bytes, open files and threads of the process and all its descendants."""
-        num_bytes, num_files, num_threads, to_visit = 0.0, 0, 0, [self.process.pid]
-        while to_visit:
-            folder = Path("/proc") / str(to_visit.pop())
-            with suppress(OSError, ValueError, IndexError):
-                num_bytes += int((folder / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
-                num_files += len(list((folder / "fd").iterdir()))
-                for task in (folder / "task").iterdir():
-                    num_threads += 1
-                    to_visit += map(int, (task / "children").read_text(encoding="ascii").split())
-        return num_bytes, num_files, num_threads
-
-
-@contextmanager
-def running(name: str, command: list[str]) -> Iterator[ServerProcess]:
-    """Start a server, and end its process group afterwards."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        try:
-            process = subprocess.Popen(command, start_new_session=True, **streams)
-        except (OSError, IndexError) as error:
-            raise InvalidOptionError(f"The command {command!r} of {name} cannot be run: {error}.") from None
-        try:
-            yield ServerProcess(name, process, log)
-        finally:
-            for wanted in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, wanted)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_S)
-
-
-@contextmanager
-def own_server(*arguments: str) -> Iterator[tuple[ServerProcess, str]]:
-    """`archerfish serve` on a free port, and its address."""
-    with running(OURS, [sys.executable, "-m", "archerfish", "serve", "--port", "0", *arguments]) as process:
-        ends_s = time.monotonic() + START_S
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", process.written())):
-            if time.monotonic() > ends_s:
-                raise ServiceError(f"`archerfish serve` did not start in {START_S:g} s.", hint="")
-            time.sleep(POLL_S)
-        yield process, found[0]
-
-
 class Server:
-    """One server under load. process: None where it was not started here."""
+    """One server under load. process and log: of the command that was started here; url: "" until it has announced it."""
 
-    def __init__(self, name: str, url: str, options: Namespace, process: ServerProcess | None = None) -> None:
-        self.name, self.url, self.options, self.process = name, url.rstrip("/").removesuffix("/v1"), options, process
+    process: subprocess.Popen[bytes] | None = None
+    log: IO[str] | None = None
+
+    def __init__(self, name: str, url: str, options: Namespace) -> None:
+        self.name, self.url, self.options = name, url.rstrip("/").removesuffix("/v1"), options
         self.dialect = Dialect()
 
     def session(self) -> aiohttp.ClientSession:
@@ -133,16 +77,27 @@ class Server:
         except (aiohttp.ClientError, OSError):
             return None
 
-    async def prepare(self, shapes: tuple[Shape, ...]) -> list[str]:
-        """Wait for the server, choose its models, and find out whether it takes the extra members of a request."""
+    async def wait(self) -> list[dict[str, Any]]:
+        """Wait until the server answers; returns its models."""
         ends_s = time.monotonic() + (START_S if self.process else STOP_S)
-        while not (listed := await self.get("/v1/models")):
-            if self.process:
-                self.process.written()
+        while True:
+            if self.process and self.log:
+                self.log.seek(0)
+                text = self.log.read()
+                if self.process.poll() is not None:
+                    raise ServiceError(f"{self.name} ended with {self.process.returncode}: {text[-500:]}", hint="")
+                if not self.url and (found := re.search(r"http://127\.0\.0\.1:\d+", text)):
+                    self.url = found[0]
+            if self.url and (listed := await self.get("/v1/models")):
+                models: list[dict[str, Any]] = listed["data"]
+                return models
             if time.monotonic() > ends_s:
                 raise ServiceError(f"{self.name} does not answer.", hint="Start it, or give --start NAME=COMMAND.")
             await asyncio.sleep(POLL_S)
-        models = listed["data"]
+
+    async def prepare(self, shapes: tuple[Shape, ...]) -> list[str]:
+        """Wait for the server, choose its models, and find out whether it takes the extra members of a request."""
+        models = await self.wait()
         chat = next((one for one in models if one.get("kind") not in NOT_FOR_CHAT), models[0])["id"]
         embedding = next((one for one in models if one.get("kind") == "embedding"), models[0])["id"]
         self.dialect = Dialect(self.options.model or chat, self.options.embedding_model or embedding, EXTRAS)
@@ -163,18 +118,57 @@ class Server:
 
     async def _sample(self, memory: list[float] | None) -> None:
         while self.process and memory is not None:
-            memory.append(self.process.use()[0] - (sum_of(await self.get("/stats"), ("kv_bytes_held",)) or 0.0))
+            memory.append(self.use()[0] - sum_of(await self.get("/stats"), "kv_bytes_held"))
             await asyncio.sleep(SAMPLE_S)
 
+    def use(self) -> tuple[float, int, int]:
+        """Resident bytes, open files and threads of the process and all its descendants; nothing where it is not ours."""
+        num_bytes, num_files, num_threads = 0.0, 0, 0
+        to_visit = [self.process.pid] if self.process else []
+        while to_visit:
+            folder = Path("/proc") / str(to_visit.pop())
+            with suppress(OSError, ValueError, IndexError):
+                num_bytes += int((folder / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+                num_files += len(list((folder / "fd").iterdir()))
+                for task in (folder / "task").iterdir():
+                    num_threads += 1
+                    to_visit += map(int, (task / "children").read_text(encoding="ascii").split())
+        return num_bytes, num_files, num_threads
 
-def sum_of(values: Any, keys: tuple[str, ...]) -> float | None:
-    """The sum of all numbers under some names, however deep; None if there is none."""
-    if not isinstance(values, dict | list):
-        return None
-    pairs = values.items() if isinstance(values, dict) else enumerate(values)
-    found = [float(v) if k in keys and isinstance(v, int | float) else sum_of(v, keys) for k, v in pairs]
-    numbers = [number for number in found if number is not None]
-    return sum(numbers) if numbers else None
+
+@contextmanager
+def running(name: str, url: str, options: Namespace, command: list[str]) -> Iterator[Server]:
+    """Start a server in a process group of its own, and end the group afterwards."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        try:
+            process = subprocess.Popen(command, start_new_session=True, **streams)
+        except (OSError, IndexError) as error:
+            raise InvalidOptionError(f"The command {command!r} of {name} cannot be run: {error}.") from None
+        try:
+            server = Server(name, url, options)
+            server.process, server.log = process, log
+            yield server
+        finally:
+            for wanted in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, wanted)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
+
+
+def own_server(options: Namespace, *arguments: str) -> AbstractContextManager[Server]:
+    """`archerfish serve` on a free port."""
+    return running(OURS, "", options, [sys.executable, "-m", "archerfish", "serve", "--port", "0", *arguments])
+
+
+def sum_of(values: Any, *keys: str) -> float:
+    """The sum of all numbers under some names, however deep."""
+    if isinstance(values, list):
+        return sum(sum_of(value, *keys) for value in values)
+    if not isinstance(values, dict):
+        return 0.0
+    return sum(float(value) if key in keys else sum_of(value, *keys) for key, value in values.items())
 
 
 class ServeBench:
@@ -189,9 +183,7 @@ class ServeBench:
             size |= {"count": self.options.requests, "duration_s": self.options.duration}
         return Load(shapes, **size)
 
-    def drive(
-        self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None
-    ) -> dict[str, float]:
+    def drive(self, server: Server, load: Load, good_s: float = 0.0, memory: list[float] | None = None) -> dict[str, float]:
         return self.runner.run(server.drive(load, memory)).figures(good_s or self.options.e2e_target / 1000)
 
     def rounds(self, title: str, load: Load) -> Found:
@@ -254,7 +246,7 @@ class ServeBench:
         for server in self.servers:
             staying = Load((CHAT,), concurrency=LEAVERS_AT_ONCE, count=100, seed="staying")
             usual_s = self.drive(server, staying)["end to end p50, ms"] / 1000
-            before = server.process.use() if server.process else (0.0, 0, 0)
+            before = server.use()
             count = self.options.requests or NUM_LEAVERS
             left = self.drive(server, replace(staying, count=count, hang_up_within_s=2 * usual_s, seed="leaving"))
             held = self.settled(server, before)
@@ -267,12 +259,12 @@ class ServeBench:
         ends_s = time.monotonic() + SETTLE_S
         while True:
             stats = self.runner.run(server.get("/stats"))
-            held = {
-                "blocks in use afterwards": sum_of(stats, ("num_blocks_in_use",)) or 0.0,
-                "requests in use afterwards": sum_of(stats, ("num_running", "num_waiting")) or 0.0,
+            held: dict[str, float] = {
+                "blocks in use afterwards": sum_of(stats, "num_blocks_in_use"),
+                "requests in use afterwards": sum_of(stats, "num_running", "num_waiting"),
             }
             if server.process:
-                _, files, threads = server.process.use()
+                _, files, threads = server.use()
                 held |= {"more files afterwards": files - before[1], "more threads afterwards": threads - before[2]}
             if time.monotonic() > ends_s or max(held.values()) <= 0:
                 return {name: max(0.0, number) for name, number in held.items()}
@@ -283,21 +275,22 @@ def measurements(title: str, server: Server, found: dict[str, float]) -> Found:
     return (Measurement(f"{title}: {metric}", value, server.name) for metric, value in found.items())
 
 
-def service_engine(options: Namespace) -> EngineConfig:
-    """The user's model, or a small one on a single thread, because these scenarios measure the service."""
-    return EngineConfig(model=options.model) if options.model else EngineConfig(model=SMALL_MODEL, num_threads=1)
+def service_engine(options: Namespace) -> tuple[EngineConfig, list[str]]:
+    """An engine for the scenarios that measure the service, and the flags that serve it.
 
-
-def serve_arguments(engine: EngineConfig) -> tuple[str, ...]:
-    return "--kinds", "generation", "--model", engine.model, "--num-threads", str(engine.num_threads)
+    It has the user's model, or a small one on a single thread.
+    """
+    engine = EngineConfig(model=options.model) if options.model else EngineConfig(model=SMALL_MODEL, num_threads=1)
+    return engine, ["--kinds", "generation", "--model", engine.model, "--num-threads", str(engine.num_threads)]
 
 
 def overhead(options: Namespace) -> Found:
     """What HTTP and ZMQ add to a streamed chat, against the same model in a process without a server, in turns."""
-    engine = service_engine(options)
-    with EngineGroup() as group, own_server(*serve_arguments(engine)) as (_, url):
+    engine, flags = service_engine(options)
+    with EngineGroup() as group, own_server(options, *flags) as server:
         open_ours(group, Namespace(engine=engine, against=""))
-        connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        asyncio.run(server.wait())
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
         for number in range(-1, options.rounds):
             inside, served = [], []
             for place in range(options.requests or OVERHEAD_ANSWERS):
@@ -327,7 +320,7 @@ def first_text_s(connection: http.client.HTTPConnection, model: str, content: st
 
 def frontends(options: Namespace) -> Found:
     """256 streams at once of a small model: what 1 and 2 front ends deliver, and the engine by itself."""
-    engine = service_engine(options)
+    engine, flags = service_engine(options)
     shape = Shape("completions", (16, 16), (STREAM_TOKENS, STREAM_TOKENS))
     for _ in range(options.rounds):
         with EngineGroup() as group:
@@ -337,9 +330,7 @@ def frontends(options: Namespace) -> Found:
             rate = STREAMS * STREAM_TOKENS / group.call(OURS, "generate", **work)
             yield Measurement("frontends: in process: tokens/s", rate)
         for number in FRONT_ENDS:
-            arguments = (*serve_arguments(engine), "--num-front-ends", str(number))
-            with own_server(*arguments) as (process, url), asyncio.Runner() as runner:
-                server = Server(OURS, url, options, process)
+            with own_server(options, *flags, "--num-front-ends", str(number)) as server, asyncio.Runner() as runner:
                 runner.run(server.prepare((shape,)))
                 bench = ServeBench([server], options, runner)
                 for seed in ("warmup", "measured"):
@@ -379,11 +370,10 @@ def run_scenarios(wanted: list[Callable[[ServeBench], Found]], options: Namespac
         runner = stack.enter_context(asyncio.Runner())
         servers = []
         for name, url in addresses.items():
-            process = stack.enter_context(running(name, shlex.split(commands[name]))) if name in commands else None
-            servers.append(Server(name, url, options, process))
+            starting = running(name, url, options, shlex.split(commands[name])) if name in commands else None
+            servers.append(stack.enter_context(starting) if starting else Server(name, url, options))
         if not servers:
-            process, url = stack.enter_context(own_server())
-            servers.append(Server(OURS, url, options, process))
+            servers.append(stack.enter_context(own_server(options)))
         for server in list(servers):
             try:
                 yield from runner.run(server.prepare((CHAT, EMBEDDING) if options.scenarios else user_shapes(options)))

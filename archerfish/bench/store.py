@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from archerfish.bench.engines import memory_bytes, timed
-from archerfish.bench.report import OURS, Measurement
+from archerfish.bench.report import OURS, Found, Measurement
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "arrow": {"write_parquet": False, "validate_output": False}, "arrow, validated": {"write_parquet": False},
@@ -17,7 +17,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def measure(options: Namespace) -> Iterator[Measurement]:
+def measure(options: Namespace) -> Found:
     """Everything is written to a scratch directory below the cache; the first round warms up and is not counted."""
     from archerfish import ConversionConfig, ModelConverter
     from archerfish.store.names import resolve_model

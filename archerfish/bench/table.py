@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, Options
 from archerfish.errors import InvalidOptionError
 
-if TYPE_CHECKING:
-    from archerfish.bench.report import Found, Goal
-
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of a bench. Its default says what it takes: text, a number, yes or no, or a list."""
+    """An option of a bench. Its default says what it takes: text, a number, a tuple of them, yes or no, or a list of texts."""
 
     name: str
     description: str
@@ -29,42 +25,35 @@ class Flag:
     metavar: str = ""
     choices: tuple[str, ...] = ()
     minimum: float = 1  # of numbers
-    is_positional: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         keywords: dict[str, Any] = {"help": self.description, "default": self.default}
-        if self.is_positional:
-            keywords |= {"nargs": "*", "metavar": self.metavar}
-        elif isinstance(self.default, bool):
+        if isinstance(self.default, bool):
             keywords["action"] = "store_true"
-        elif isinstance(self.default, tuple):  # numbers in one value, separated by commas
-            keywords |= {"type": self._numbers, "metavar": "A,B"}
-        elif isinstance(self.default, list):
-            keywords |= {"action": "append", "metavar": self.metavar}
-        elif isinstance(self.default, int | float):
-            keywords |= {"type": self._number, "metavar": "N" if isinstance(self.default, int) else "X"}
+        elif isinstance(self.default, int | float | tuple):
+            keywords |= {"type": self._read, "metavar": {int: "N", float: "X"}.get(type(self.default), "A,B")}
+        elif self.choices:
+            keywords["choices"] = self.choices
         else:
-            keywords |= {"metavar": self.metavar or "TEXT"} if not self.choices else {"choices": self.choices}
+            keywords["metavar"] = self.metavar or "TEXT"
+            if isinstance(self.default, list):
+                keywords |= {"action": "append"} if self.name.startswith("--") else {"nargs": "*"}
         parser.add_argument(self.name, **keywords)
 
-    def _number(self, text: str) -> float:
-        kind: type[int] | type[float] = float if isinstance(self.default, float) else int
+    def _read(self, text: str) -> Any:
+        """A number of the kind of the default; for a tuple, numbers that commas separate."""
+        is_tuple = isinstance(self.default, tuple)
         try:
-            value = kind(text)
-        except ValueError:
-            value = kind(-1)
-        if not self.minimum <= value < float("inf"):
-            raise InvalidOptionError(f"{self.name} must be a number of at least {self.minimum:g}, not {text!r}.")
-        return value
-
-    def _numbers(self, text: str) -> tuple[float, ...]:
-        try:
-            values = tuple(float(word) if "." in word else int(word) for word in text.split(","))
+            values = tuple(
+                float(word) if isinstance(self.default, float) or (is_tuple and "." in word) else int(word)
+                for word in (text.split(",") if is_tuple else [text])
+            )
         except ValueError:
             values = ()
-        if not values or min(values) <= 0:
-            raise InvalidOptionError(f"{self.name} must be numbers above 0 separated by commas, not {text!r}.")
-        return values
+        if not values or not all(self.minimum <= value < float("inf") for value in values):
+            kind = "numbers, separated by commas, each" if is_tuple else "a number"
+            raise InvalidOptionError(f"{self.name} must be {kind} of at least {self.minimum:g}, not {text!r}.")
+        return values if is_tuple else values[0]
 
 
 @dataclass(frozen=True)
@@ -76,19 +65,12 @@ class Bench:
     function: str
     flags: tuple[Flag, ...] = ()
     sections: tuple[type[Options], ...] = ()
-    goals: str = ""
+    goals: str = "report:NO_GOALS"
     usage: str = ""
-
-    def measure(self, options: argparse.Namespace) -> Found:
-        function: Callable[[argparse.Namespace], Found] = load(self.function)
-        return function(options)
-
-    def read_goals(self) -> Iterable[Goal]:
-        goals: Iterable[Goal] = load(self.goals) if self.goals else ()
-        return goals
 
 
 def load(place: str) -> Any:
+    """The function or the goals at a place such as "embed:measure"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"archerfish.bench.{module}"), name)
 
@@ -114,7 +96,7 @@ def rwkv_shape(default: str) -> Flag:
 
 SERVE = (
     Flag("scenarios", "chat8, embed, table, overload, overload-embed, disconnect, overhead, frontends (default: a load that "
-         "flags describe)", [], "SCENARIO", is_positional=True),
+         "flags describe)", [], "SCENARIO"),
     Flag("--server", "a server to load; may be repeated (default: start `archerfish serve`)", [], "NAME=URL"),
     Flag("--start", "a command that starts that server before and is ended afterwards", [], "NAME=COMMAND"),
     Flag("--model", "model that generates (default: the server's first)", metavar="MODEL"),
@@ -123,7 +105,7 @@ SERVE = (
     Flag("--workload", "chat:64/16, completions:32-512/16-128, ids:64/16 (token ids) or embeddings:32; repeated, a mix "
          "(default: chat:64/16)", [], "KIND:IN/OUT"),
     Flag("--concurrency", "closed loop: requests at once (default: 8)", ()),
-    Flag("--rate", "open loop: Poisson arrivals a second", ()),
+    Flag("--rate", "open loop: Poisson arrivals a second", (), minimum=0.001),
     Flag("--requests", "requests of a measurement (default: 200)", 0, minimum=0),
     Flag("--duration", "seconds of a measurement, instead of a number of requests", 0.0, minimum=0),
     rounds(3),

@@ -1,24 +1,25 @@
-"""One engine in a process of its own: ours, another version of ours, or a peer.
+"""The engines of one bench, each in a process of its own: ours, another version of ours, or a peer.
 
-The process reads a line of JSON for every call of a method and answers with one line. A fresh process makes imports and
-loading measurable and keeps the thread pools of engines apart. It loads this file and `engines.py` by their paths, so that
-the `archerfish` it imports may be that of another checkout.
+A process runs `engines.py`, so that the `archerfish` that it imports may be that of another checkout. It reads a line of JSON
+for every call of a method and answers with one line. A fresh process makes imports and loading measurable and keeps the thread
+pools of engines apart; only one engine is at work at any time.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import select
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+
+from archerfish.bench.report import OURS
+from archerfish.errors import InvalidOptionError, ServiceError, did_you_mean
 
 ENGINES_FILE = Path(__file__).with_name("engines.py")
 PACKAGE_PATH = str(Path(__file__).parents[2])
@@ -31,21 +32,21 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """The process of one engine, seen from the bench."""
+    """The process of one engine."""
 
     def __init__(
-        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None,
-        file: Path = ENGINES_FILE, timeout_s: float = TIMEOUT_S,
-    ) -> None:  # fmt: skip
-        """engine: the name of a class in `file`; path: what the process imports first, in place of this checkout."""
-        self.engine, self._timeout_s = engine, timeout_s
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (close() closes it)
+        self, engine: str, arguments: Mapping[str, Any], *, path: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
+        """engine: the name of a class in `engines.py`; path: what the process imports first, in place of this checkout."""
+        self.engine = engine
         paths = [path, PACKAGE_PATH, os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "-P", __file__, str(file), engine, json.dumps(dict(arguments))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8", env=variables
-        )
+        command = [sys.executable, "-P", str(ENGINES_FILE), engine, json.dumps(dict(arguments))]
+        with tempfile.NamedTemporaryFile(prefix="archerfish-bench-", delete=False) as log:
+            self._log = Path(log.name)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8", env=variables
+            )
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Call a method of the engine and wait for its result."""
@@ -57,8 +58,8 @@ class Worker:
         except OSError:
             raise WorkerError(self._reason_of_end()) from None
         # An answer is one line and comes only after a request, so Python's own buffer is empty here.
-        if not select.select([answers], [], [], self._timeout_s)[0]:
-            raise WorkerError(f"no answer to {method!r} in {self._timeout_s:.0f} s")
+        if not select.select([answers], [], [], TIMEOUT_S)[0]:
+            raise WorkerError(f"no answer to {method!r} in {TIMEOUT_S:.0f} s")
         line = answers.readline()
         if not line:
             raise WorkerError(self._reason_of_end())
@@ -78,41 +79,63 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._log.close()
+        self._log.unlink()
 
     def _reason_of_end(self) -> str:
         """The exit code and the last line that the process wrote."""
         code = self._process.wait()
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        return f"the process ended with {code}" + (f": {lines[-1][:300]}" if lines else "")
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        return ": ".join([f"the process ended with {code}", *[line.strip()[:300] for line in lines if line.strip()][-1:]])
 
 
-def answer(engine: Any, line: str) -> dict[str, Any]:
-    """The answer to one request. An error of the engine becomes {"error": ...} with the place that raised it."""
-    request = json.loads(line)
-    try:
-        return {"result": getattr(engine, request["method"])(**request["arguments"])}
-    except Exception as error:  # a peer may raise anything
-        traceback.print_exc()
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return {"error": f"{type(error).__name__}: {str(error).strip()[:500]} ({Path(last.filename).name}:{last.lineno})"}
+class EngineGroup(AbstractContextManager["EngineGroup"]):
+    """Engines by name. A peer that fails is noted and left out; a failure of archerfish, of any version, ends the bench."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+        self.notes: list[str] = []
+
+    def open(self, name: str, engine: str, arguments: dict[str, Any], **options: Any) -> Any:
+        """Start an engine, in place of one that had the name before; returns its times, None if it failed."""
+        if name in self._workers:
+            self._workers.pop(name).close()
+        self._workers[name] = Worker(engine, arguments, **options)
+        return self.call(name, "start")
+
+    def call(self, name: str, method: str, **arguments: Any) -> Any:
+        """The result of a method of an engine; None if the engine has failed."""
+        if name not in self._workers:
+            return None
+        try:
+            return self._workers[name].call(method, **arguments)
+        except WorkerError as error:
+            worker = self._workers.pop(name)
+            worker.close()
+            if worker.engine.startswith("Archerfish"):
+                raise ServiceError(f"{name} failed: {error}", hint="") from None
+            self.notes.append(f"{name} failed: {error}")
+            return None
+
+    def names(self, rotation: int = 0) -> list[str]:
+        """The engines that work, beginning with another one in every round, so that no engine is always first."""
+        names = list(self._workers)
+        at = rotation % len(names) if names else 0
+        return names[at:] + names[:at]
+
+    def __exit__(self, *_: object) -> None:
+        while self._workers:
+            self._workers.popitem()[1].close()
 
 
-def main() -> None:
-    file, name, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a library that prints must not disturb the answers
-    spec = importlib.util.spec_from_file_location("archerfish_bench_engines", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    engine = getattr(module, name)(**arguments)
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(engine, line)) + "\n")
-        answers.flush()
+def versions(against: str) -> dict[str, str]:
+    """Names and import paths of the versions of archerfish to measure: this one, and another checkout where one is given."""
+    return {OURS: ""} | ({Path(against).resolve().name: str(Path(against).resolve())} if against else {})
 
 
-if __name__ == "__main__":
-    main()
+def chosen(flag: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in a flag, separated by commas, in the order of the known ones; all of them where none is given."""
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        if name not in known:
+            raise InvalidOptionError(f"{flag} does not know {name!r}.", hint=did_you_mean(name, known))
+    return [name for name in known if not names or name in names]

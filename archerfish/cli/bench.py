@@ -2,64 +2,56 @@
 
 from __future__ import annotations
 
-import json
+import signal
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from archerfish.bench.table import BENCHES, Bench, Flag
+from archerfish.bench.table import BENCHES, Bench, Flag, load
+from archerfish.cli.interrupts import exit_tidily, signals_to
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output
 from archerfish.errors import MachineError
 
 if TYPE_CHECKING:
-    from archerfish.bench.baseline import BaselineComparison
-    from archerfish.bench.report import BenchReport, Goal
+    from archerfish.bench.report import BenchReport, Found, Goal
 
 EXIT_REGRESSION = 7
 REPORT_FLAGS = (
     Flag("--output", "write the report as JSON to FILE", metavar="FILE"),
     Flag("--save-baseline", "write the medians and their range to FILE", metavar="FILE"),
     Flag("--tolerance", "percentage by which a median may be worse than the baseline (default: 5)", 5.0, minimum=0),
-)
-VALUE_FLAGS = ("--baseline", *(flag.name for flag in REPORT_FLAGS))
+    Flag("--baseline", f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs "
+         "in a row (counted in FILE.breaches)", metavar="FILE"),
+)  # fmt: skip
 SHOWN_FLAGS = ("--json", "--quiet", "--debug")
 
 
-def add_arguments(parser: Parser) -> None:
+def add_bench_arguments(parser: Parser) -> None:
     """The flags of the bench that the parser is for, of its sections, and of all reports."""
     bench = next(bench for bench in BENCHES if parser.prog == f"archerfish bench {bench.name}")
     for flag in (*bench.flags, *REPORT_FLAGS):
         flag.add_to(parser)
-    parser.add_argument("--baseline", type=baseline_file, default="", metavar="FILE", help=(
-        f"compare with the baseline in FILE; exit with {EXIT_REGRESSION} when a figure is worse in three runs in a row "
-        "(counted in FILE.breaches)"))  # fmt: skip
     add_options(parser, *bench.sections)
     parser.set_defaults(bench=bench)
 
 
-def baseline_file(text: str) -> str:
-    """Read the file at once, so that a wrong one is refused before the bench runs."""
-    from archerfish.bench.baseline import Baseline, read_breaches
+def run_bench(arguments: Namespace, out: Output) -> int:
+    from archerfish.bench.report import Baseline, BenchReport, format_number, read_breaches
 
-    if text:
-        Baseline.read(Path(text))
-        read_breaches(Path(text))
-    return text
-
-
-def run(arguments: Namespace, out: Output) -> int:
     bench: Bench = arguments.bench
-    sections = {cls.section: section(cls, arguments) for cls in bench.sections}
-    vars(arguments).update(sections)
-    from archerfish.bench.report import BenchReport, format_number
-
+    vars(arguments).update({cls.section: section(cls, arguments) for cls in bench.sections})
+    if arguments.baseline:  # a wrong file is refused before the bench runs
+        Baseline.read(Path(arguments.baseline))
+        read_breaches(Path(arguments.baseline))
     report = BenchReport(bench.name)
     try:
-        goals = list(bench.read_goals())
-        with out.progress("Measuring") as progress:
-            for number, found in enumerate(bench.measure(arguments)):
+        goals: Sequence[Goal] = load(bench.goals)
+        measuring: closing[Found] = closing(load(bench.function)(arguments))
+        with out.progress("Measuring") as progress, signals_to(exit_tidily, signal.SIGTERM), measuring as measured:
+            for number, found in enumerate(measured):
                 report.add(found)
                 shown = found if isinstance(found, str) else f"{found.engine}: {found.metric} = {format_number(found.value)}"
                 progress(number + 1, 0, shown)
@@ -70,42 +62,41 @@ def run(arguments: Namespace, out: Output) -> int:
             raise
         hint = "Run `pip install 'archerfish[bench]'`."
         raise MachineError(f"This bench needs the package {error.name}, which is not installed.", hint=hint) from error
-    models = [getattr(holder, "model", "") for holder in (*map(vars(arguments).get, sections), arguments)]
-    report.model = Path(next(filter(None, models), "")).name
+    holders = [*(getattr(arguments, cls.section) for cls in bench.sections), arguments]
+    report.model = Path(next(filter(None, (getattr(holder, "model", "") for holder in holders)), "")).name
     return finish(report, goals, arguments, out)
 
 
 def finish(report: BenchReport, goals: Sequence[Goal], arguments: Namespace, out: Output) -> int:
     """Show the report, write it where it is wanted, compare it with a baseline and save one; returns the exit code."""
-    from archerfish.bench.baseline import Baseline, compare, write_json
+    from archerfish.bench.report import Baseline, compare, write_json
 
-    compared: BaselineComparison | None = None
     whole = report.as_dict(goals)
     show(report, goals, whole["machine"], out)
     try:
         if arguments.baseline:
-            compared = compare(Path(arguments.baseline), Baseline.of(report), arguments.tolerance)
-            whole["compared"] = compared.as_dict()
+            whole["compared"] = compare(Path(arguments.baseline), Baseline.of(report), arguments.tolerance)
     finally:  # the figures are not lost when the baseline is of another machine
         if arguments.output:
             write_json(Path(arguments.output), whole)
     if arguments.save_baseline:
         Baseline.of(report, tuple(bench_words(arguments.words))).write(Path(arguments.save_baseline))
     if out.as_json:
-        out.result(json.loads(json.dumps(whole)))
-    if compared is None:
+        out.result(whole)
+    if "compared" not in whole:
         return 0
-    show_comparison(compared, out)
-    return EXIT_REGRESSION if compared.is_regression else 0
+    show_comparison(whole["compared"], out)
+    return EXIT_REGRESSION if whole["compared"]["is_regression"] else 0
 
 
 def bench_words(words: Sequence[str]) -> list[str]:
     """The words of the command that say what is measured."""
-    kept = list[str]()
-    for before, word in zip(("", *words), words, strict=False):
-        if before not in VALUE_FLAGS and word.split("=")[0] not in (*VALUE_FLAGS, *SHOWN_FLAGS):
-            kept.append(word)
-    return kept
+    with_value = [flag.name for flag in REPORT_FLAGS]
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if before not in with_value and word.split("=")[0] not in (*with_value, *SHOWN_FLAGS)
+    ]
 
 
 def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], out: Output) -> None:
@@ -124,18 +115,18 @@ def show(report: BenchReport, goals: Sequence[Goal], machine: dict[str, str], ou
         out.table("Targets", ("target", "measured", "wanted", ""), cells, numbers=("measured",))
 
 
-def show_comparison(compared: BaselineComparison, out: Output) -> None:
+def show_comparison(compared: dict[str, Any], out: Output) -> None:
     """The figures that are worse, by how much, and how often in a row."""
     rows = [
-        (one.metric, f"{one.before:,.4g}", f"{one.now:,.4g}", f"{one.change:+.1%}", str(one.num_in_a_row),
-         "regression" if one.is_confirmed else "worse")
-        for one in compared.breaches
+        (one["metric"], f"{one['before']:,.4g}", f"{one['now']:,.4g}", "" if one["change"] is None else f"{one['change']:+.1%}",
+         str(one["num_in_a_row"]), "regression" if one["is_confirmed"] else "worse")
+        for one in compared["breaches"]
     ]  # fmt: skip
     out.line()
     if rows:
         columns = ("worse than the baseline", "before", "now", "worse by", "runs in a row", "")
         out.table("", columns, rows, numbers=columns[1:5])
-    num_compared, num_confirmed = len(compared.comparisons), sum(one.is_confirmed for one in compared.breaches)
+    num_compared, num_confirmed = compared["num_compared"], sum(one["is_confirmed"] for one in compared["breaches"])
     out.line(f"{len(rows)} of {num_compared} figures are worse than the baseline; {num_confirmed} of them are regressions.")
-    if compared.missing:
-        out.note(f"Not measured in this run: {', '.join(compared.missing[:5])}{' ...' * (len(compared.missing) > 5)}.")
+    if missing := compared["missing"]:
+        out.note(f"Not measured in this run: {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}.")

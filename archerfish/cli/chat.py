@@ -6,20 +6,20 @@ Ctrl-c stops the answer. At the prompt, or when it is pressed twice, ctrl-c ends
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.interrupts import exit_now
-from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.generate import open_engine
+from archerfish.cli.interrupts import exit_now, signals_to
+from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
 from archerfish.cli.output import Output, print_error, printable, seconds, styled
-from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, did_you_mean
 
@@ -38,17 +38,18 @@ COMMANDS = {
     "/save FILE": "write the conversation as JSON",
     "/quit": "end the program, like ctrl-d",
 }
+ENDS = {"abort": "(stopped)", "length": "(stopped at --max-tokens)"}  # remarks, by the reason of an end
 ReadLine = Callable[[str], str]
 
 
-def add_arguments(parser: Parser) -> None:
+def add_chat_arguments(parser: Parser) -> None:
     parser.add_argument("message", nargs="?", default="", metavar="MESSAGE", help="a first message")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message")
     add_sampling_flags(parser, **DEFAULTS)
     add_options(parser, EngineConfig, HubConfig)
 
 
-def run(arguments: Namespace, out: Output) -> int:
+def run_chat(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
     params = read_sampling_flags(arguments, **DEFAULTS)
     if params.n != 1:
@@ -58,17 +59,29 @@ def run(arguments: Namespace, out: Output) -> int:
     return 0
 
 
+@dataclass
+class Answer:
+    """An answer of the model, with its text so far and its timing."""
+
+    text: str = ""
+    num_tokens: int = 0
+    output: RequestOutput | None = None
+    is_stopped: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+
+@dataclass
 class Chat:
     """One conversation."""
 
-    def __init__(
-        self, engine: LLMEngine, params: SamplingParams, out: Output, read_line: ReadLine, *, system: str = ""
-    ) -> None:
-        self.engine, self.params, self.out = engine, params, out
-        self.system = system
-        self.history: list[dict[str, str]] = []
-        self.last: Answer | None = None
-        self._read_line = read_line
+    engine: LLMEngine
+    params: SamplingParams
+    out: Output
+    read_line: ReadLine
+    system: str = ""
+    history: list[dict[str, str]] = field(default_factory=list)
+    last: Answer | None = None
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -95,28 +108,33 @@ class Chat:
 
     def _read_message(self) -> str:
         """Read a message: one line, and the next line too after a backslash at the end."""
-        lines: list[str] = []
-        while True:
-            line = self._read_line("... " if lines else "> ")
-            lines.append(line.removesuffix("\\"))
-            if not line.endswith("\\"):
-                return "\n".join(lines).strip()
+        line = self.read_line("> ")
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{self.read_line('... ')}"
+        return line.strip()
 
     def answer(self, text: str) -> None:
         """Send a message and show the answer while it is generated. The text of a stopped answer stays in the conversation."""
         if not text.strip():
             return
-        answer = Answer()
+        answer, stop = Answer(), threading.Event()
+
+        def on_interrupt(*_: object) -> None:
+            """Do not interrupt a step; the second ctrl-c ends the process."""
+            if stop.is_set():
+                exit_now()
+            stop.set()
+
         self.history.append({"role": "user", "content": text})
         try:
-            with Interrupt() as interrupt:
-                self._stream(answer, interrupt)
+            with signals_to(on_interrupt):
+                self._stream(answer, stop)
         except KeyboardInterrupt:  # outside of the main thread there is no signal handler
             answer.is_stopped = True
         except ArcherfishError:
             self.history.pop()
             raise
-        answer.finished = time.perf_counter()
+        answer.seconds = time.perf_counter() - answer.started
         self.last = answer
         if answer.text or not answer.is_stopped:
             self.history.append({"role": "assistant", "content": answer.text})
@@ -124,34 +142,32 @@ class Chat:
             self.history.pop()
         self._show_end(answer)
 
-    def _stream(self, answer: Answer, interrupt: Interrupt) -> None:
+    def _stream(self, answer: Answer, stop: threading.Event) -> None:
         stream: Any = self.engine.stream_chat(self.messages, self.params)
         try:
             for delta in stream:
-                answer.add(delta)
-                if not self.out.as_json:
-                    self._write(printable(delta.text))
-                if interrupt.is_set and delta.finish_reason is None:
+                answer.text += delta.text
+                answer.num_tokens += len(delta.token_ids)
+                answer.output = delta.output or answer.output
+                self._write(printable(delta.text))
+                if stop.is_set() and delta.finish_reason is None:
                     answer.is_stopped = True
                     break
         finally:
             stream.close()  # aborts a request that still runs
 
     def _show_end(self, answer: Answer) -> None:
+        output = answer.output
+        reason = "abort" if answer.is_stopped else output.finish_reason if output else None
         if self.out.as_json:
-            output = answer.output
-            reason = "abort" if answer.is_stopped else output.finish_reason if output else None
-            num_cached = output.num_cached_tokens if output else None
             self.out.result({
                 "role": "assistant", "content": answer.text, "finish_reason": reason, "num_tokens": answer.num_tokens,
-                "num_cached_tokens": num_cached, "seconds": answer.seconds,
-            })
+                "num_cached_tokens": output.num_cached_tokens if output else None, "seconds": answer.seconds,
+            })  # fmt: skip
             return
         self._write("\n")
-        if answer.is_stopped:
-            self.out.note("(stopped)")
-        elif answer.output is not None and answer.output.finish_reason == "length":
-            self.out.note("(stopped at --max-tokens)")
+        if reason in ENDS:
+            self.out.note(ENDS[reason])
         if self.out.is_rich:
             self._write("\n")
 
@@ -167,8 +183,7 @@ class Chat:
                 self.last = None
                 self.out.note("A new conversation begins.")
             case "/system":
-                if rest:
-                    self.system = rest
+                self.system = rest or self.system
                 self.out.note(f"System message: {self.system or 'none; the chat template may have its own'}")
             case "/stats":
                 self.show_stats()
@@ -184,8 +199,9 @@ class Chat:
             self.out.note("There is no answer yet.")
             return
         rate = answer.num_tokens / max(answer.seconds, 1e-9)
-        rows: list[tuple[str, object]] = [("tokens", answer.num_tokens), ("time", seconds(answer.seconds))]
-        rows.append(("tokens/s", f"{rate:.1f}"))
+        rows: list[tuple[str, object]] = [
+            ("tokens", answer.num_tokens), ("time", seconds(answer.seconds)), ("tokens/s", f"{rate:.1f}"),
+        ]  # fmt: skip
         output = answer.output
         if output is not None:
             rows += [
@@ -200,17 +216,14 @@ class Chat:
         self.out.table("", ("last answer", ""), rows)
 
     def save(self, name: str) -> None:
+        from archerfish.store.files import replace_file, write_errors
+
         if not name:
             raise InvalidInputError("/save needs the name of a file.", hint="For example: /save chat.json")
-        from archerfish.cli.texts import write_atomically
-
         path = Path(name).expanduser()
         content = json.dumps({"model": self.engine.model_name, "messages": self.messages}, ensure_ascii=False, indent=2)
-
-        def write(file: BinaryIO) -> None:
-            file.write(content.encode(errors="replace") + b"\n")
-
-        write_atomically(path, write)
+        with write_errors(path):
+            replace_file(path, content.encode(errors="replace") + b"\n")
         self.out.note(f"Wrote {path}")
 
     def _write(self, text: str) -> None:
@@ -219,58 +232,11 @@ class Chat:
             sys.stdout.flush()
 
 
-class Answer:
-    """An answer of the model, with its text so far and its timing."""
-
-    def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.finished = self.started
-        self.num_tokens = 0
-        self.output: RequestOutput | None = None
-        self.is_stopped = False
-        self._pieces: list[str] = []
-
-    def add(self, delta: Any) -> None:
-        self._pieces.append(delta.text)
-        self.num_tokens += len(delta.token_ids)
-        self.output = delta.output or self.output
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    @property
-    def seconds(self) -> float:
-        return self.finished - self.started
-
-
-class Interrupt:
-    """Turns ctrl-c into a flag, so that it does not interrupt a step. A second ctrl-c ends the process."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._before: Any = None
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _on_signal(self, *_: object) -> None:
-        if self.is_set:
-            exit_now()
-        self.is_set = True
-
-
 @contextmanager
 def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
     """A function that reads a line. On a terminal, lines can be edited and are kept in a history file."""
     if not sys.stdin.isatty():
-        yield read_piped
+        yield lambda prompt: input()
         return
     try:
         import readline
@@ -281,7 +247,6 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
     with suppress(OSError):
         readline.read_history_file(history)
     readline.set_history_length(MAX_HISTORY_LINES)
-    readline.set_auto_history(True)
 
     def read_line(prompt: str) -> str:
         # \001 and \002 mark characters that have no width for readline.
@@ -293,10 +258,3 @@ def line_reader(hub: HubConfig) -> Iterator[ReadLine]:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
-
-
-def read_piped(prompt: str) -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\r\n")

@@ -1,49 +1,85 @@
 """`archerfish doctor`: what this machine has, which fast paths are on, and which models fit.
 
-It uses no network and loads no model.
+It uses no network and loads no model: sizes come from the headers of files.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import shutil
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from archerfish import __version__
-from archerfish.cli import fit
 from archerfish.cli.options import Parser, add_options, section
 from archerfish.cli.output import Output, size
-from archerfish.config import HubConfig
-from archerfish.errors import ModelError
+from archerfish.config import EngineConfig, HubConfig
+from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
+from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory
+from archerfish.types import DTYPE_BYTES
 
 FEATURES = (("AVX2", "avx2"), ("AVX-512", "avx512f"), ("AVX512-BF16", "avx512_bf16"), ("AMX", "amx_tile"))
 ARM_FEATURES = (("NEON", "asimd"), ("SVE", "sve"), ("BF16", "bf16"), ("I8MM", "i8mm"))
 MIN_PYTHON = (3, 11)
-INT8 = "int8"
-ONLY_INT8 = "fits with --weights int8 alone"
 COMPILERS = ("cc", "c++", "nvcc")
 PEERS = ("sentence-transformers", "onnxruntime", "openvino")
+# Memory besides the weights. CPU: Python, torch and batches (340-430 MB measured with MiniLM). GPU: context and workspaces.
+CPU_OVERHEAD_BYTES = 500_000_000
+GPU_OVERHEAD_BYTES = 1_000_000_000
+SPARE = 0.95  # usable share of the available memory
+FITS = "fits"
+# Built-in models are judged before they are downloaded.
+KNOWN_PARAMETERS = {"all-minilm-l6-v2": 22_713_216, "smollm2-135m-instruct": 134_515_008}
 
 
-def add_arguments(parser: Parser) -> None:
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, and the bytes of its weight files; 0 when unknown."""
+
+    name: str
+    num_parameters: int
+    file_bytes: int
+    remark: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes in memory in a type, or in a weight format with the rest in two bytes; 0: unknown for this model."""
+        from archerfish.models.adapter import model_class
+        from archerfish.models.config import Config
+
+        if dtype in DTYPE_BYTES:
+            return self.num_parameters * DTYPE_BYTES[dtype]
+        config = Config(self.config)
+        try:
+            return sum(model_class(config).tensor_bytes(config, "bfloat16", choose_format(dtype)).values())
+        except UnsupportedModelError:
+            return 0
+
+
+def add_doctor_arguments(parser: Parser) -> None:
     help_text = "also say whether this model fits, and check its files when it is a converted directory"
     parser.add_argument("model", nargs="?", default="", metavar="MODEL", help=help_text)
     add_options(parser, HubConfig)
 
 
-def run(arguments: Namespace, out: Output) -> int:
-    hub = section(HubConfig, arguments)
-    report = examine(hub, arguments.model, out)
+def run_doctor(arguments: Namespace, out: Output) -> int:
+    report = examine(section(HubConfig, arguments), arguments.model, out)
     if out.as_json:
         out.result(report)
     else:
@@ -51,42 +87,47 @@ def run(arguments: Namespace, out: Output) -> int:
     return 0 if report["usable"] else 1
 
 
-def examine(hub: HubConfig, model: str = "", out: Output | None = None) -> dict[str, Any]:
+def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     """The report, as the object that --json prints."""
-    processor, ram, disk = cpu(), memory(), hub.cache_path()
-    packages = find_packages()
-    problems = [*find_problems(packages, disk), *find_damage(model, out)]
-    has_torch = not any(package.name == "torch" and package.is_missing for package in packages)
-    gpus = find_gpus() if has_torch else []
+    from archerfish.kernels.select import fast_paths
+    from archerfish.store.names import builtin_names, list_models
+
+    ram, cache, packages = memory(), hub.cache_path(), find_packages()
+    existing = next(place for place in (cache.absolute(), *cache.absolute().parents) if place.exists())
+    is_writable = os.access(existing, os.W_OK)
+    missing = [package["name"] for package in packages if not package["version"] and not package["needed_for"]]
+    problems = [f"The package {name} is missing: pip install {name}." for name in missing]
+    if sys.version_info < MIN_PYTHON:
+        problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
+    if not is_writable:
+        problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
+    problems += find_damage(model, out)
+    gpus = find_gpus() if "torch" not in missing else []
+    paths = fast_paths() if "torch" not in missing else []
+    sizes = [measure_or_explain(name, hub) for name in builtin_names() if name != model.lower()]
+    sizes += [measure(model, hub)] if model else []
+    cached = [found for found in list_models(hub) if found.path is not None]
     return {
         "archerfish": __version__,
         "python": ".".join(map(str, sys.version_info[:3])),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "cpu": describe_cpu(processor),
+        "cpu": describe_cpu(cpu()),
         "memory": dataclasses.asdict(ram),
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "compilers": find_compilers(),
-        "packages": [dataclasses.asdict(package) for package in packages],
-        "fast_paths": describe_fast_paths() if has_torch else [],
-        "cache": describe_cache(hub, disk),
-        "models": judge_models(hub, model, ram, gpus),
+        "compilers": {name: shutil.which(name) or "" for name in COMPILERS},
+        "packages": packages,
+        "fast_paths": [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in paths],
+        "cache": {
+            "directory": str(cache), "writable": is_writable, "free_bytes": shutil.disk_usage(existing).free,
+            "models": [{"name": found.name, "source": found.source, "bytes": found.num_bytes} for found in cached],
+        },
+        "models": [judge_model(found, ram, gpus) for found in sizes],
         "usable": not problems,
         "problems": problems,
-    }
+    }  # fmt: skip
 
 
-def find_problems(packages: list[Package], cache: Path) -> list[str]:
-    """Problems without whose solution archerfish does not work."""
-    missing = [package.name for package in packages if package.is_missing]
-    problems = [f"The package {name} is missing: pip install {name}." for name in missing]
-    if sys.version_info < MIN_PYTHON:
-        problems.append(f"Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed.")
-    if not is_writable(cache):
-        problems.append(f"The cache directory {cache} cannot be written to: choose another with --cache-dir.")
-    return problems
-
-
-def find_damage(model: str, out: Output | None) -> list[str]:
+def find_damage(model: str, out: Output) -> list[str]:
     """Problems of a converted directory: every file is compared with its checksum."""
     from archerfish.store.loader import WeightLoader
     from archerfish.store.metadata import is_converted
@@ -94,7 +135,7 @@ def find_damage(model: str, out: Output | None) -> list[str]:
     if not model or not is_converted(Path(model)):
         return []
     try:
-        with (out or Output(as_json=True)).progress("Checking") as progress:
+        with out.progress("Checking") as progress:
             WeightLoader(model).verify(progress)
     except ModelError as error:
         return [str(error)]
@@ -111,146 +152,8 @@ def describe_cpu(processor: Cpu) -> dict[str, Any]:
     }
 
 
-def describe_fast_paths() -> list[dict[str, Any]]:
-    from archerfish.kernels.select import fast_paths
-
-    return [{"name": path.name, "on": path.is_on, "reason": path.reason} for path in fast_paths()]
-
-
-def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
-    from archerfish.store.names import list_models
-
-    cached = [model for model in list_models(hub) if model.path is not None]
-    return {
-        "directory": str(place),
-        "writable": is_writable(place),
-        "free_bytes": free_disk_bytes(place),
-        "models": [{"name": model.name, "source": model.source, "bytes": model.num_bytes} for model in cached],
-    }
-
-
-def judge_models(hub: HubConfig, model: str, ram: Memory, gpus: list[Gpu]) -> list[dict[str, Any]]:
-    """Whether the built-in models and the given model fit into the available memory."""
-    from archerfish.store.names import builtin_names
-
-    sizes = fit.measure_all([name for name in builtin_names() if name != model.lower()], hub)
-    if model:
-        sizes.append(fit.measure(model, hub))
-    return [judge_model(found, ram, gpus) for found in sizes]
-
-
-def judge_model(found: fit.ModelSize, ram: Memory, gpus: list[Gpu]) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": found.name,
-        "num_parameters": found.num_parameters,
-        "file_bytes": found.file_bytes,
-        "weight_bytes": {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", INT8)},
-        "remark": found.remark,
-    }
-    if not found.num_parameters:
-        return row | {"cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None}
-    narrow = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
-    int8 = [INT8] if row["weight_bytes"][INT8] else []
-    verdicts = {
-        dtype: fit.judge(found.weight_bytes(dtype), ram.available_bytes, ram.total_bytes, fit.CPU_OVERHEAD_BYTES)
-        for dtype in (narrow, "float32", *int8)
-    }
-    row["kv_tokens"] = fit.kv_tokens(found, "cuda", "bfloat16") if gpus else fit.kv_tokens(found, "cpu", fast_cpu_dtype())
-    row |= {"cpu": phrase(verdicts, narrow), "fits_cpu": {dtype: verdict.fits for dtype, verdict in verdicts.items()}}
-    if not gpus:
-        return row | {"gpu": "no GPU", "fits_gpu": None}
-    roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
-    on_gpu = {
-        dtype: fit.judge(found.weight_bytes(dtype), roomiest.free_bytes, roomiest.total_bytes, fit.GPU_OVERHEAD_BYTES)
-        for dtype in ("bfloat16", *int8)
-    }
-    needs_int8 = not on_gpu["bfloat16"].fits and INT8 in on_gpu and on_gpu[INT8].fits
-    text = ONLY_INT8 if needs_int8 else on_gpu["bfloat16"].text
-    return row | {"gpu": text, "fits_gpu": {dtype: verdict.fits for dtype, verdict in on_gpu.items()}}
-
-
-def phrase(verdicts: dict[str, fit.Verdict], narrow: str) -> str:
-    if verdicts["float32"].fits:
-        return "fits in any type"
-    if verdicts[narrow].fits:
-        return f"fits in {narrow}, not in float32"
-    return ONLY_INT8 if INT8 in verdicts and verdicts[INT8].fits else verdicts[narrow].text
-
-
-def show(report: dict[str, Any], out: Output) -> None:
-    show_machine(report, out)
-    rows = [(path["name"], "on" if path["on"] else "off", path["reason"]) for path in report["fast_paths"]]
-    out.table("Fast paths", ("path", "state", "why"), rows)
-    out.line()
-    installed = [(p["name"], p["version"] or ("not installed" if p["needed_for"] else "missing"), p["needed_for"] or "always")
-                 for p in report["packages"]]  # fmt: skip
-    out.table("Packages", ("package", "version", "needed for"), installed)
-    out.line()
-    cache = report["cache"]
-    out.line(f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", "bold")
-    cached = [(m["name"], m["source"], size(m["bytes"])) for m in cache["models"]]
-    out.table("", ("model", "source", "size"), cached, numbers=("size",))
-    out.line()
-    models = [
-        (
-            m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
-            size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
-            m["cpu"], *([m["gpu"]] if report["gpus"] else []), f"{m['kv_tokens']:,}" if m.get("kv_tokens") is not None else "-",
-            m["remark"],
-        )
-        for m in report["models"]
-    ]
-    gpu = ("on the GPU",) if report["gpus"] else ()
-    columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
-    out.table("What will fit", columns, models, numbers=(*columns[1:5], "KV tokens"))
-    out.line()
-    for problem in report["problems"]:
-        out.line(problem, "bad")
-    out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
-
-
-def show_machine(report: dict[str, Any], out: Output) -> None:
-    processor, ram = report["cpu"], report["memory"]
-    features = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())
-    limit = f" (limited by the {ram['limited_by']})" if ram["limited_by"] else ""
-    gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
-    rows = [
-        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
-        ("processor", processor["model"]),
-        ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
-        ("instructions", features),
-        ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
-        ("GPU", gpus or "none found by torch"),
-        ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
-    ]
-    out.table("Machine", ("", "found"), rows)
-    out.line()
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
-class Package:
-    """A Python package that archerfish uses. `version` is empty when it is not installed."""
-
-    name: str
-    version: str
-    needed_for: str  # the extra that needs it; empty when archerfish always needs it
-
-    @property
-    def is_missing(self) -> bool:
-        return not self.version and not self.needed_for
-
-
 def find_gpus() -> list[Gpu]:
-    """The CUDA devices that torch finds; an empty list without torch."""
-    if importlib.util.find_spec("torch") is None:
-        return []
+    """The CUDA devices that torch finds."""
     import torch
 
     found = []
@@ -260,40 +163,169 @@ def find_gpus() -> list[Gpu]:
     return found
 
 
-def find_packages() -> list[Package]:
-    """The packages that archerfish requires, and those that `bench` can compare with."""
+def find_packages() -> list[dict[str, str]]:
+    """The packages that archerfish requires, and those that `bench` can compare with.
+
+    version: empty when it is not installed; needed_for: the extra that needs it, empty when archerfish always needs it.
+    """
     wanted: dict[str, str] = {}
     for requirement in importlib.metadata.requires("archerfish") or []:
         name, _, marker = requirement.partition(";")
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
         if extra is None or extra[1] != "test":
             wanted.setdefault(re.split(r"[^\w.-]", name.strip(), maxsplit=1)[0], extra[1] if extra else "")
-    for name in PEERS:
-        wanted.setdefault(name, "bench")
-    wanted.setdefault("triton", "gpu kernels")
-    return [Package(name, installed_version(name), needed_for) for name, needed_for in wanted.items()]
+    for name, needed_for in {**dict.fromkeys(PEERS, "bench"), "triton": "gpu kernels"}.items():
+        wanted.setdefault(name, needed_for)
+    found = []
+    for name, needed_for in wanted.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        found.append({"name": name, "version": version, "needed_for": needed_for})
+    return found
 
 
-def installed_version(name: str) -> str:
+def measure(name: str, hub: HubConfig) -> ModelSize:
+    """The size of a model from its headers, or for a built-in model that is not on this machine from a table."""
+    from archerfish.store.metadata import is_converted, read_metadata
+    from archerfish.store.names import BUILTIN_MODELS, resolve_model
+    from archerfish.store.sources import open_source
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+        path = resolve_model(name, hub.replace(offline=True))
+    except UnreachableError:
+        builtin = BUILTIN_MODELS.get(name.lower())
+        if builtin is None:
+            return ModelSize(name, 0, 0, f"not on this machine; `archerfish pull {name}` gets it")
+        return ModelSize(name, KNOWN_PARAMETERS.get(builtin.name, 0), builtin.wheel_bytes, "not pulled yet")
+    if is_converted(path):
+        metadata = read_metadata(path)
+        largest = max((record.num_bytes for file, record in metadata.files.items() if file.startswith("weights.")), default=0)
+        return ModelSize(name, metadata.total_parameters, largest, f"converted, {metadata.dtype}", metadata.config)
+    source = open_source(path)
+    num_parameters = sum(tensor.info.num_params for tensor in source.tensors)
+    return ModelSize(name, num_parameters, source.num_bytes, source.kind, source.config)
 
 
-def find_compilers() -> dict[str, str]:
-    """The path of each compiler, or an empty string when it is not installed."""
-    return {name: shutil.which(name) or "" for name in COMPILERS}
+def measure_or_explain(name: str, hub: HubConfig) -> ModelSize:
+    """The size of a model; where its files are damaged, its remark says what is wrong."""
+    try:
+        return measure(name, hub)
+    except ArcherfishError as error:
+        return ModelSize(name, 0, 0, error.message)
 
 
-def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+def judge_model(found: ModelSize, ram: Memory, gpus: list[Gpu]) -> dict[str, Any]:
+    """Whether a model fits into the available memory, in which types and weight formats."""
+    narrow = "bfloat16" if fast_cpu_dtype() == "bfloat16" else "float16"
+    weight_bytes = {dtype: found.weight_bytes(dtype) for dtype in ("float32", "bfloat16", "float16", *FORMATS)}
+    row: dict[str, Any] = {
+        "name": found.name, "num_parameters": found.num_parameters, "file_bytes": found.file_bytes,
+        "weight_bytes": weight_bytes, "remark": found.remark,
+        "cpu": "unknown", "fits_cpu": None, "gpu": "unknown" if gpus else "no GPU", "fits_gpu": None,
+    }  # fmt: skip
+    if not found.num_parameters:
+        return row
+    formats = [name for name in FORMATS if weight_bytes[name]]
+    row["kv_tokens"] = kv_tokens(found, "cuda", "bfloat16") if gpus else kv_tokens(found, "cpu", fast_cpu_dtype())
+    on_cpu = {
+        dtype: judge(weight_bytes[dtype] + CPU_OVERHEAD_BYTES, ram.available_bytes, ram.total_bytes)
+        for dtype in (narrow, "float32", *formats)
+    }
+    text = fits_in(on_cpu, narrow, formats)
+    if on_cpu[narrow] == FITS:
+        text = "fits in any type" if on_cpu["float32"] == FITS else f"fits in {narrow}, not in float32"
+    row |= {"cpu": text, "fits_cpu": {dtype: verdict == FITS for dtype, verdict in on_cpu.items()}}
+    if gpus:
+        roomiest = max(gpus, key=lambda gpu: gpu.free_bytes)
+        on_gpu = {
+            dtype: judge(weight_bytes[dtype] + GPU_OVERHEAD_BYTES, roomiest.free_bytes, roomiest.total_bytes)
+            for dtype in ("bfloat16", *formats)
+        }
+        row["gpu"] = fits_in(on_gpu, "bfloat16", formats)
+        row["fits_gpu"] = {dtype: verdict == FITS for dtype, verdict in on_gpu.items()}
+    return row
 
 
-def is_writable(path: Path) -> bool:
-    return os.access(existing_parent(path), os.W_OK)
+def judge(needed_bytes: int, available_bytes: int, total_bytes: int) -> str:
+    """FITS, or why the model does not fit."""
+    if needed_bytes <= available_bytes * SPARE:
+        return FITS
+    needs = f"needs {needed_bytes / 1e9:.1f} GB"
+    if needed_bytes <= total_bytes * SPARE:
+        return f"does not fit now: {needs}, {available_bytes / 1e9:.1f} GB free"
+    return f"does not fit: {needs}, there are {total_bytes / 1e9:.1f} GB"
 
 
-def free_disk_bytes(path: Path) -> int:
-    return shutil.disk_usage(existing_parent(path)).free
+def fits_in(verdicts: Mapping[str, str], dtype: str, formats: Iterable[str]) -> str:
+    """The verdict on a type, or the first weight format that fits where the type does not."""
+    fitting = [name for name in formats if verdicts[name] == FITS]
+    return f"fits with --weights {fitting[0]} alone" if fitting and verdicts[dtype] != FITS else verdicts[dtype]
+
+
+def kv_tokens(found: ModelSize, device: str, dtype: str) -> int | None:
+    """Tokens whose KV an LLMEngine with default options has memory for; None for models without KV."""
+    from archerfish.models.adapter import KVShape, model_class
+    from archerfish.models.config import Config
+    from archerfish.runtime.kv_pool import plan_memory
+
+    config = Config(found.config)
+    try:
+        shape = model_class(config).memory_shape(config)
+        if not isinstance(shape, KVShape):
+            return None
+        return plan_memory(EngineConfig(), shape, device, dtype, found.weight_bytes(dtype)).num_tokens
+    except UnsupportedModelError:
+        return None
+    except DeviceError:
+        return 0
+
+
+def show(report: dict[str, Any], out: Output) -> None:
+    cache = report["cache"]
+    paths = [(path["name"], "on" if path["on"] else "off", path["reason"]) for path in report["fast_paths"]]
+    packages = [
+        (p["name"], p["version"] or ("not installed" if p["needed_for"] else "missing"), p["needed_for"] or "always")
+        for p in report["packages"]
+    ]
+    cached = [(m["name"], m["source"], size(m["bytes"])) for m in cache["models"]]
+    models = [
+        (
+            m["name"], f"{m['num_parameters'] / 1e6:,.1f} M" if m["num_parameters"] else "?",
+            size(m["weight_bytes"]["float32"]), size(m["weight_bytes"]["bfloat16"]), size(m["file_bytes"]),
+            m["cpu"], *([m["gpu"]] if report["gpus"] else []), f"{m['kv_tokens']:,}" if m.get("kv_tokens") is not None else "-",
+            m["remark"],
+        )
+        for m in report["models"]
+    ]  # fmt: skip
+    gpu = ("on the GPU",) if report["gpus"] else ()
+    model_columns = ("model", "params", "float32", "2 bytes", "files", "in memory", *gpu, "KV tokens", "source")
+    tables: list[tuple[str, Sequence[str], Sequence[Sequence[object]]]] = [
+        ("Machine", ("", "found"), describe_machine(report)),
+        ("Fast paths", ("path", "state", "why"), paths),
+        ("Packages", ("package", "version", "needed for"), packages),
+        (f"Cache: {cache['directory']} ({size(cache['free_bytes'])} free)", ("model", "source", "size"), cached),
+        ("What will fit", model_columns, models),
+    ]
+    for title, columns, rows in tables:
+        out.table(title, columns, rows, numbers=("size", *model_columns[1:5], "KV tokens"))
+        out.line()
+    for problem in report["problems"]:
+        out.line(problem, "bad")
+    out.line("Ready." if report["usable"] else "Not ready: see the problems above.", "good" if report["usable"] else "bad")
+
+
+def describe_machine(report: dict[str, Any]) -> list[tuple[str, str]]:
+    processor, ram = report["cpu"], report["memory"]
+    limit = f" (limited by the {ram['limited_by']})" if ram["limited_by"] else ""
+    gpus = "; ".join(f"{g['name']}, {size(g['free_bytes'])} of {size(g['total_bytes'])} free" for g in report["gpus"])
+    return [
+        ("archerfish", f"{report['archerfish']}, Python {report['python']}, {report['system']}"),
+        ("processor", processor["model"]),
+        ("cores", f"{processor['usable_cores']} usable of {processor['total_cores']}"),
+        ("instructions", ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in processor["features"].items())),
+        ("memory", f"{size(ram['available_bytes'])} available of {size(ram['total_bytes'])}{limit}"),
+        ("GPU", gpus or "none found by torch"),
+        ("compilers", ", ".join(f"{name}: {where or 'not found'}" for name, where in report["compilers"].items())),
+    ]

@@ -7,13 +7,13 @@ import io
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, seconds
-from archerfish.cli.texts import gather_texts, write_atomically
+from archerfish.cli.output import Output, seconds, shorten
+from archerfish.cli.texts import gather_texts
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.errors import InvalidOptionError, did_you_mean
 
@@ -30,7 +30,7 @@ MANY_TEXTS = 64  # with this many texts or more, a progress bar is shown
 TEXT_WIDTH = 48
 
 
-def add_arguments(parser: Parser) -> None:
+def add_embed_arguments(parser: Parser) -> None:
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to embed")
     parser.add_argument("--input", default="", metavar="FILE", help='a text per line, or .jsonl with "text"; - is stdin')
     parser.add_argument("--output", default="", metavar="FILE", help="write the vectors to FILE: .npy, .jsonl or .parquet")
@@ -49,7 +49,7 @@ def open_engine(config: EmbedConfig, hub: HubConfig, out: Output) -> ArrowEngine
         return ArrowEngine(config, hub=hub, progress=progress)
 
 
-def run(arguments: Namespace, out: Output) -> int:
+def run_embed(arguments: Namespace, out: Output) -> int:
     config, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
     texts = gather_texts(arguments.texts, arguments.input)
     if arguments.output:
@@ -63,7 +63,7 @@ def run(arguments: Namespace, out: Output) -> int:
         elapsed_s = time.perf_counter() - started
         if arguments.output:
             write_vectors(Path(arguments.output), texts, vectors)
-        report = {
+        report: dict[str, Any] = {
             "model": engine.model_name,
             "dimension": engine.get_embedding_dimension(),
             "num_texts": len(texts),
@@ -71,55 +71,37 @@ def run(arguments: Namespace, out: Output) -> int:
             "load_s": engine.load_seconds,
             "seconds": elapsed_s,
         }
-    show(arguments, out, texts, vectors, report)
-    return 0
-
-
-def show(arguments: Namespace, out: Output, texts: list[str], vectors: Vectors, report: dict[str, Any]) -> None:
     cosines = cosine_matrix(vectors) if arguments.similarity else None
     if out.as_json:
-        if arguments.output:
-            report["output"] = arguments.output
-        else:
-            report["embeddings"] = vectors.tolist()
-        if cosines is not None:
-            report["similarity"] = cosines.tolist()
-        out.result(report)
-        return
-    if cosines is not None:
-        show_similarity(out, texts, cosines)
-    elif not arguments.output:
-        show_vectors(out, texts, vectors, report["tokens"])
-    num_tokens = sum(report["tokens"])
-    rate = f", {len(texts) / report['seconds']:,.0f} texts/s" if len(texts) >= MANY_TEXTS else ""
+        report |= {"output": arguments.output} if arguments.output else {"embeddings": vectors.tolist()}
+        out.result(report if cosines is None else report | {"similarity": cosines.tolist()})
+        return 0
+    if cosines is not None or not arguments.output:
+        show_table(out, texts, vectors, report["tokens"], cosines)
+    rate = f", {len(texts) / elapsed_s:,.0f} texts/s" if len(texts) >= MANY_TEXTS else ""
     out.note(
-        f"{report['model']}: {len(texts):,} texts, {num_tokens:,} tokens, dimension {report['dimension']}, "
-        f"encoded in {seconds(report['seconds'])}{rate} (loaded in {seconds(report['load_s'])})"
+        f"{report['model']}: {len(texts):,} texts, {sum(report['tokens']):,} tokens, dimension {report['dimension']}, "
+        f"encoded in {seconds(elapsed_s)}{rate} (loaded in {seconds(report['load_s'])})"
     )
     if arguments.output:
         out.line(f"Wrote {arguments.output}")
+    return 0
 
 
-def show_vectors(out: Output, texts: list[str], vectors: Vectors, tokens: list[int]) -> None:
-    rows = [
-        (shorten(text), ", ".join(f"{value:+.4f}" for value in vector[:4]) + ", …", len(vector), count)
-        for text, vector, count in zip(texts[:MAX_ROWS], vectors, tokens, strict=False)
-    ]
-    out.table("", ("text", "vector", "dimension", "tokens"), rows, numbers=("dimension", "tokens"))
+def show_table(out: Output, texts: list[str], vectors: Vectors, tokens: list[int], cosines: Vectors | None) -> None:
+    """The first texts with the beginning of their vectors, or with their similarities."""
+    shown = [shorten(text, TEXT_WIDTH) for text in texts[:MAX_ROWS]]
+    if cosines is not None:
+        columns = [f"[{index}]" for index in range(len(shown))]
+        rows = [(columns[i], text, *(f"{value:.3f}" for value in cosines[i, : len(shown)])) for i, text in enumerate(shown)]
+        out.table("", ("", "text", *columns), rows, numbers=columns)
+    else:
+        begins = [", ".join(f"{value:+.4f}" for value in vector[:4]) + ", …" for vector in vectors[:MAX_ROWS]]
+        cells = [(text, begins[i], vectors.shape[1], tokens[i]) for i, text in enumerate(shown)]
+        out.table("", ("text", "vector", "dimension", "tokens"), cells, numbers=("dimension", "tokens"))
     if len(texts) > MAX_ROWS:
-        out.line(f"… and {len(texts) - MAX_ROWS:,} more (--output FILE or --json gives all)")
-
-
-def show_similarity(out: Output, texts: list[str], cosines: Vectors) -> None:
-    shown = texts[:MAX_ROWS]
-    columns = [f"[{index}]" for index in range(len(shown))]
-    rows = [
-        (column, shorten(text), *(f"{value:.3f}" for value in row[: len(shown)]))
-        for column, text, row in zip(columns, shown, cosines, strict=False)
-    ]
-    out.table("", ("", "text", *columns), rows, numbers=columns)
-    if len(texts) > MAX_ROWS:
-        out.line(f"… and {len(texts) - MAX_ROWS:,} more (--json gives all)")
+        flags = "--output FILE or --json" if cosines is None else "--json"
+        out.line(f"… and {len(texts) - MAX_ROWS:,} more ({flags} gives all)")
 
 
 def cosine_matrix(vectors: Vectors) -> Vectors:
@@ -127,11 +109,6 @@ def cosine_matrix(vectors: Vectors) -> Vectors:
 
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return np.asarray(units @ units.T, np.float32)
-
-
-def shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= TEXT_WIDTH else line[: TEXT_WIDTH - 1] + "…"
 
 
 def check_output(path: Path) -> None:
@@ -144,33 +121,42 @@ def check_output(path: Path) -> None:
         raise InvalidOptionError(f"The output {path} {what}.")
 
 
-def write_vectors(path: Path, texts: Sequence[str], vectors: Vectors) -> None:
-    """Write the vectors in the format of the file name's suffix."""
-    write_atomically(path, lambda file: WRITERS[path.suffix](file, texts, vectors))
+def write_vectors(path: Path, texts: list[str], vectors: Vectors) -> None:
+    """Create or replace a file, in the format of its suffix. After an error the old file is still there."""
+    from archerfish.store.files import sibling, write_errors
+
+    temporary = sibling(path, "tmp")
+    with write_errors(path):
+        try:
+            with temporary.open("xb") as file:
+                WRITERS[path.suffix](file, texts, vectors)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def write_npy(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+def write_npy(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
     import numpy as np
 
     np.save(file, vectors)
 
 
-def write_jsonl(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+def write_jsonl(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
     with io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", write_through=True) as lines:
         for text, vector in zip(texts, vectors, strict=True):
             lines.write(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False) + "\n")
 
 
-def write_parquet(file: BinaryIO, texts: Sequence[str], vectors: Vectors) -> None:
+def write_parquet(file: BinaryIO, texts: list[str], vectors: Vectors) -> None:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
     embeddings = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
-    pq.write_table(pa.table({"text": pa.array(list(texts), pa.string()), "embedding": embeddings}), file)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), "embedding": embeddings}), file)
 
 
-WRITERS: dict[str, Callable[[BinaryIO, Sequence[str], Any], None]] = {
+WRITERS: dict[str, Callable[[BinaryIO, list[str], Any], None]] = {
     ".npy": write_npy, ".jsonl": write_jsonl, ".parquet": write_parquet,
 }  # fmt: skip

@@ -9,25 +9,24 @@ import dataclasses
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, printable, seconds, styled
-from archerfish.cli.sampling_flags import add_sampling_flags, open_engine, read_sampling_flags
+from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
+from archerfish.cli.output import Output, printable, seconds, shorten, styled
+from archerfish.cli.texts import gather_texts
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from archerfish.engine.llm_engine import LLMEngine
-    from archerfish.engine.outputs import CompletionOutput, RequestOutput
+    from archerfish.engine.outputs import RequestOutput
     from archerfish.params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 128}
 TITLE_WIDTH = 72
 
 
-def add_arguments(parser: Parser) -> None:
+def add_generate_arguments(parser: Parser) -> None:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompts; without any, standard input is one prompt")
     parser.add_argument(
         "--input", default="", metavar="FILE", help='file with a prompt per line, or .jsonl with "prompt"; - is standard input'
@@ -36,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     add_options(parser, EngineConfig, HubConfig)
 
 
-def run(arguments: Namespace, out: Output) -> int:
+def run_generate(arguments: Namespace, out: Output) -> int:
     config, hub = section(EngineConfig, arguments), section(HubConfig, arguments)
     params = read_sampling_flags(arguments, **DEFAULTS)
     prompts = gather_prompts(arguments.prompts, arguments.input)
@@ -49,17 +48,29 @@ def run(arguments: Namespace, out: Output) -> int:
         else:
             outputs = generate_all(engine, prompts, params, out)
         elapsed_s = time.perf_counter() - started
-        show_speed(out, engine.model_name, outputs, elapsed_s)
+    num_tokens = sum(len(output.token_ids) for request in outputs for output in request.outputs)
+    num_prompt = sum(len(request.prompt_token_ids) for request in outputs)
+    num_cached = sum(request.num_cached_tokens for request in outputs)
+    cached = f", {num_cached:,} of them cached" if num_cached else ""
+    out.note(
+        f"{engine.model_name}: {num_prompt:,} prompt tokens{cached}, {num_tokens:,} tokens in {seconds(elapsed_s)}, "
+        f"{num_tokens / max(elapsed_s, 1e-9):,.1f} tokens/s"
+    )
     failed = [output for request in outputs for output in request.outputs if output.finish_reason == "error"]
     for output in failed:
         out.note(f"Failed: {output.error}")
     return 1 if failed else 0
 
 
+def open_engine(config: EngineConfig, hub: HubConfig, out: Output) -> LLMEngine:
+    from archerfish.engine.llm_engine import LLMEngine
+
+    with out.progress(f"Loading {config.model}") as progress:
+        return LLMEngine(config, hub=hub, progress=progress)
+
+
 def gather_prompts(given: list[str], input_file: str) -> list[str]:
     """Prompts of the command line, then of the file. Without both, standard input is one prompt."""
-    from archerfish.cli.texts import gather_texts
-
     if not given and not input_file and not sys.stdin.isatty():
         text = sys.stdin.read().rstrip("\r\n")
         if not text:
@@ -94,84 +105,62 @@ def generate_all(engine: LLMEngine, prompts: list[str], params: SamplingParams, 
     try:
         return engine.generate(prompts, params, show_progress=out.shows_progress, on_result=writer.add)
     finally:
-        writer.finish()
+        for place in sorted(writer.waiting):  # also when an earlier prompt has no result
+            writer.write(place)
         if writer.num_written < len(prompts):
             out.note(f"{writer.num_written:,} of {len(prompts):,} prompts are finished.")
 
 
 class Writer:
-    """Writes results in the order of their prompts: to a terminal with a progress bar at the end, else as soon as possible."""
+    """Writes results in the order of their prompts. With a progress bar on the terminal, they wait until all are there."""
 
     def __init__(self, out: Output, num_prompts: int) -> None:
         self.out, self.num_prompts = out, num_prompts
         self.num_written = 0
-        self._waiting: dict[int, RequestOutput] = {}
+        self.waiting: dict[int, RequestOutput] = {}
 
     def add(self, place: int, request: RequestOutput) -> None:
-        self._waiting[place] = request
-        while not self.out.is_rich and self.num_written in self._waiting:
-            self._write(self.num_written)
+        self.waiting[place] = request
+        while not self.out.is_rich and self.num_written in self.waiting:
+            self.write(self.num_written)
 
-    def finish(self) -> None:
-        """Write the remaining results, also when an earlier prompt has none."""
-        for place in sorted(self._waiting):
-            self._write(place)
-
-    def _write(self, place: int) -> None:
-        request = self._waiting[place]
+    def write(self, place: int) -> None:
+        request, is_rich, lines = self.waiting[place], self.out.is_rich, list[str]()
+        title = shorten(printable(request.prompt or str(request.prompt_token_ids)), TITLE_WIDTH)
+        for output in request.outputs:
+            names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
+            names += [f"answer {output.index + 1} of {len(request.outputs)}"] if len(request.outputs) > 1 else []
+            if names:
+                heading = f"=== {', '.join(names)}: {title} ==="
+                lines += [""] if self.num_written or output.index else []
+                lines.append(styled(heading, "bold") if is_rich else heading)
+            lines.append(printable(output.text) if is_rich else output.text)
         if self.out.as_json:
             self.out.result(as_json(request))
         else:
-            sys.stdout.write("".join(self._lines(place, request)))  # in one write, so that ctrl-c does not cut a result in half
-        del self._waiting[place]
+            sys.stdout.write("\n".join(lines) + "\n")  # in one write, so that ctrl-c does not cut a result in half
+        del self.waiting[place]
         self.num_written += 1
         sys.stdout.flush()
 
-    def _lines(self, place: int, request: RequestOutput) -> Iterator[str]:
-        is_rich, num_outputs = self.out.is_rich, len(request.outputs)
-        title = printable(" ".join((request.prompt or str(request.prompt_token_ids)).split()))
-        title = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 1] + "…"
-        for output in request.outputs:
-            names = [f"prompt {place + 1} of {self.num_prompts}"] if self.num_prompts > 1 else []
-            names += [f"answer {output.index + 1} of {num_outputs}"] if num_outputs > 1 else []
-            if names:
-                heading = f"=== {', '.join(names)}: {title} ==="
-                yield "\n" if self.num_written or output.index else ""
-                yield f"{styled(heading, 'bold') if is_rich else heading}\n"
-            yield f"{printable(output.text) if is_rich else output.text}\n"
-
 
 def as_json(request: RequestOutput) -> dict[str, Any]:
+    outputs = []
+    for output in request.outputs:
+        shown: dict[str, Any] = {
+            "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }  # fmt: skip
+        if output.logprobs is not None:
+            shown["cumulative_logprob"] = output.cumulative_logprob
+            shown["logprobs"] = [dataclasses.asdict(item) for item in output.logprobs]
+        if output.error is not None:
+            shown["error"] = str(output.error)
+        outputs.append(shown)
     found: dict[str, Any] = {
-        "prompt": request.prompt,
-        "outputs": [output_as_json(output) for output in request.outputs],
-        "num_cached_tokens": request.num_cached_tokens,
+        "prompt": request.prompt, "outputs": outputs, "num_cached_tokens": request.num_cached_tokens,
         "metrics": dataclasses.asdict(request.metrics),
-    }
+    }  # fmt: skip
     if request.prompt_logprobs is not None:
         found["prompt_logprobs"] = [dataclasses.asdict(item) for item in request.prompt_logprobs]
     return found
-
-
-def output_as_json(output: CompletionOutput) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-    }
-    if output.logprobs is not None:
-        found["cumulative_logprob"] = output.cumulative_logprob
-        found["logprobs"] = [dataclasses.asdict(item) for item in output.logprobs]
-    if output.error is not None:
-        found["error"] = str(output.error)
-    return found
-
-
-def show_speed(out: Output, model_name: str, outputs: list[RequestOutput], elapsed_s: float) -> None:
-    num_tokens = sum(len(output.token_ids) for request in outputs for output in request.outputs)
-    num_prompt = sum(len(request.prompt_token_ids) for request in outputs)
-    num_cached = sum(request.num_cached_tokens for request in outputs)
-    cached = f", {num_cached:,} of them cached" if num_cached else ""
-    out.note(
-        f"{model_name}: {num_prompt:,} prompt tokens{cached}, {num_tokens:,} tokens in {seconds(elapsed_s)}, "
-        f"{num_tokens / max(elapsed_s, 1e-9):,.1f} tokens/s"
-    )

@@ -1,4 +1,4 @@
-"""Ctrl-c on the command line: the first raises KeyboardInterrupt, the second ends the process at once."""
+"""Signals on the command line. The first ctrl-c raises KeyboardInterrupt, the second ends the process at once."""
 
 from __future__ import annotations
 
@@ -6,31 +6,37 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def exit_at_second_interrupt() -> Iterator[None]:
-    """Let a second ctrl-c end the process, also after the block, because cleaning up may take long."""
+def signals_to(handler: Callable[..., None], number: int = signal.SIGINT) -> Iterator[None]:
+    """Let `handler` handle a signal during the block, unless it sets another. Outside of the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        exit_at_next_interrupt()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, before)
+        if signal.getsignal(number) is handler:
+            signal.signal(number, before)
+
+
+def interrupt_once(*_: object) -> NoReturn:
+    """Raise KeyboardInterrupt. The next ctrl-c ends the process, also after the block, because cleaning up may take long."""
+    exit_at_next_interrupt()
+    raise KeyboardInterrupt
+
+
+def exit_tidily(number: int, _: object) -> NoReturn:
+    """Raise SystemExit, so that processes and files of the command are cleaned up. The signal is ignored meanwhile."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def exit_at_next_interrupt() -> None:

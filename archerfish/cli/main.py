@@ -1,7 +1,7 @@
 """The command line: finds the command, parses its flags, and turns every error into a message and an exit code.
 
-A command is a module with `add_arguments(parser)` and `run(arguments, out) -> exit code`. Only the module of the given command
-is imported.
+A command NAME has two functions in its module: `add_NAME_arguments(parser)` and `run_NAME(arguments, out) -> exit code`.
+Only the module of the given command is imported.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from archerfish import __version__
 from archerfish.bench.table import BENCHES
-from archerfish.cli.interrupts import EXIT_INTERRUPTED, exit_at_second_interrupt
+from archerfish.cli.interrupts import EXIT_INTERRUPTED, interrupt_once, signals_to
 from archerfish.cli.options import COMMON_FLAGS, Parser, add_common, suggest_flag
 from archerfish.cli.output import Output, print_error
 from archerfish.errors import ArcherfishError, UnknownOptionError, did_you_mean
-
-if TYPE_CHECKING:
-    from archerfish.bench.baseline import Baseline
 
 EXIT_BROKEN_PIPE = 141
 
@@ -41,13 +37,13 @@ class Command:
 
 COMMANDS = (
     Command("serve", "serve", "serve chat, completions, embeddings and reranking over HTTP"),
-    Command("keys", "keys", "make an API key for a tenant of the service", "FILE TENANT "),
+    Command("keys", "serve", "make an API key for a tenant of the service", "FILE TENANT "),
     Command("chat", "chat", "talk to a model in the terminal", "[MESSAGE] "),
     Command("generate", "generate", "continue prompts", "[PROMPT ...] "),
     Command("embed", "embed", "turn texts into vectors", "[TEXT ...] "),
     Command("tts", "tts", "turn texts into tokens of speech", "[TEXT ...] "),
-    Command("pull", "pull", "download models, or list those on this machine", "[MODEL ...] "),
-    Command("convert", "convert", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
+    Command("pull", "models", "download models, or list those on this machine", "[MODEL ...] "),
+    Command("convert", "models", "convert a model into a directory of the Arrow store", "SOURCE OUTPUT_DIR "),
     Command("doctor", "doctor", "report what this machine has, which fast paths are on, and which models fit", "[MODEL] "),
     *(Command(f"bench {bench.name}", "bench", bench.summary, bench.usage) for bench in BENCHES),
 )
@@ -57,30 +53,26 @@ DESCRIPTION = "archerfish: one small inference engine. `archerfish COMMAND --hel
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error becomes a message; --debug shows its traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    as_json, debug = "--json" in arguments, "--debug" in arguments
     try:
-        with exit_at_second_interrupt():
+        with signals_to(interrupt_once):
             code = dispatch(arguments)
         sys.stdout.flush()
         return code
-    except ArcherfishError as error:
-        if debug:
-            traceback.print_exc()
-        print_error(error, as_json=as_json)
-        return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted.\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        silence_stdout()
+        with suppress(OSError, ValueError):  # flushing stdout at exit must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:  # a short message instead of a traceback
-        if debug:
+        if "--debug" in arguments:
             traceback.print_exc()
         hint = "This is a bug in archerfish: please report it. --debug shows the traceback."
         unexpected = ArcherfishError(f"Unexpected {type(error).__name__}: {error}", hint=hint)
-        print_error(unexpected, as_json=as_json)
-        return unexpected.exit_code
+        told = error if isinstance(error, ArcherfishError) else unexpected
+        print_error(told, as_json="--json" in arguments)
+        return told.exit_code
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -90,21 +82,21 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     if "--help" in leading or "-h" in leading or not rest:
         sys.stdout.write(overview())
-        return 0 if rest or leading or not arguments else 2
+        return 0
     family = [command for command in COMMANDS if command.name.startswith(f"{rest[0]} ")]
     if family and {"--help", "-h"} & set(rest[1:2]):
         sys.stdout.write(overview(rest[0], family))
         return 0
     command, rest = find_command(rest)
+    name, module = command.name.split()[0], importlib.import_module(f"archerfish.cli.{command.module}")
     parser = make_parser(command)
-    module = importlib.import_module(f"archerfish.cli.{command.module}")
-    module.add_arguments(parser)
+    getattr(module, f"add_{name}_arguments")(parser)
     try:
         parsed = parser.parse([*leading, *rest])
     except SystemExit as stop:  # argparse raises it after --help and --version
         return int(stop.code or 0)
     parsed.words = rest
-    code: int = module.run(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
+    code: int = getattr(module, f"run_{name}")(parsed, Output(as_json=parsed.json, quiet=parsed.quiet))
     return code
 
 
@@ -135,7 +127,13 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         name = " ".join(words[:length])
         if name in known:
             return known[name], words[length:]
-    if words[0] == "bench" and (baseline := baseline_in(words[1:])):
+    finder = Parser(add_help=False)
+    finder.add_argument("--baseline", nargs="?")
+    file = finder.parse_known_args(words[1:])[0].baseline
+    if words[0] == "bench" and words[1:2] and words[1].startswith("-") and file:
+        from archerfish.bench.report import Baseline
+
+        baseline = Baseline.read(Path(file))
         if f"bench {baseline.bench}" not in known:
             raise UnknownOptionError(f"The baseline is of a bench {baseline.bench!r}, which does not exist.")
         return known[f"bench {baseline.bench}"], [*baseline.words, *words[1:]]
@@ -144,16 +142,6 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
         hint = f"There are: {', '.join(f'`archerfish {name}`' for name in family)}."
         raise UnknownOptionError(f"`archerfish {words[0]}` needs the name of what to run.", hint=hint)
     raise UnknownOptionError(f"There is no command {words[0]!r}.", hint=did_you_mean(words[0], known))
-
-
-def baseline_in(flags: list[str]) -> Baseline | None:
-    """The --baseline among some flags; None where there is none, or where a name stands first."""
-    at = next((i for i, flag in enumerate(flags) if flag.split("=")[0] == "--baseline"), None)
-    if at is None or not flags[0].startswith("-") or flags[-1] == "--baseline":
-        return None
-    from archerfish.bench.baseline import Baseline
-
-    return Baseline.read(Path(flags[at].partition("=")[2] or flags[at + 1]))
 
 
 def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str:
@@ -165,13 +153,3 @@ def overview(name: str = "COMMAND", listed: Sequence[Command] = COMMANDS) -> str
         "everywhere: --config FILE, --json, --quiet, --debug, --version, --help\n"
         "Every option is also an environment variable and a key of the TOML file; see docs/options.md.\n"
     )
-
-
-def silence_stdout() -> None:
-    """Redirect stdout to the null device, so that flushing it at exit does not fail again."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

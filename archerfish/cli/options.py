@@ -1,17 +1,44 @@
-"""Flags for the options of `config`, and a parser that suggests the nearest flag for a misspelt one."""
+"""Flags for the options of `config` and for SamplingParams, and a parser that suggests the nearest flag for a misspelt one."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from archerfish.config import Options, env_name, resolve
 from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
+from archerfish.params import SamplingParams
 
 T = TypeVar("T", bound=Options)
 COMMON_FLAGS = ("--config", "--json", "--quiet", "--debug", "--help", "--version")
+# Help texts; a test compares the names with the fields of SamplingParams.
+SAMPLING = {
+    "n": "number of answers to each prompt",
+    "max_tokens": "most tokens of an answer; none: as many as model and memory allow",
+    "min_tokens": "fewest tokens of an answer; end tokens and stop texts before them are ignored",
+    "logit_bias": "add BIAS to the logit of the token ID; may be given several times",
+    "repetition_penalty": "above 1: tokens of prompt and output become less likely",
+    "presence_penalty": "subtracted once from the logits of tokens in the output",
+    "frequency_penalty": "subtracted once for each time that a token is in the output",
+    "temperature": "0: the most likely token; higher: more varied",
+    "top_k": "draw from this many of the likeliest tokens; 0: from all",
+    "top_p": "draw from the likeliest tokens that make up this share",
+    "min_p": "leave out tokens less likely than this share of the likeliest",
+    "seed": "makes the draws repeatable",
+    "stop": "end the answer before this text; may be given several times",
+    "stop_token_ids": "end the answer at this token; may be given several times",
+    "include_stop_str_in_output": "show the text or token that ended the answer",
+    "ignore_eos": "go on after the model's end token",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "logprobs": "log-probabilities of the tokens and of this many of the likeliest ones at each place",
+    "prompt_logprobs": "the same for the prompt",
+    "grammar": "form of the answer: json, json_schema=SCHEMA, regex=PATTERN, lark=GRAMMAR or choice=[TEXT, ...]",
+}
+NO_FLAGS = ("stages",)  # fields for programs only
+REPEATABLE = ("stop", "stop_token_ids", "logit_bias")
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,47 +86,100 @@ def add_common(parser: Parser) -> None:
     group.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def flag_name(parser: Parser, cls: type[Options], name: str) -> str:
-    """`--name`, or `--section-name` where the command already has a `--name`."""
-    short = "--" + name.replace("_", "-")
-    return short if short not in parser.flags() else f"--{cls.section}-{name.replace('_', '-')}"
-
-
 def add_options(parser: Parser, *sections: type[Options], repeatable: Sequence[str] = ()) -> None:
-    """Add a flag for every option of some sections. A flag that is not given is not in the namespace.
+    """Add a flag for every option of some sections: `--name`, or `--section-name` where the command already has a `--name`.
 
-    repeatable: options, by their `dest`, whose flags may be repeated; their values are lists.
+    A flag that is not given is not in the namespace. repeatable: options, by their `dest`, whose values are lists.
     """
     for cls in sections:
         group = parser.add_argument_group(f"options of [{cls.section}]")
         for spec in dataclasses.fields(cls):
-            keywords: dict[str, Any] = {"dest": dest(cls, spec.name), "default": argparse.SUPPRESS, "help": describe(cls, spec)}
-            flag = flag_name(parser, cls, spec.name)
-            if isinstance(spec.default, bool):
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, **keywords)
-            elif keywords["dest"] in repeatable:
-                group.add_argument(flag, metavar=value_name(spec), action="append", **keywords)
-            else:
-                group.add_argument(flag, metavar=value_name(spec), **keywords)
+            key, choices = dest(cls, spec.name), spec.metadata["choices"]
+            flag = as_flag(spec.name)
+            if flag in parser.flags():
+                flag = as_flag(f"{cls.section}_{spec.name}")
+            default = {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else spec.default
+            shown = f" (default: {default})" if default != "" else ""
+            text = f"{spec.metadata['description']}{shown} [{env_name(cls, spec.name)}]".replace("%", "%%")
+            metavar = {int: "N", float: "X"}.get(type(spec.default), "TEXT")
+            metavar = "{" + ",".join(choices) + "}" if choices else metavar
+            action = "append" if key in repeatable else "store"
+            add_flag(group, key, spec.default, flag=flag, help=text, metavar=metavar, action=action)
+
+
+def add_flag(group: Any, key: str, default: object, *, flag: str = "", **keywords: Any) -> None:
+    """Add the flag of a field with the given default; key: where its value is in the namespace, if the flag is given."""
+    if isinstance(default, bool):
+        keywords = {"action": argparse.BooleanOptionalAction, "help": keywords["help"]}
+    group.add_argument(flag or as_flag(key.partition(".")[2]), dest=key, default=argparse.SUPPRESS, **keywords)
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def dest(cls: type[Options], name: str) -> str:
     return f"{cls.section}.{name}"
 
 
-def value_name(spec: dataclasses.Field[Any]) -> str:
-    choices: tuple[str, ...] | None = spec.metadata["choices"]
-    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(type(spec.default), "TEXT")
-
-
-def describe(cls: type[Options], spec: dataclasses.Field[Any]) -> str:
-    default = {True: "on", False: "off"}[spec.default] if isinstance(spec.default, bool) else spec.default
-    shown = f" (default: {default})" if default != "" else ""
-    return f"{spec.metadata['description']}{shown} [{env_name(cls, spec.name)}]".replace("%", "%%")
+def values_of(prefix: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that were given of one group, by the names of their fields."""
+    return {key.removeprefix(prefix): value for key, value in vars(arguments).items() if key.startswith(prefix)}
 
 
 def section(cls: type[T], arguments: argparse.Namespace) -> T:
     """The options of one section: flags, then environment, then file, then defaults."""
-    prefix = f"{cls.section}."
-    given = {key.removeprefix(prefix): value for key, value in vars(arguments).items() if key.startswith(prefix)}
-    return resolve(cls, given, config_file=arguments.config)
+    return resolve(cls, values_of(f"{cls.section}.", arguments), config_file=arguments.config)
+
+
+def add_sampling_flags(parser: Parser, **defaults: Any) -> None:
+    """Add a flag for every field of SamplingParams but NO_FLAGS. A flag that is not given is not in the namespace."""
+    group = parser.add_argument_group("sampling")
+    for spec in dataclasses.fields(SamplingParams):
+        if spec.name in NO_FLAGS:
+            continue
+        default = defaults.get(spec.name, spec.default)
+        shown = f" (default: {default})" if type(default) in (int, float) else ""
+        metavar, kind = VALUES.get(spec.name, ("X", float) if isinstance(spec.default, float) else ("N", int))
+        action = "append" if spec.name in REPEATABLE else "store"
+        text = SAMPLING[spec.name] + shown
+        add_flag(group, f"sampling.{spec.name}", spec.default, help=text, metavar=metavar, type=kind, action=action)
+
+
+def read_sampling_flags(arguments: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """The SamplingParams of a command line."""
+    given = values_of("sampling.", arguments)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return SamplingParams(**{**defaults, **given})
+
+
+def count_or_none(text: str) -> int | None:
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number or none, not {text!r}") from None
+
+
+def parse_grammar(text: str) -> dict[str, Any]:
+    """KIND or KIND=VALUE; the value of a choice is a JSON list."""
+    kind, _, value = text.partition("=")
+    try:
+        return {"kind": kind, "value": json.loads(value) if kind == "choice" else value or None}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'choice takes a JSON list, such as choice=["yes", "no"], not {value!r}') from None
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"ID=BIAS, such as 42=-1.5, not {text!r}") from None
+
+
+# What a flag takes, where that is not plainly a number: its name in the help, and the function that reads it.
+VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "stop": ("TEXT", str), "stop_token_ids": ("ID", int), "logit_bias": ("ID=BIAS", parse_bias),
+    "max_tokens": ("N", count_or_none), "grammar": ("KIND[=VALUE]", parse_grammar),
+}  # fmt: skip

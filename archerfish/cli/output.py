@@ -13,7 +13,7 @@ from archerfish.errors import ArcherfishError
 from archerfish.types import Progress, no_progress
 
 BYTES_FROM = 1_000_000  # a progress total of this much or more is shown as bytes: no other total is so large
-UNITS = ("B", "kB", "MB", "GB", "TB")
+PROGRESS_WIDTH = 48
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
 STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
 
@@ -56,8 +56,14 @@ class Output:
         texts = [[str(cell) for cell in row] for row in rows]
         if self.is_rich:
             draw_table(title, columns, texts, numbers)
-        else:
-            sys.stdout.write("\n".join(plain_table(title, columns, texts, numbers)) + "\n")
+            return
+        all_rows = [list(columns), *texts]
+        widths = [max(map(len, cells)) for cells in zip(*all_rows, strict=True)]
+        if title:
+            self.line(title)
+        for row in all_rows:
+            padded = zip(columns, row, widths, strict=True)
+            self.line("  ".join(f"{cell:{'>' if name in numbers else '<'}{width}}" for name, cell, width in padded).rstrip())
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Progress]:
@@ -65,7 +71,20 @@ class Output:
         if not self.shows_progress:
             yield no_progress
             return
-        with drawn_bar(title) as update:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=None, count="")
+
+            def update(done: int, total: int, what: str) -> None:
+                show = size if total >= BYTES_FROM else "{:,}".format
+                count = f"{show(done)} of {show(total)}" if total else show(done)
+                described = shorten(what, PROGRESS_WIDTH) or title
+                bar.update(task, completed=done, total=total or None, description=described, count=count)
+
             yield update
 
 
@@ -74,20 +93,14 @@ def printable(text: str) -> str:
     return text if text.isprintable() else CONTROL.sub("", text)
 
 
+def shorten(text: str, width: int) -> str:
+    """One line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
 def styled(text: str, style: str) -> str:
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
-
-
-def plain_table(title: str, columns: Sequence[str], rows: list[list[str]], numbers: Sequence[str]) -> list[str]:
-    widths = [max(len(row[i]) for row in [list(columns), *rows]) for i in range(len(columns))]
-    lines = [title] if title else []
-    for row in [list(columns), *rows]:
-        cells = [
-            cell.rjust(width) if name in numbers else cell.ljust(width)
-            for cell, width, name in zip(row, widths, columns, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def draw_table(title: str, columns: Sequence[str], rows: list[list[str]], numbers: Sequence[str]) -> None:
@@ -112,35 +125,13 @@ def cell_style(cell: str) -> str:
     return "red" if cell in ("no", "off", "not met", "missing") or cell.startswith("does not fit") else ""
 
 
-@contextmanager
-def drawn_bar(title: str) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None, count="")
-
-        def update(done: int, total: int, what: str) -> None:
-            described = what if len(what) <= 48 else what[:47] + "…"
-            bar.update(task, completed=done, total=total or None, description=described or title, count=count(done, total))
-
-        yield update
-
-
-def count(done: int, total: int) -> str:
-    if total >= BYTES_FROM:
-        return f"{size(done)} of {size(total)}"
-    return f"{done:,} of {total:,}" if total else f"{done:,}"
-
-
 def size(num_bytes: float) -> str:
     """A number of bytes in decimal units, such as 45.4 MB."""
-    value, unit = float(num_bytes), 0
-    while value >= 999.5 and unit < len(UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} {UNITS[unit]}" if unit == 0 or value >= 99.95 else f"{value:.1f} {UNITS[unit]}"
+    value, units = float(num_bytes), iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while value >= 999.5 and unit != "TB":
+        value, unit = value / 1000, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
 
 
 def seconds(value: float) -> str:
@@ -152,10 +143,8 @@ def seconds(value: float) -> str:
 
 def print_error(error: ArcherfishError, *, as_json: bool) -> None:
     """Write the message and the hint to stderr; with --json also an object to stdout."""
-    bold = sys.stderr.isatty()
-    sys.stderr.write((styled(error.message, "error") if bold else f"Error: {error.message}") + "\n")
-    if error.hint:
-        sys.stderr.write(error.hint + "\n")
+    message = styled(error.message, "error") if sys.stderr.isatty() else f"Error: {error.message}"
+    sys.stderr.write("\n".join(filter(None, (message, error.hint))) + "\n")
     if as_json:
         body = {"type": type(error).__name__, "code": error.code, "message": error.message, "hint": error.hint}
         sys.stdout.write(json.dumps({"error": body}, ensure_ascii=False) + "\n")

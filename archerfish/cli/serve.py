@@ -1,4 +1,4 @@
-"""`archerfish serve`: run the HTTP service."""
+"""`archerfish serve` runs the HTTP service; `archerfish keys` makes an API key for one of its tenants."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from argparse import Namespace
 from contextlib import ExitStack
 
 from archerfish.cli.interrupts import exit_at_next_interrupt
-from archerfish.cli.options import Parser, add_options, dest, section
+from archerfish.cli.options import Parser, add_options, as_flag, dest, section
 from archerfish.cli.output import Output
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, MachineError
 
+# Kinds of models: the flag that names one, and the section of its options.
+MODEL_FLAGS = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
+LIMITS = {
+    "requests_per_minute": (float, "most requests in a minute (default: no limit)"),
+    "tokens_per_minute": (float, "most tokens, of prompts and answers, in a minute (default: no limit)"),
+    "weight": (float, "share of the batch, relative to other tenants (default: 1)"),
+    "max_priority": (int, "highest priority of its requests (default: 0)"),
+}
 
-def add_arguments(parser: Parser) -> None:
-    repeatable = [dest(EngineConfig, "model"), dest(EmbedConfig, "model")]
+
+def add_serve_arguments(parser: Parser) -> None:
+    repeatable = [dest(owner, "model") for _, owner in MODEL_FLAGS.values()]
     add_options(parser, ServeConfig, EngineConfig, EmbedConfig, HubConfig, repeatable=repeatable)
 
 
 def take_models(arguments: Namespace) -> list[ModelConfig]:
     """All models after the first of each flag, which stays in the arguments, and those of the configuration file."""
     found: list[ModelConfig] = []
-    for owner, kind in ((EngineConfig, "generation"), (EmbedConfig, "embedding")):
+    for kind, (_, owner) in MODEL_FLAGS.items():
         named: list[str] = vars(arguments).get(dest(owner, "model"), [])
         if named:
             setattr(arguments, dest(owner, "model"), named[0])
@@ -29,11 +38,16 @@ def take_models(arguments: Namespace) -> list[ModelConfig]:
     return [*found, *read_models(arguments.config)]
 
 
-def run(arguments: Namespace, out: Output) -> int:
+def run_serve(arguments: Namespace, out: Output) -> int:
     models = take_models(arguments)
     service, engine = section(ServeConfig, arguments), section(EngineConfig, arguments)
     embed, hub = section(EmbedConfig, arguments), section(HubConfig, arguments)
-    check_used(service, arguments)
+    for kind, (flag, owner) in MODEL_FLAGS.items():
+        if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:
+            raise InvalidOptionError(
+                f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds).",
+                hint=f"Name the model with {MODEL_FLAGS[service.kinds][0]}, or leave out --kinds.",
+            )
     try:
         from archerfish.serve.run import serve
     except ModuleNotFoundError as error:
@@ -57,12 +71,23 @@ def run(arguments: Namespace, out: Output) -> int:
     return 0
 
 
-def check_used(service: ServeConfig, arguments: Namespace) -> None:
-    """Raise an error for a flag that names a model of a kind that is not served."""
-    flags = {"generation": ("--model", EngineConfig), "embedding": ("--embed-model", EmbedConfig)}
-    for kind, (flag, owner) in flags.items():
-        if service.kinds not in ("all", kind) and dest(owner, "model") in arguments:
-            raise InvalidOptionError(
-                f"{flag} names a model of {kind}, but only models of {service.kinds} are served (--kinds).",
-                hint=f"Name the model with {flags[service.kinds][0]}, or leave out --kinds.",
-            )
+def add_keys_arguments(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="file with the hashes of keys, for [serve] api_keys_file")
+    parser.add_argument("name", metavar="TENANT", help="name of the tenant, who may have several keys")
+    for name, (kind, description) in LIMITS.items():
+        parser.add_argument(as_flag(name), type=kind, metavar="N", help=description)
+    parser.add_argument("--operator", action="store_true", help="may read the statistics of all tenants and change options")
+
+
+def run_keys(arguments: Namespace, out: Output) -> int:
+    from archerfish.serve.tenants import add_key
+
+    limits = {name: getattr(arguments, name) for name in LIMITS if getattr(arguments, name) is not None}
+    if arguments.operator:
+        limits["is_operator"] = True
+    key = add_key(arguments.file, arguments.name, **limits)
+    if out.as_json:
+        out.result({"tenant": arguments.name, "key": key, "file": arguments.file})
+    out.line(key)
+    out.note("The key is shown only this once: the file keeps its hash.")
+    return 0

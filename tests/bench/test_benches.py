@@ -7,13 +7,13 @@ import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import MagicMock, call
 
 import pytest
 
 from archerfish.bench import embed, engines, generate, gpu, rwkv, scheduler, store
 from archerfish.bench.report import BenchReport, Found
-from archerfish.bench.worker import WorkerError
-from archerfish.bench.worker import answer as worker_answer
+from archerfish.bench.worker import EngineGroup, WorkerError
 from archerfish.cli.main import main
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError, UnsupportedModelError
@@ -31,7 +31,7 @@ class InProcess:
         self.made = getattr(engines, engine, Failing)(**json.loads(json.dumps(arguments)))
 
     def call(self, method: str, **arguments: Any) -> Any:
-        answer = json.loads(json.dumps(worker_answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
+        answer = json.loads(json.dumps(engines.answer(self.made, json.dumps({"method": method, "arguments": arguments}))))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["result"]
@@ -49,7 +49,7 @@ class Failing(engines.Engine):
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     InProcess.started = []
-    monkeypatch.setattr("archerfish.bench.group.Worker", InProcess)
+    monkeypatch.setattr("archerfish.bench.worker.Worker", InProcess)
 
 
 def report_of(found: Found) -> BenchReport:
@@ -106,27 +106,20 @@ def test_prefix_cache_is_measured_with_hits_and_repeats(tmp_path: Path, monkeypa
     assert report.summary("cache off, requests/s") and report.engines == ["archerfish"]
 
 
-def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[tuple[str, dict[str, Any]]] = []
-
-    class Group:
-        def open(self, name: str, engine: str, arguments: dict[str, Any]) -> None:
-            opened.append((engine, arguments))
-
+def test_transformers_and_llama_cpp_are_peers_where_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = MagicMock(EngineGroup)
     model = tmp_path / "model.gguf"
     model.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name: model)
     options = generation(tmp_path, no_peers=False)
     facts = {"directory": "d", "dtype": "float32", "config": {}}
-    generate.open_peers(Group(), options, facts, is_latency=True)  # type: ignore[arg-type]
-    assert opened == [
-        ("Transformers", {**facts, "num_threads": 1}), ("LlamaCpp", {"model_path": str(model), "num_threads": 1}),
-    ]  # fmt: skip
-    generate.open_peers(Group(), generation(tmp_path), facts, is_latency=True)  # type: ignore[arg-type]
-    assert len(opened) == 2
+    generate.open_peers(group, options, facts, is_latency=True)
+    generate.open_peers(group, generation(tmp_path), facts, is_latency=True)
+    assert group.open.call_args_list == [
+        call("transformers", "Transformers", {**facts, "num_threads": 1}),
+        call("llama.cpp", "LlamaCpp", {"model_path": str(model), "num_threads": 1}),
+    ]
 
 
 def rwkv_options(**changes: Any) -> Namespace:
@@ -215,17 +208,17 @@ def test_gpu_bench_compares_with_vllm_and_survives_its_failure(tmp_path: Path, m
     monkeypatch.setattr("archerfish.kernels.select.choose_device", lambda name: name)
     monkeypatch.setattr(engines, "Archerfish", FakeTextEngine)
     monkeypatch.setattr(engines, "Vllm", FakeTextEngine)
-    options = gpu_options(vllm_path=str(tmp_path), only="offline,shared")
+    options = gpu_options(vllm_path=str(tmp_path), only="prefill")
     report = report_of(gpu.measure(options))
     judged = [result.name for result in report.judge(gpu.GOALS)]
-    assert judged == [f"qwen3-0.6b: {gpu.PARTS[part]}: times vllm" for part in ("offline", "shared")]
+    metric = f"qwen3-0.6b: {gpu.PARTS['prefill']}"
+    assert judged == [f"{metric}: times vllm"]
     ours, theirs = (arguments for _, arguments in InProcess.started)
     assert ours["options"]["device"] == "cuda" and theirs["path"] == str(tmp_path)
     assert theirs["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     monkeypatch.setitem(gpu.VLLM_OPTIONS, "max_num_seqs", 1)
     report = report_of(gpu.measure(options))
     assert any("no memory left" in note for note in report.notes)
-    metric = f"qwen3-0.6b: {gpu.PARTS['shared']}"
     assert report.summary(metric) and not report.summary(metric, "vllm")
 
 
@@ -302,7 +295,7 @@ class FakeEmbeddings(engines.EmbeddingEngine):
     def encode(self, texts: list[str], batch_size: int) -> Any:
         import numpy as np
 
-        return np.array([[1.0, len(text) + self.num_threads] for text in texts], np.float32)
+        return np.array([[1.0, len(text)] for text in texts], np.float32)
 
 
 class FakeReference(FakeEmbeddings):
@@ -316,7 +309,7 @@ def test_embed_measures_engines_and_their_agreement(tmp_path: Path, monkeypatch:
     for name, value in {"SETTLE_S": 0.0, "MIN_SECONDS": 0.0, "NUM_CALLS": 2}.items():
         monkeypatch.setattr(embed, name, value)
     monkeypatch.setattr("archerfish.store.names.resolve_model", lambda name, hub: tmp_path)
-    monkeypatch.setitem(embed.ENGINES, "openvino", ("OpenVino", ("no_such_package",)))
+    monkeypatch.setitem(embed.PEERS, "openvino", ({}, ("no_such_package",)))
     options = Namespace(
         engines="archerfish,st-float32,openvino", rounds=2, documents=20, against="", embed=EmbedConfig(), hub=HubConfig()
     )

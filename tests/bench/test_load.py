@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,21 +202,21 @@ def test_streams_that_a_deadline_cut_are_not_good() -> None:
     assert failed.outcome == "error" and failed.num_tokens == 1
 
 
-def run_bench(server: PretendServer, *scenarios: str, **changes: Any) -> BenchReport:
+def run_bench(one: PretendServer, *scenarios: str, **changes: Any) -> BenchReport:
     report = BenchReport("serve")
-    for found in serve.measure(options(scenarios=list(scenarios), server=[f"archerfish={server.url}/v1"], **changes)):
+    for found in serve.measure(options(**{"scenarios": scenarios, "server": [f"archerfish={one.url}/v1"], **changes})):
         report.add(found)
     return report
 
 
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"CHAT": CHAT, "EMBEDDING": EMBEDDING, "TABLE_SIZES": (1, 2), "CAPACITY_SIZES": (2,), "CAPACITY_S": 0.1}
     for name, value in {**sizes, "SETTLE_S": 0.0, "LEAVERS_AT_ONCE": 4}.items():
         monkeypatch.setattr(serve, name, value)
 
 
-def test_scenarios_measure_and_are_judged(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_scenarios_measure_and_are_judged(server: PretendServer, small: None) -> None:
     report = run_bench(server, "chat8", "embed", "table", rounds=2)
     judged = {result.name: result.is_met for result in report.judge(serve.GOALS)}
     assert judged["chat8: not answered"] and "embed, 100 arrivals/s: end to end p99, ms" in judged
@@ -221,8 +225,7 @@ def test_scenarios_measure_and_are_judged(server: PretendServer, monkeypatch: py
     assert {body["model"] for body in server.bodies} == {"words", "vectors"}
 
 
-def test_overload_reports_goodput_against_the_capacity(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_overload_reports_goodput_against_the_capacity(server: PretendServer, small: None) -> None:
     report = run_bench(server, "overload", "overload-embed", requests=0, duration=0.1)
     names = {result.name for result in report.judge(serve.GOALS)}
     for scenario in ("overload", "overload-embed"):
@@ -230,8 +233,7 @@ def test_overload_reports_goodput_against_the_capacity(server: PretendServer, mo
     assert any(body.get("deadline_s") == 10.0 for body in server.bodies)
 
 
-def test_disconnect_reports_what_the_server_still_holds(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
+def test_disconnect_reports_what_the_server_still_holds(server: PretendServer, small: None) -> None:
     server.num_in_use = 3
     report = run_bench(server, "disconnect")
     judged = {result.name: result.is_met for result in report.judge(serve.GOALS)}
@@ -252,15 +254,26 @@ def test_loads_by_flags_and_servers_that_know_no_extras(server: PretendServer) -
 
 def test_server_that_cannot_be_measured_is_noted(server: PretendServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "STOP_S", 0.0)
-    found = list(serve.measure(options(server=[f"one={server.url}", "two=http://127.0.0.1:9"], workload=["chat:3/2"])))
-    report = BenchReport("serve")
-    for one in found:
-        report.add(one)
+    report = run_bench(server, server=[f"one={server.url}", "two=http://127.0.0.1:9"], workload=["chat:3/2"])
     assert report.engines == ["one"] and report.notes[0].startswith("two was not measured: two does not answer.")
     start = f"two={sys.executable} -c raise(SystemExit(3))"
     monkeypatch.setattr(serve, "STOP_S", 5.0)
     (note,) = serve.measure(options(server=["two=http://127.0.0.1:9"], start=[start]))
     assert isinstance(note, str) and "two ended with 3" in note
+
+
+def test_sigterm_ends_the_server_that_the_bench_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    start = f"one={sys.executable} -c \"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)\""
+    words = ["bench", "serve", "--server", "one=http://127.0.0.1:9", "--start", start]
+    with subprocess.Popen([sys.executable, "-m", "archerfish", *words]) as bench:
+        ends_s = time.monotonic() + 60
+        while not (file.is_file() and file.read_text()) and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +291,7 @@ def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.Cap
 
 def test_sums_are_found_however_deep() -> None:
     stats = {"a": [{"num_running": 2}, {"b": {"num_running": 3, "other": 9}}], "num_running": 1}
-    assert serve.sum_of(stats, ("num_running",)) == 6 and serve.sum_of(stats, ("absent",)) is None
+    assert serve.sum_of(stats, "num_running") == 6 and serve.sum_of(stats, "absent") == 0
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.bench.group import EngineGroup, versions
-from archerfish.bench.worker import Worker, WorkerError
+from archerfish.bench import worker as workers
+from archerfish.bench.worker import EngineGroup, Worker, WorkerError, versions
 from archerfish.errors import ServiceError
 
 ENGINES = """
 import os, sys, time
+from archerfish.bench.engines import main
 
 class Good:
     def __init__(self, base):
@@ -41,19 +42,23 @@ class Mortal(Good):
 class Slow(Good):
     def add(self, number):
         time.sleep(60)
+
+if __name__ == "__main__":
+    main(globals())
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
+@pytest.fixture(autouse=True)
+def engines_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "engines.py"
     path.write_text(ENGINES)
-    return path
+    monkeypatch.setattr(workers, "ENGINES_FILE", path)
+    monkeypatch.setattr(workers, "STOP_S", 0.2)
 
 
-def test_worker_calls_methods_with_its_own_paths_and_variables(file: Path) -> None:
+def test_worker_calls_methods_with_its_own_paths_and_variables() -> None:
     variables = {"SOME_VARIABLE": "yes"}
-    with closing(Worker("Good", {"base": 40}, file=file, path="/some/checkout", environment=variables)) as worker:
+    with closing(Worker("Good", {"base": 40}, path="/some/checkout", environment=variables)) as worker:
         started = worker.call("start")
         assert started["variable"] == "yes"
         assert started["paths"][0] == "/some/checkout"
@@ -68,23 +73,23 @@ def test_worker_calls_methods_with_its_own_paths_and_variables(file: Path) -> No
         ("Slow", "no answer to 'add' in 0 s"), ("Absent", "the process ended with 1"),
     ],
 )  # fmt: skip
-def test_failures_of_an_engine_are_described(engine: str, said: str, file: Path) -> None:
-    worker = Worker(engine, {"base": 1}, file=file, timeout_s=0.2 if engine == "Slow" else 60)
-    with closing(worker), pytest.raises(WorkerError, match=said):
+def test_failures_of_an_engine_are_described(engine: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "TIMEOUT_S", 0.2 if engine == "Slow" else 60)
+    with closing(Worker(engine, {"base": 1})) as worker, pytest.raises(WorkerError, match=said):
         worker.call("add", number=1)
         worker.call("add", number=1)
 
 
-def test_failed_peers_are_noted_and_left_out(file: Path) -> None:
+def test_failed_peers_are_noted_and_left_out() -> None:
     with EngineGroup() as group:
         for name, engine in (("archerfish", "Good"), ("peer", "Bad"), ("other", "Good")):
-            assert group.open(name, engine, {"base": 1}, file=file)
+            assert group.open(name, engine, {"base": 1})
         assert group.names(1) == ["peer", "other", "archerfish"]
         assert [group.call(name, "add", number=1) for name in group.names()] == [2, None, 2]
         assert group.names() == ["archerfish", "other"] and group.call("peer", "add", number=1) is None
         assert "peer failed: ValueError" in group.notes[0] and len(group.notes) == 1
-        assert group.open("other", "Good", {"base": 5}, file=file) and group.call("other", "add", number=1) == 6
-        group.open("before", "ArcherfishBad", {"base": 1}, file=file)
+        assert group.open("other", "Good", {"base": 5}) and group.call("other", "add", number=1) == 6
+        group.open("before", "ArcherfishBad", {"base": 1})
         with pytest.raises(ServiceError, match="before failed: ValueError"):
             group.call("before", "add", number=1)
 

@@ -25,13 +25,11 @@ class FakeLLM:
         self.num_aborted = 0
         self.is_closed = False
         self.error: Exception | None = None
-        self.shows_progress: bool | None = None
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams, *, show_progress: bool = False,
         on_result: Callable[[int, RequestOutput], None] = lambda place, result: None,
     ) -> list[RequestOutput]:
-        self.shows_progress = show_progress
         results: dict[int, RequestOutput] = {}
         for place in reversed(range(len(prompts))):
             self.on_word(place)

@@ -6,13 +6,13 @@ import json
 import struct
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from archerfish import ModelConverter, WeightLoader
-from archerfish.cli import doctor, fit
+from archerfish.cli import doctor
 from archerfish.cli.main import main
+from archerfish.cli.output import Output
 from archerfish.config import HubConfig
 from archerfish.kernels import select
 from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
@@ -20,43 +20,33 @@ from archerfish.kernels.machine import Cpu, Memory, cpu, memory, read_cpu
 GB = 10**9
 
 
-def write_safetensors(path: Path, num_params: int) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [num_params], "data_offsets": [0, 4 * num_params]}}).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + 4 * num_params)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """A billion parameters, in a sparse file: 4 GB on paper."""
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text('{"model_type": "bert"}')
-    write_safetensors(directory / "model.safetensors", 1_000_000_000)  # sparse: 4 GB on paper
+    header = json.dumps({"w": {"dtype": "F32", "shape": [GB], "data_offsets": [0, 4 * GB]}}).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 4 * GB)
     return directory
 
 
-def judge(model: Path, available: int, total: int, gpus: list[doctor.Gpu]) -> dict[str, Any]:
-    found = fit.measure(str(model), HubConfig())
-    return doctor.judge_model(found, Memory(total, available), gpus)
-
-
-def test_sizes_from_headers(model: Path) -> None:
-    found = fit.measure(str(model), HubConfig())
+def test_sizes_and_verdicts(model: Path) -> None:
+    found = doctor.measure(str(model), HubConfig())
     assert (found.num_parameters, found.weight_bytes("float32"), found.weight_bytes("bfloat16")) == (GB, 4 * GB, 2 * GB)
     assert found.file_bytes > 4 * GB
-
-
-def test_verdicts(model: Path) -> None:
-    roomy = judge(model, 20 * GB, 32 * GB, [doctor.Gpu("small", 8 * GB, 7 * GB), doctor.Gpu("full", 80 * GB, GB)])
-    assert (roomy["cpu"], roomy["gpu"]) == ("fits in any type", "fits")
-    half = judge(model, 3 * GB, 32 * GB, [])
-    assert half["cpu"].endswith("not in float32") and list(half["fits_cpu"].values()) == [True, False]
-    assert half["gpu"] == "no GPU"
-    busy = judge(model, 1 * GB, 32 * GB, [doctor.Gpu("busy", 80 * GB, GB)])
-    assert busy["cpu"].startswith("does not fit now: needs 2.5 GB") and busy["gpu"].startswith("does not fit now")
-    small = judge(model, 1 * GB, 2 * GB, [])
-    assert small["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
+    small, full, busy = (doctor.Gpu("", total * GB, free * GB) for total, free in ((8, 7), (80, 1), (80, 1)))
+    row = doctor.judge_model(found, Memory(32 * GB, 20 * GB), [small, full])
+    assert (row["cpu"], row["gpu"]) == ("fits in any type", "fits")
+    row = doctor.judge_model(found, Memory(32 * GB, 3 * GB), [])
+    assert row["cpu"].endswith("not in float32") and list(row["fits_cpu"].values()) == [True, False]
+    assert row["gpu"] == "no GPU"
+    row = doctor.judge_model(found, Memory(32 * GB, GB), [busy])
+    assert row["cpu"].startswith("does not fit now: needs 2.5 GB") and row["gpu"].startswith("does not fit now")
+    row = doctor.judge_model(found, Memory(2 * GB, GB), [])
+    assert row["cpu"].startswith("does not fit: needs 2.5 GB, there are 2.0 GB")
 
 
 def test_kv_tokens(model: Path) -> None:
@@ -64,20 +54,20 @@ def test_kv_tokens(model: Path) -> None:
         "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128,
     }
-    found = fit.ModelSize("tiny", 1000, 4000, config=llama)
-    wide = fit.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
-    tokens = fit.kv_tokens(found, "cpu", "float32")
+    found = doctor.ModelSize("tiny", 1000, 4000, config=llama)
+    wide = doctor.ModelSize("wide", 1000, 4000, config=llama | {"num_key_value_heads": 4})
+    tokens = doctor.kv_tokens(found, "cpu", "float32")
     assert tokens is not None and tokens > 1000
-    assert fit.kv_tokens(wide, "cpu", "float32") == pytest.approx(tokens / 2, rel=0.05)
-    assert fit.kv_tokens(fit.measure(str(model), HubConfig()), "cpu", "float32") is None
+    assert doctor.kv_tokens(wide, "cpu", "float32") == pytest.approx(tokens / 2, rel=0.05)
+    assert doctor.kv_tokens(doctor.measure(str(model), HubConfig()), "cpu", "float32") is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "fast_cpu_dtype", lambda: dtype)
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(fit, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
-    found = fit.ModelSize("tiny", 1000, 4000)
+    monkeypatch.setattr(doctor, "kv_tokens", lambda found, device, dtype: asked.append((device, dtype)))
+    found = doctor.ModelSize("tiny", 1000, 4000)
     doctor.judge_model(found, Memory(GB, GB), [])
     doctor.judge_model(found, Memory(GB, GB), [doctor.Gpu("card", GB, GB)])
     assert asked == [("cpu", dtype), ("cuda", "bfloat16")]
@@ -85,44 +75,37 @@ def test_kv_tokens_use_the_default_dtype(dtype: str, monkeypatch: pytest.MonkeyP
 
 def test_missing_model_is_reported_without_error(tmp_path: Path) -> None:
     hub = HubConfig(cache_dir=str(tmp_path))
-    builtin = fit.measure("all-minilm-l6-v2", hub)
+    builtin = doctor.measure("all-minilm-l6-v2", hub)
     assert (builtin.num_parameters, builtin.remark) == (22_713_216, "not pulled yet")
-    elsewhere = fit.measure("some-org/some-model-that-nobody-has", hub)
+    elsewhere = doctor.measure("some-org/some-model-that-nobody-has", hub)
     assert elsewhere.num_parameters == 0 and "archerfish pull" in elsewhere.remark
     assert doctor.judge_model(elsewhere, Memory(GB, GB), [])["cpu"] == "unknown"
 
 
 def test_damaged_model_does_not_stop_the_report(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"short")
-    [found] = fit.measure_all([str(model)], HubConfig())
+    found = doctor.measure_or_explain(str(model), HubConfig())
     assert found.num_parameters == 0 and "model.safetensors" in found.remark
 
 
-def test_memory_limit_of_a_cgroup(tmp_path: Path) -> None:
+V2 = {"memory.max": 4 * GB, "memory.current": 3 * GB, "memory.stat": f"anon 5\ninactive_file {GB}\n"}
+V1 = {"memory.limit_in_bytes": 4 * GB, "memory.usage_in_bytes": 3 * GB, "memory.stat": f"total_inactive_file {GB}\n"}
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"), [("0::/box/inner", "box", V2), ("5:cpu,cpuacct:/x\n4:memory:/box", "memory/box", V1)]
+)
+def test_memory_limit_of_a_cgroup(line: str, folder: str, files: dict[str, object], tmp_path: Path) -> None:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:       16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
-    (proc / "self" / "cgroup").write_text("0::/box/inner\n")
+    (proc / "self" / "cgroup").write_text(f"{line}\n")
     assert memory(proc, cgroup) == Memory(16_000_000 * 1024, 8_000_000 * 1024)
-    inner = cgroup / "box" / "inner"
-    inner.mkdir(parents=True)
-    for directory, limit in ((inner, "max"), (inner.parent, str(4 * GB))):
-        (directory / "memory.max").write_text(limit)
-        (directory / "memory.current").write_text(str(3 * GB))
-        (directory / "memory.stat").write_text(f"anon 5\ninactive_file {GB}\n")
+    (cgroup / folder / "inner").mkdir(parents=True)
+    (cgroup / folder / "inner" / "memory.max").write_text("max")
+    for name, content in files.items():
+        (cgroup / folder / name).write_text(str(content))
     assert memory(proc, cgroup) == Memory(4 * GB, 2 * GB, "cgroup")
-
-
-def test_memory_limit_of_a_version_1_cgroup(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n")
-    (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/x\n4:memory:/box\n")
-    (cgroup / "memory" / "box").mkdir(parents=True)
-    (cgroup / "memory" / "box" / "memory.limit_in_bytes").write_text(str(2 * GB))
-    (cgroup / "memory" / "box" / "memory.usage_in_bytes").write_text(str(GB))
-    (cgroup / "memory" / "box" / "memory.stat").write_text("total_inactive_file 0\n")
-    assert memory(proc, cgroup) == Memory(2 * GB, GB, "cgroup")
 
 
 def test_arm_processor_name_and_features(tmp_path: Path) -> None:
@@ -148,8 +131,8 @@ def test_disabled_fast_path_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """No torch: importing it is most of doctor's time."""
     monkeypatch.setattr(doctor, "find_gpus", lambda: [doctor.Gpu("Fake GPU", 80 * GB, 79 * GB)])
-    paths = [{"name": "AMX", "on": True, "reason": "it has it"}, {"name": "CUDA", "on": False, "reason": "it has none"}]
-    monkeypatch.setattr(doctor, "describe_fast_paths", lambda: paths)
+    paths = [select.FastPath("AMX", True, "it has it"), select.FastPath("CUDA", False, "it has none")]
+    monkeypatch.setattr(select, "fast_paths", lambda: paths)
 
 
 def test_report(light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +157,7 @@ def test_missing_package_is_a_problem(
     light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = [doctor.Package("torch", "", ""), doctor.Package("fastapi", "", "serve")]
+    found = [{"name": name, "version": "", "needed_for": extra} for name, extra in (("torch", ""), ("fastapi", "serve"))]
     monkeypatch.setattr(doctor, "find_packages", lambda: found)
     assert main(["doctor", "--cache-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
@@ -182,13 +165,13 @@ def test_missing_package_is_a_problem(
 
 
 def test_packages_come_from_the_metadata() -> None:
-    found = {package.name: package for package in doctor.find_packages()}
-    assert found["torch"].version and not found["torch"].needed_for
-    assert found["openvino"].needed_for == "bench" and "ruff" not in found
+    found = {package["name"]: package for package in doctor.find_packages()}
+    assert found["torch"]["version"] and not found["torch"]["needed_for"]
+    assert found["openvino"]["needed_for"] == "bench" and "ruff" not in found
 
 
-def test_unknown_path_is_refused(light: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "/no/such/model"]) == 3
+def test_unknown_path_is_refused(light: None, tmp_path: Path) -> None:
+    assert main(["doctor", "/no/such/model", "--cache-dir", str(tmp_path)]) == 3
 
 
 def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
@@ -197,9 +180,9 @@ def test_damaged_converted_directory_is_a_problem(tmp_path: Path) -> None:
 
     target = tmp_path / "converted"
     ModelConverter().convert(write_model(tmp_path / "source", some_weights()), target)
-    assert doctor.find_damage(str(target), None) == []
+    assert doctor.find_damage(str(target), Output(quiet=True)) == []
     loader = WeightLoader(target)
     offset = next(iter(loader._rows.values()))[1].data.offset
     flip_byte(target / "weights.arrow", offset)
-    [problem] = doctor.find_damage(str(target), None)
+    [problem] = doctor.find_damage(str(target), Output(quiet=True))
     assert "weights.arrow" in problem

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.cli import generate, sampling_flags
+from archerfish.cli import generate, options
 from archerfish.cli.main import main
 from archerfish.cli.options import Parser
 from archerfish.cli.output import Output, printable
@@ -103,18 +103,18 @@ def test_wrong_flags_are_refused(engine: FakeLLM, flags: list[str], said: str, c
 
 
 def test_grammars_on_the_command_line() -> None:
-    assert sampling_flags.parse_grammar("json") == {"kind": "json", "value": None}
-    assert sampling_flags.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
-    assert sampling_flags.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
+    assert options.parse_grammar("json") == {"kind": "json", "value": None}
+    assert options.parse_grammar("regex=a=b+") == {"kind": "regex", "value": "a=b+"}
+    assert options.parse_grammar('choice=["yes", "no"]') == {"kind": "choice", "value": ["yes", "no"]}
     with pytest.raises(ArgumentTypeError, match="a JSON list"):
-        sampling_flags.parse_grammar("choice=yes")
+        options.parse_grammar("choice=yes")
 
 
 def test_every_sampling_param_has_a_flag() -> None:
-    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in sampling_flags.NO_FLAGS]
-    assert list(sampling_flags.DESCRIPTIONS) and set(sampling_flags.DESCRIPTIONS) == set(names)
+    names = [spec.name for spec in dataclasses.fields(SamplingParams) if spec.name not in options.NO_FLAGS]
+    assert list(options.SAMPLING) and set(options.SAMPLING) == set(names)
     parser = Parser(prog="test")
-    sampling_flags.add_sampling_flags(parser)
+    options.add_sampling_flags(parser)
     assert {f"--{name.replace('_', '-')}" for name in names} <= set(parser.flags())
 
 
@@ -160,9 +160,7 @@ def test_results_are_written_in_order(
         for place in (1, 0, 2):
             writer.add(place, fake._result(f"p{place}", SamplingParams()))
             shown.append(capsys.readouterr().out)
-        writer.finish()
-        shown.append(capsys.readouterr().out)
-    assert [text.count("===\n") for text in shown] == [0, 2, 1, 0, 0, 0, 0, 0] and shown[7].count("===\x1b[0m\n") == 3
+    assert [text.count("===\n") for text in shown] == [0, 2, 1, 0, 0, 0] and sorted(writer.waiting) == [0, 1, 2]
 
 
 def test_failed_request_sets_the_exit_code(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from archerfish.cli import interrupts
+from archerfish.cli.interrupts import exit_at_next_interrupt, interrupt_once, signals_to
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -31,72 +31,36 @@ sys.exit(main(["{command}", "a b c"]))
 PRESS = "signal.raise_signal(signal.SIGINT)"
 
 
-def run(command: str, *, word: str = "None", closing: str = "None", ending: str = "None") -> tuple[int, str, str]:
-    script = SCRIPT.format(command=command, word=word, closing=closing, ending=ending)
+@pytest.mark.parametrize(
+    ("command", "presses", "shown", "told"),
+    [
+        ("generate", {"word": PRESS}, "echo \n", "Interrupted.\n"),
+        ("generate", {"word": PRESS, "closing": PRESS}, "echo \n", ""),
+        ("generate", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+        ("chat", {"closing": PRESS, "ending": PRESS}, "echo a b c\n", "Interrupted.\n"),
+        ("chat", {"word": f"({PRESS}, {PRESS}, print('still here'))"}, "echo ", "ends the chat.\n"),
+    ],
+    ids=["first", "during cleanup", "while Python ends", "while Python ends, chat", "during an answer"],
+)
+def test_interrupts_of_a_command(command: str, presses: dict[str, str], shown: str, told: str) -> None:
+    hooks = {"word": "None", "closing": "None", "ending": "None", **presses}
+    script = SCRIPT.format(command=command, **hooks)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, input="", check=False)
-    return done.returncode, done.stdout, done.stderr
+    assert (done.returncode, done.stdout) == (130, shown)
+    assert done.stderr.endswith(told) and bool(done.stderr) == bool(told) and "Traceback" not in done.stderr
 
 
-def test_first_interrupt_is_reported() -> None:
-    assert run("generate", word=PRESS) == (130, "echo \n", "Interrupted.\n")
-
-
-def test_second_interrupt_during_cleanup() -> None:
-    assert run("generate", word=PRESS, closing=PRESS) == (130, "echo \n", "")
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_second_interrupt_while_the_interpreter_ends(command: str) -> None:
-    """Where Python would show a traceback."""
-    code, _, error = run(command, closing=PRESS, ending=PRESS)
-    assert (code, error.endswith("Interrupted.\n"), "Traceback" in error) == (130, True, False)
-
-
-def test_second_interrupt_during_an_answer() -> None:
-    code, out, error = run("chat", word=f"({PRESS}, {PRESS}, print('still here'))")
-    assert (code, out, "Traceback" in error) == (130, "echo ", False)
-
-
-OTHERS = """
-import signal, sys
-from archerfish.cli import {module}
-from archerfish.cli.main import main
-
-def run(arguments, out):
-    try:
-        signal.raise_signal(signal.SIGINT)
-    finally:
-        {tidying}
-
-{module}.run = run
-sys.exit(main({words}))
-"""
-
-
-@pytest.mark.parametrize("words", ["embed a", "pull"])
-def test_second_interrupt_of_other_commands(words: str) -> None:
-    command = words.removesuffix(" a")
-    for tidying, told in ((f"{PRESS}; print('still here')", ""), ("None", "Interrupted.\n")):
-        script = OTHERS.format(module=command.split()[0], tidying=tidying, words=words.split())
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
-
-
-def test_handler_is_restored() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with interrupts.exit_at_second_interrupt():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_other_threads_set_no_handler() -> None:
+def test_handler_is_restored_and_set_in_the_main_thread_only() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def enter() -> None:
-        with interrupts.exit_at_second_interrupt():
-            interrupts.exit_at_next_interrupt()
+        with signals_to(interrupt_once):
+            exit_at_next_interrupt()
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    with signals_to(interrupt_once):
+        assert signal.getsignal(signal.SIGINT) is interrupt_once
     assert signal.getsignal(signal.SIGINT) is before

@@ -14,16 +14,14 @@ import pytest
 
 from archerfish import __version__
 from archerfish.cli import embed as embed_command
-from archerfish.cli import output, serve
+from archerfish.cli import output
 from archerfish.cli.main import main
-from archerfish.cli.texts import read_texts, write_atomically
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
+from archerfish.cli.texts import gather_texts
 from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import (
     ArcherfishError,
     DeviceError,
     InvalidInputError,
-    InvalidOptionError,
     ModelNotFoundError,
     UnreachableError,
     WriteError,
@@ -90,23 +88,12 @@ def test_unexpected_error_shows_traceback_only_with_debug(
 
 
 def test_broken_pipe_is_silent() -> None:
+    """Of `python -m archerfish`."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "archerfish", "--help"], stdout=write_end, stderr=subprocess.PIPE, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_python_dash_m_archerfish() -> None:
-    def run(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run([sys.executable, "-m", "archerfish", *arguments], capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout + done.stderr
-
-    assert run("--version") == (0, f"archerfish {__version__}\n")
-    code, said = run("genrate")
-    assert code == 2 and "Did you mean 'generate'" in said
 
 
 @pytest.mark.parametrize(
@@ -131,13 +118,14 @@ def test_wrong_arguments_get_a_hint(
     assert said in capsys.readouterr().err
 
 
-def test_version_and_overview(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert main(["embed", "--version"]) == 0
-    version, again = capsys.readouterr().out.splitlines()
-    assert version == again and version.startswith("archerfish ")
+def test_version_and_overviews(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["embed", "--version"]) == 0
+    assert capsys.readouterr().out == f"archerfish {__version__}\n" * 2
     assert main([]) == 0
     assert "bench embed" in capsys.readouterr().out
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: archerfish bench [options]") and "bench gpu" in said and "archerfish doctor" not in said
 
 
 def test_embed_shows_a_table_and_json(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,16 +146,16 @@ def test_embed_reads_files(engine: Engine, tmp_path: Path, capsys: pytest.Captur
     lines, entries = tmp_path / "texts.txt", tmp_path / "texts.jsonl"
     lines.write_text("one\n\ndrei ü\n", encoding="utf-8")
     entries.write_text('{"text": "one", "id": 1}\n\n{"text": "two"}\n', encoding="utf-8")
-    assert read_texts(lines) == ["one", "", "drei ü"]
-    assert read_texts(entries) == ["one", "two"]
+    assert gather_texts([], str(lines)) == ["one", "", "drei ü"]
+    assert gather_texts([], str(entries)) == ["one", "two"]
     assert main(["embed", "zero", "--input", str(entries), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_texts"] == 3
     entries.write_text('{"text": 5}\n', encoding="utf-8")
     with pytest.raises(InvalidInputError, match="Line 1"):
-        read_texts(entries)
+        gather_texts([], str(entries))
     lines.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidInputError, match="not UTF-8"):
-        read_texts(lines)
+        gather_texts([], str(lines))
 
 
 def test_embed_writes_files(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,16 +175,17 @@ def test_embed_writes_files(engine: Engine, tmp_path: Path, capsys: pytest.Captu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.npy", "x.parquet"]
 
 
-def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(b"old")
 
-    def fail(file: Any) -> None:
+    def fail(file: Any, *_: object) -> None:
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setitem(embed_command.WRITERS, ".npy", fail)
     with pytest.raises(WriteError):
-        write_atomically(path, fail)
+        embed_command.write_vectors(path, [], np.zeros((0, 0), np.float32))
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -215,49 +204,12 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["pull", "all-minilm-l6-v2", "--cache-dir", str(tmp_path), "--offline"]) == UnreachableError.exit_code
 
 
-def test_serve_passes_all_sections(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import types
-
-    seen: list[Any] = []
-
-    def fake_serve(*sections: Any, models: list[ModelConfig], announce: Any) -> None:
-        seen.extend([*sections[:4], models])
-        announce("it serves")
-
-    fake = types.ModuleType("archerfish.serve.run")
-    fake.serve = fake_serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "archerfish.serve.run", fake)
-    flags = ["--port", "0", "--kinds", "all", "--model", "m", "--model", "n", "--embed-model", "e", "--offline"]
-    assert main(["serve", *flags, "--latency-budget-ms", "1.5"]) == 0
-    assert seen == [
-        ServeConfig(port=0, latency_budget_ms=1.5), EngineConfig(model="m"), EmbedConfig(model="e"),
-        HubConfig(offline=True), [ModelConfig(model="n")],
-    ]  # fmt: skip
-    assert capsys.readouterr().out == "it serves\n"
-    assert main(["--quiet", "serve", *flags]) == 0
-    assert capsys.readouterr().out == ""
-    assert serve.run.__module__ == "archerfish.cli.serve"
-
-
-@pytest.mark.parametrize(
-    ("kinds", "flag", "other"), [("embedding", "--model", "--embed-model"), ("generation", "--embed-model", "--model")]
-)
-def test_serve_refuses_a_model_of_another_kind(
-    kinds: str, flag: str, other: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "--kinds", kinds, flag, "m"]) == InvalidOptionError.exit_code
-    told = capsys.readouterr().err
-    assert f"{flag} names a model of" in told and f"with {other}" in told
-
-
 def test_sizes_and_durations() -> None:
     assert [output.size(n) for n in (0, 999, 1000, 45_400_000, 999_900_000)] == ["0 B", "999 B", "1.0 kB", "45.4 MB", "1.0 GB"]
     assert [output.seconds(s) for s in (0.0042, 0.2, 1.354, 90)] == ["4.2 ms", "200 ms", "1.35 s", "1.5 min"]
 
 
-def test_convert_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from archerfish.store import converter
 
     def convert(self: converter.ModelConverter, source: str, target: str, **_: Any) -> converter.ConversionResult:
@@ -273,12 +225,3 @@ def test_convert_output(
     assert main([*arguments, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["success"] is True and body["output_dir"] == str(tmp_path / "out")
-
-
-def test_help_of_a_command_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage: archerfish bench [options]")
-    assert "bench embed" in said
-    assert "bench gpu" in said
-    assert "archerfish doctor" not in said

@@ -52,21 +52,17 @@ def test_wrong_arguments_are_refused_before_loading(tmp_path: Path, capsys: pyte
         assert said in capsys.readouterr().err
 
 
-def test_too_long_text_fails_alone(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tts", "Hello", "word " * 5000, *flags, "--max-tokens", "2"]) == 1
-    good, bad = lines_of(capsys)
-    assert len(good["semantic_tokens"]) == 2 and "leaves room for 0" in bad["error"] and bad["finish_reason"] == "error"
-
-
-def test_jsonl_lines_have_their_own_voice(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_lines_have_own_voices_and_errors(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = tmp_path / "texts.jsonl"
     voice = {"ref_global_tokens": list(range(32)), "ref_semantic_tokens": [5]}
-    entries = [{"text": "a"}, {"text": "a", **voice}, {"text": "a", "emotion": "SADD"}, {"text": " "}]
+    long = {"text": "word " * 5000}
+    entries = [{"text": "a"}, {"text": "a", **voice}, {"text": "a", "emotion": "SADD"}, {"text": " "}, long]
     texts.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
     assert main(["tts", "--input", str(texts), *flags, "--seed", "1", "--max-tokens", "3"]) == 1
-    plain, given, wrong, empty = lines_of(capsys)
+    plain, given, wrong, empty, too_long = lines_of(capsys)
     assert given["global_tokens"] == list(range(32)) != plain["global_tokens"] and len(given["semantic_tokens"]) == 3
     assert "Did you mean 'SAD'?" in wrong["error"] and "text is empty" in empty["error"]
+    assert "leaves room for 0" in too_long["error"] and too_long["finish_reason"] == "error"
     texts.write_text("[1]\n", encoding="utf-8")
     assert main(["tts", "--input", str(texts), *flags]) == 2
     assert "Line 1 of" in capsys.readouterr().err

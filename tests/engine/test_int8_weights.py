@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.cli import doctor, fit
+from archerfish.cli import doctor
 from archerfish.cli.doctor import Gpu
 from archerfish.cli.main import main
 from archerfish.config import EngineConfig, HubConfig
@@ -155,15 +155,15 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
 
 def test_a_model_that_fits_in_int8_alone_is_told_so(tiny: Path) -> None:
     config, stored = read_rwkv7(tiny)
-    found = fit.ModelSize("tiny", sum(each.numel() for each in stored.values()), 0, config=config)
+    found = doctor.ModelSize("tiny", sum(each.numel() for each in stored.values()), 0, config=config)
     int8, half = found.weight_bytes("int8"), found.weight_bytes("bfloat16")
     assert 0.5 * half < int8 < 0.75 * half
-    free, on_gpu = (int((int8 + more) / fit.SPARE) + 2 for more in (fit.CPU_OVERHEAD_BYTES, fit.GPU_OVERHEAD_BYTES))
+    free, on_gpu = (int((int8 + more) / doctor.SPARE) + 2 for more in (doctor.CPU_OVERHEAD_BYTES, doctor.GPU_OVERHEAD_BYTES))
     row = doctor.judge_model(found, Memory(10**12, free), [Gpu("small", 10**12, on_gpu)])
     assert row["weight_bytes"]["int8"] == int8
     assert row["cpu"] == row["gpu"] == "fits with --weights int8 alone"
     assert row["fits_gpu"] == {"bfloat16": False, "int8": True}
-    assert fit.ModelSize("other", 5, 0, config={"model_type": "llama"}).weight_bytes("int8") == 0
+    assert doctor.ModelSize("other", 5, 0, config={"model_type": "llama"}).weight_bytes("int8") == 0
 
 
 def test_llama_generates_with_int8_weights(tmp_path: Path, hub: HubConfig) -> None:

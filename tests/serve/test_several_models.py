@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from archerfish.cli.main import find_command, make_parser
-from archerfish.cli.serve import add_arguments, take_models
+from archerfish.cli.serve import add_serve_arguments, take_models
 from archerfish.config import EmbedConfig, EngineConfig, ModelConfig, ServeConfig, read_models
 from archerfish.errors import InvalidOptionError, UnknownOptionError
 from archerfish.serve import run
@@ -76,7 +76,7 @@ def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
     config_file.write_text('[[models]]\nmodel = "pairs"\nkind = "cross-encoder"\nnum_threads = 2\n')
     flags = ["--model", "a", "--model", "b", "--embed-model", "c", "--config", str(config_file)]
     parser = make_parser(find_command(["serve"])[0])
-    add_arguments(parser)
+    add_serve_arguments(parser)
     arguments = parser.parse(flags)
     models = take_models(arguments)
     assert models == [ModelConfig(model="b"), ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2})]

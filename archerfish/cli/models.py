@@ -1,0 +1,86 @@
+"""`archerfish pull` downloads models or lists those on this machine; `archerfish convert` converts one for the Arrow store."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+
+from archerfish.cli.options import Parser, add_options, section
+from archerfish.cli.output import Output, seconds, size
+from archerfish.config import ConversionConfig, HubConfig
+from archerfish.errors import InvalidInputError
+
+
+def add_pull_arguments(parser: Parser) -> None:
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="built-in name or Hugging Face id (org/name, org/name:file)")
+    parser.add_argument("--list", action="store_true", help="list the built-in models and everything in the cache")
+    add_options(parser, HubConfig)
+
+
+def run_pull(arguments: Namespace, out: Output) -> int:
+    from archerfish.store.names import resolve_model
+
+    hub = section(HubConfig, arguments)
+    if not arguments.models and not arguments.list:
+        raise InvalidInputError("No model is named.", hint="Name a model; `archerfish pull --list` lists them.")
+    pulled = []
+    for name in arguments.models:
+        with out.progress(f"Pulling {name}") as progress:
+            path = resolve_model(name, hub, progress)
+        out.line(f"{name}: {path}")
+        pulled.append({"name": name, "path": str(path)})
+    if arguments.list:
+        list_all(hub, out)
+    elif out.as_json:
+        out.result({"models": pulled})
+    return 0
+
+
+def list_all(hub: HubConfig, out: Output) -> None:
+    from archerfish.store.names import list_models
+
+    cache = hub.cache_path()
+    rows, cells = [], []
+    for model in list_models(hub):
+        path = model.path
+        rows.append({
+            "name": model.name, "source": model.source, "path": str(path) if path else None,
+            "bytes": model.num_bytes, "license": model.license, "description": model.description,
+        })  # fmt: skip
+        place = str(path or "not downloaded")
+        if path is not None and path.is_relative_to(cache):
+            place = f"{path.relative_to(cache).parent}/"
+        cells.append((model.name, model.source, size(model.num_bytes), model.license or "-", place))
+    if out.as_json:
+        out.result({"cache_dir": str(cache), "models": rows})
+    out.table(f"Models (cache: {cache})", ("name", "source", "size", "license", "where"), cells, numbers=("size",))
+
+
+def add_convert_arguments(parser: Parser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="directory, file, built-in name or Hugging Face id")
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="directory to write")
+    parser.add_argument("--model-type", default="auto", metavar="KIND", help="what the source is; checked (default: auto)")
+    add_options(parser, ConversionConfig, HubConfig)
+
+
+def run_convert(arguments: Namespace, out: Output) -> int:
+    config, hub = section(ConversionConfig, arguments), section(HubConfig, arguments)
+    from archerfish.store.converter import ModelConverter
+
+    with out.progress("Converting") as progress:
+        result = ModelConverter(config, hub=hub).convert(
+            arguments.source, arguments.output_dir, model_type=arguments.model_type, progress=progress
+        )
+    if out.as_json:
+        out.result(dataclasses.asdict(result))
+    rows = [
+        ("model", result.model_name),
+        ("directory", result.output_dir),
+        ("parameters", f"{result.total_parameters:,}"),
+        ("type", config.stored_dtype()),
+        ("size", f"{result.file_size_mb:.1f} MB, {1 / result.compression_ratio:.2f} of the source"),
+        ("validated", "yes" if result.validation_passed else "no (switched off)"),
+        ("time", seconds(result.conversion_time_sec)),
+    ]
+    out.table("Converted", ("", "value"), rows)
+    return 0
