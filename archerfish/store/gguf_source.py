@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,16 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import TensorInfo, first_line
-from archerfish.store.quants import LAYOUTS, QuantizedTensor, dequantize, split_blocks
-from archerfish.store.source import ModelSource, SourceTensor, make_embedding, source_info
+from archerfish.store.format import INTEGER_BYTES, Quantization, Row, TensorInfo, dequantize, first_line, split_blocks
+from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
-
 
 
 def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -109,26 +106,18 @@ def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 def llama3_scaling(config: dict[str, Any], name: str, factors: list[float]) -> dict[str, Any]:
     """Llama 3's rotary scaling. GGUF keeps only the resulting factors, which are compared with those of Llama 3."""
+    import numpy as np
+
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    theta, factor, low, high, original = config.get("rope_theta", 10000.0), max(factors), 1.0, 4.0, 8192
-    for index, found in enumerate(factors):
-        wave_length = 2 * math.pi * theta ** (2 * index / head_dim)
-        if wave_length < original / high:
-            expected = 1.0
-        elif wave_length > original / low:
-            expected = factor
-        else:
-            smooth = (original / wave_length - low) / (high - low)
-            expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(found - expected) > 1e-3 * expected:
-            raise UnsupportedModelError(f"{name} has rotary factors (rope_freqs) that are not those of Llama 3.")
+    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    wave_lengths = 2 * np.pi * config.get("rope_theta", 10000.0) ** (2 * np.arange(len(factors)) / head_dim)
+    smooth = np.clip((original / wave_lengths - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise UnsupportedModelError(f"{name} has rotary factors (rope_freqs) that are not those of Llama 3.")
     return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
-    }
+    }  # fmt: skip
 
 
 def finish_gemma(config: dict[str, Any], facts: GGUFFacts) -> None:
@@ -183,27 +172,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 POOLING_TYPES = {0: "mean", 1: "mean", 2: "cls", 3: "lasttoken"}
 BLOCK_NUMBER = re.compile(r"^blk\.(\d+)\.")
-
-
-def find_architecture(name: str, architecture: Any) -> Architecture:
-    found = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
-    if found is None:
-        raise UnsupportedModelError(
-            f"{name} has the architecture {architecture!r}, which is not supported.",
-            hint=f"Supported in GGUF: {', '.join(ARCHITECTURES)}.",
-        )
-    return found
-
-
-def tensor_name(architecture: Architecture, name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None when there is none."""
-    match = BLOCK_NUMBER.match(name)
-    number = match.group(1) if match else ""
-    stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", name).rpartition(".")
-    target = architecture.tensors.get(stem)
-    if target is None or suffix not in ("weight", "bias"):
-        return None
-    return f"{target.replace('#', number)}.{suffix}"
 
 
 def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
@@ -262,58 +230,41 @@ def read_embedding_settings(architecture: Architecture, facts: GGUFFacts) -> dic
     return make_embedding(Path(facts.name), pooling, settings, {}, normalize=True)
 
 
-def is_rwkv(reader: Any) -> bool:
-    """Whether an opened file holds a model of the RWKV family, which has a reader of its own."""
-    architecture = reader.fields.get("general.architecture")
-    return architecture is not None and b"rwkv" in bytes(architecture.parts[-1])
-
-
-def open_gguf(path: Path, reader: Any) -> ModelSource:
-    """The source of an opened GGUF file."""
-    fields = read_fields(path, reader)
+def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelSource:
+    """The source of a GGUF file that `read_gguf` has read."""
     kind = fields.get("general.architecture")
-    architecture = find_architecture(str(path), kind)
-    by_name = {str(tensor.name): tensor for tensor in reader.tensors}
+    architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
+        hint = f"Supported in GGUF: {', '.join(ARCHITECTURES)}."
+        raise UnsupportedModelError(f"{path} has the architecture {kind!r}, which is not supported.", hint=hint)
     if fields.get("split.count", 0) not in (0, 1):
         raise UnsupportedModelError(f"{path} is one part of several.", hint="Merge them first with llama-gguf-split.")
+    constants = {name: tensors[name] for name in CONFIG_TENSORS if name in tensors}
+    for name, tensor in constants.items():
+        if tensor.tensor_type.name != "F32":
+            raise UnsupportedModelError(f"{path}: {name!r} is not of type F32.")
     facts = GGUFFacts(
         name=str(path),
         fields={name.removeprefix(f"{kind}."): value for name, value in fields.items()},
-        shapes={name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in by_name.items()},
-        constants={name: load_constant(path, by_name[name]) for name in CONFIG_TENSORS if name in by_name},
+        shapes={name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()},
+        constants={name: tensor.data.tolist() for name, tensor in constants.items()},
     )
     config = make_config(architecture, facts)
-    tensors = [
-        make_tensor(path, architecture, config, tensor, facts.shapes[name])
-        for name, tensor in by_name.items()
-        if name not in CONFIG_TENSORS
-    ]
+    weights = [tensor for name, tensor in tensors.items() if name not in CONFIG_TENSORS]
     tokenizer_files = make_tokenizer_files(str(path), facts.fields, config)
     return ModelSource(
         kind="gguf",
         path=path,
         files=(path,),
         config=config,
-        tensors=tuple(tensors),
+        tensors=tuple(make_tensor(path, architecture, config, tensor) for tensor in weights),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
         embedding=read_embedding_settings(architecture, facts),
     )
 
 
-def load_constant(path: Path, tensor: Any) -> list[float]:
-    if tensor.tensor_type.name != "F32":
-        raise UnsupportedModelError(f"{path}: {tensor.name!r} is not of type F32.")
-    return [float(value) for value in tensor.data]
-
-
-PLAIN_TYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-}  # fmt: skip
-
-
-def open_reader(path: Path) -> Any:
-    """A GGUFReader. Raises CorruptFileError when a tensor does not lie inside the file."""
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata fields as plain values, and the reader's tensors by name, all of which lie inside the file."""
     import gguf
     import numpy as np
 
@@ -328,123 +279,92 @@ def open_reader(path: Path) -> Any:
         def data(self, mapped: Any) -> None:
             self._plain = np.asarray(mapped)
 
-    file_bytes = path.stat().st_size
+    file_bytes, fields = path.stat().st_size, {}
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise CorruptFileError(f"{path} is not a GGUF file.")
     try:
         reader = Reader(path)
+        for name, field in reader.fields.items():
+            is_float32 = field.types[:1] == [gguf.GGUFValueType.FLOAT32]
+            # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
+            fields[name] = float(str(field.parts[-1][0])) if is_float32 else field.contents()
     except Exception as error:  # the reader has no checks of its own, so any error in it means a damaged file
         raise CorruptFileError(f"{path} is cut off or altered: it has {file_bytes} bytes, {first_line(error)}.") from error
     for tensor in reader.tensors:
         end = int(tensor.data_offset) + int(tensor.n_bytes)
         if end > file_bytes or tensor.data.nbytes != int(tensor.n_bytes):
             raise CorruptFileError(f"{path} is cut off: {tensor.name!r} ends at byte {end}, the file at {file_bytes}.")
-    return reader
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def read_fields(path: Path, reader: Any) -> dict[str, Any]:
-    """All metadata fields as plain Python values."""
-    return {name: field_value(path, field) for name, field in reader.fields.items()}
-
-
-def field_value(path: Path, field: Any) -> Any:
-    import gguf
-
-    string, array = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
-    try:
-        if not field.types:
-            return None
-        if field.types[0] == array:
-            if len(field.types) > 1 and field.types[-1] == string:
-                return [bytes(field.parts[index]).decode() for index in field.data]
-            return [value for index in field.data for value in field.parts[index].tolist()]
-        if field.types[0] == string:
-            return bytes(field.parts[-1]).decode()
-        value = field.parts[-1][0]
-        # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
-        return float(str(value)) if field.types[0] == gguf.GGUFValueType.FLOAT32 else value.item()
-    except (UnicodeDecodeError, IndexError) as error:
-        raise CorruptFileError(f"{path}: the metadata field {field.name!r} cannot be read: {error}.") from error
-
-
-def make_tensor(
-    path: Path, architecture: Architecture, config: Mapping[str, Any], tensor: Any, shape: tuple[int, ...]
-) -> SourceTensor:
+def make_tensor(path: Path, architecture: Architecture, config: Mapping[str, Any], tensor: Any) -> SourceTensor:
     """A tensor of a known architecture under its Hugging Face name and in that layout."""
-    name = tensor_name(architecture, tensor.name)
-    if name is None:
+    block = BLOCK_NUMBER.match(tensor.name)
+    stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", tensor.name).rpartition(".")
+    target = architecture.tensors.get(stem)
+    if target is None or suffix not in ("weight", "bias"):
         raise UnsupportedModelError(
             f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
         )
-    order = row_order(path, architecture, config, name, shape)
-    minus_one = architecture.norm_plus_one and name.endswith("norm.weight")
-    return read_tensor(path, tensor, name, shape, order, minus_one=minus_one)
+    name = f"{target.replace('#', block[1]) if block else target}.{suffix}"
+    order = row_order(path, config, name, int(tensor.shape[-1])) if architecture.permuted else None
+    return read_tensor(path, tensor, name, order, minus_one=architecture.norm_plus_one and name.endswith("norm.weight"))
 
 
-def read_tensor(
-    path: Path, tensor: Any, name: str, shape: tuple[int, ...], order: npt.NDArray[np.int64] | None = None,
-    *, minus_one: bool = False,
-) -> SourceTensor:  # fmt: skip
-    """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
-    kind = tensor.tensor_type.name
-    if kind not in PLAIN_TYPES:
-        check_dequantizable(path, tensor)
-    info = source_info(path, name, PLAIN_TYPES.get(kind, "float32"), list(shape))
-    load = functools.partial(load_values, tensor, info, order, minus_one)
-    if kind in LAYOUTS and not minus_one:
-        return SourceTensor(info, load, functools.partial(load_quantized, tensor, info, order))
-    return SourceTensor(info, load)
-
-
-def check_dequantizable(path: Path, tensor: Any) -> None:
-    import gguf
-    import numpy as np
-
-    _, type_size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-    try:
-        gguf.quants.dequantize(np.zeros((1, type_size), np.uint8), tensor.tensor_type)
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        raise UnsupportedModelError(f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised.") from None
-
-
-def row_order(
-    path: Path, architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]
-) -> npt.NDArray[np.int64] | None:
+def row_order(path: Path, config: Mapping[str, Any], name: str, num_rows: int) -> npt.NDArray[np.int64] | None:
     """Which row of the GGUF tensor each row of the Hugging Face tensor is; None when they are the same.
 
     GGUF keeps llama's rotary pairs side by side, Hugging Face keeps all first halves before all second halves.
     """
     import numpy as np
 
-    if not architecture.permuted or not (".q_proj." in name or ".k_proj." in name):
+    found = re.search(r"\.([qk])_proj\.", name)
+    if found is None:
         return None
-    num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-    if shape[0] % (2 * num_heads):
-        raise CorruptFileError(f"{path}: {name!r} has {shape[0]} rows for {num_heads} heads.")
-    rows = np.arange(shape[0]).reshape(num_heads, shape[0] // num_heads // 2, 2)
-    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+    num_heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+    if num_rows % (2 * num_heads):
+        raise CorruptFileError(f"{path}: {name!r} has {num_rows} rows for {num_heads} heads.")
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def read_tensor(
+    path: Path, tensor: Any, name: str, order: npt.NDArray[np.int64] | None = None, *, minus_one: bool = False
+) -> SourceTensor:
+    """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
+    import gguf
+    import numpy as np
+
+    kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
+    info = source_info(path, name, DTYPE_CODES.get(kind, "float32"), shape)
+    load_quantized = None
+    if kind in INTEGER_BYTES and not minus_one:
+        info = info._replace(quantization=Quantization(kind, len(shape) - 1))
+        load_quantized = functools.partial(load_blocks, tensor, info, order)
+    elif kind not in DTYPE_CODES:
+        _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        try:
+            gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), tensor.tensor_type)
+        except NotImplementedError:
+            message = f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised."
+            raise UnsupportedModelError(message) from None
+    return SourceTensor(info, functools.partial(load_values, tensor, info, order, minus_one), load_quantized)
+
+
+def load_blocks(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> Row:
+    return split_blocks(info, tensor.data if order is None else tensor.data[order])
 
 
 def load_values(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None, minus_one: bool) -> torch.Tensor:
     import gguf
-    import numpy as np
     import torch
 
-    kind = tensor.tensor_type.name
-    if kind in PLAIN_TYPES:
+    if info.quantization is not None:
+        return torch.from_numpy(dequantize(load_blocks(tensor, info, order)))
+    if tensor.tensor_type.name in DTYPE_CODES:
         values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
-    elif kind in LAYOUTS:
-        values = torch.from_numpy(dequantize(split_blocks(info.name, info.shape, kind, tensor.data)))
     else:
-        wide = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        values = torch.from_numpy(np.ascontiguousarray(wide)).view(info.shape)
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(info.shape)
     if order is not None:
         values = values[torch.from_numpy(order)]
     return values - 1 if minus_one else values
-
-
-def load_quantized(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> QuantizedTensor:
-    blocks = tensor.data if order is None else tensor.data[order]
-    return split_blocks(info.name, info.shape, tensor.tensor_type.name, blocks)

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import ITEM_BYTES, TensorInfo, make_info
+from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
 
 if TYPE_CHECKING:
     import torch
 
-    from archerfish.store.quants import QuantizedTensor
+# Types by their names in safetensors and GGUF files.
+DTYPE_CODES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SourceTensor:
@@ -22,7 +27,7 @@ class SourceTensor:
 
     info: TensorInfo
     load: Callable[[], torch.Tensor]
-    load_quantized: Callable[[], QuantizedTensor] | None = None
+    load_quantized: Callable[[], Row] | None = None  # if info.quantization is set
 
 
 @dataclass(frozen=True)
@@ -145,18 +150,6 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
         raise CorruptFileError(f"{pooling} is missing; modules.json of {root} names it.")
     normalize = "Normalize" in modules if modules else (root / "2_Normalize").is_dir()
     return make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize)
-
-
-def add_cross_encoder_settings(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The configuration, with a cross-encoder's activation in it, where sentence-transformers 4 kept it.
-
-    Version 5 keeps the activation in config_sentence_transformers.json.
-    """
-    settings = optional_json(root / "config_sentence_transformers.json") or {}
-    activation = settings.get("activation_fn")
-    if settings.get("model_type") != "CrossEncoder" or activation is None or "sentence_transformers" in config:
-        return config
-    return {**config, "sentence_transformers": {"activation_fn": activation}}
 
 
 def make_embedding(

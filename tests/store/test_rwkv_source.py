@@ -19,17 +19,12 @@ from archerfish.store.converter import ModelConverter
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import read_metadata
 from archerfish.store.sources import open_source
-from tests.models.recurring import SIZES, Size, blink_weights
+from tests.models.recurring import SIZES, Size, blink_weights, read_rwkv7
 
 Tensors = dict[str, torch.Tensor]
 TINY = SIZES["tiny"]
 HUB_CONFIG = {"model_type": "rwkv7", "head_dim": 64, "num_hidden_layers": 2, "norm_eps": 1e-5, "max_position_embeddings": 2048}
 HUB_PROJECTIONS = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
-
-
-def read_model(path: Path) -> tuple[dict[str, Any], Tensors]:
-    source = open_source(path)
-    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
 
 
 def to_hub(weights: Tensors) -> Tensors:
@@ -145,8 +140,8 @@ def test_every_layout_gives_the_same_model(layout: str, first_values: bool, tmp_
     made = blink_weights(TINY)
     if not first_values:
         made = {name: tensor for name, tensor in made.items() if not re.fullmatch(r"blocks\.0\.att\.v.", name)}
-    config, weights = read_model(LAYOUTS[layout](tmp_path / layout, made))
-    expected_config, expected = read_model(write_pth(tmp_path / "expected.pth", blink_weights(TINY)))
+    config, weights = read_rwkv7(LAYOUTS[layout](tmp_path / layout, made))
+    expected_config, expected = read_rwkv7(write_pth(tmp_path / "expected.pth", blink_weights(TINY)))
     longest = config.pop("max_position_embeddings", None)
     assert config == expected_config
     assert longest == {"hub": 2048, "model.gguf": 1 << 20}.get(layout)
@@ -160,7 +155,7 @@ def test_every_layout_gives_the_same_model(layout: str, first_values: bool, tmp_
 def test_conversion(layout: str, tmp_path: Path) -> None:
     path = LAYOUTS[layout](tmp_path / layout, blink_weights(TINY))
     ModelConverter(ConversionConfig(dtype="float32")).convert(path, tmp_path / "out")
-    config, weights = read_model(path)
+    config, weights = read_rwkv7(path)
     loader = WeightLoader(tmp_path / "out")
     assert loader.config == config
     assert {name: tensor.tolist() for name, tensor in loader.load_weights().items()} == {
@@ -180,7 +175,7 @@ def test_generation_config_is_kept(tmp_path: Path) -> None:
 def test_keep_quantized_gguf(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), quant_type=gguf.GGMLQuantizationType.Q8_0)
     ModelConverter(ConversionConfig(dtype="float32", keep_quantized=True)).convert(path, tmp_path / "out")
-    loader, (_, weights) = WeightLoader(tmp_path / "out"), read_model(path)
+    loader, (_, weights) = WeightLoader(tmp_path / "out"), read_rwkv7(path)
     assert loader.get_buffers("model.layers.1.attn.r_proj.weight")[1] is not None
     assert set(loader.get_layer_names()) == set(weights)
     for name, tensor in weights.items():
@@ -189,7 +184,7 @@ def test_keep_quantized_gguf(tmp_path: Path) -> None:
 
 def test_blink_checkpoint_layout(tmp_path: Path) -> None:
     made = blink_weights(TINY)
-    config, weights = read_model(write_pth(tmp_path / "a.pth", made))
+    config, weights = read_rwkv7(write_pth(tmp_path / "a.pth", made))
     assert config == {
         "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 67, "hidden_size": 128,
         "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64, "norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -205,14 +200,14 @@ def test_blink_checkpoint_layout(tmp_path: Path) -> None:
 
 def test_embedding_norm_is_applied_in_float32(tmp_path: Path) -> None:
     made = blink_weights(TINY, dtype=torch.bfloat16)
-    weights = read_model(write_pth(tmp_path / "a.pth", made))[1]
+    weights = read_rwkv7(write_pth(tmp_path / "a.pth", made))[1]
     assert weights["model.embeddings.weight"].dtype == torch.float32
     assert weights["model.layers.0.attn.r_proj.weight"].dtype == torch.bfloat16
 
 
 def test_world_vocabulary_and_single_layer(tmp_path: Path) -> None:
     size = Size(1, 64, 64, 65536, TINY.ranks)
-    config, weights = read_model(write_pth(tmp_path / "a.pth", blink_weights(size, dtype=torch.bfloat16)))
+    config, weights = read_rwkv7(write_pth(tmp_path / "a.pth", blink_weights(size, dtype=torch.bfloat16)))
     assert config["eos_token_id"] == 0 and config["v_low_rank_dim"] == 0
     assert not [name for name in weights if "v_lora" in name]
 
@@ -246,7 +241,7 @@ def test_truncated_file_is_refused(name: str, share: float, tmp_path: Path) -> N
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(CorruptFileError, match=name):
-        read_model(path)
+        read_rwkv7(path)
 
 
 BREAKS: dict[str, tuple[Callable[[Tensors], Any], type[ArcherfishError], str]] = {
