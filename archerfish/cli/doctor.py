@@ -131,9 +131,9 @@ def describe_cache(hub: HubConfig, place: Path) -> dict[str, Any]:
 
 def judge_models(hub: HubConfig, model: str, ram: Memory, gpus: list[Gpu]) -> list[dict[str, Any]]:
     """Whether the built-in models and the given model fit into the available memory."""
-    from archerfish.store.names import builtin_names
+    from archerfish.store.names import BUILTIN_MODELS
 
-    sizes = fit.measure_all([name for name in builtin_names() if name != model.lower()], hub)
+    sizes = fit.measure_all([name for name in BUILTIN_MODELS if name != model.lower()], hub)
     if model:
         sizes.append(fit.measure(model, hub))
     return [judge_model(found, ram, gpus) for found in sizes]

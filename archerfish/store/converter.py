@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
-from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, write_errors, write_file
+from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
 from archerfish.store.format import (
     ARROW_NAME,
     LARGE_TENSOR_BYTES,
@@ -186,18 +186,12 @@ def check_output(target: Path, *, overwrite: bool) -> None:
 
 def check_hint(source: ModelSource, model_type: str) -> None:
     """Raise an error when the source is not of the kind that the caller expects."""
-    architectures = source.config.get("architectures") or []
-    is_classifier = any("ForSequenceClassification" in str(name) for name in architectures)
-    holds = {
-        "auto": True,
-        "transformers": source.kind != "gguf",
-        "sentence-transformers": source.embedding is not None,
-        "cross-encoder": is_classifier,
-        "gguf": source.kind == "gguf",
-        "safetensors": source.kind == "safetensors",
-        "torch": source.kind == "torch",
-    }
-    if not holds[model_type]:
+    kinds = {"auto", source.kind} if source.kind == "gguf" else {"auto", source.kind, "transformers"}
+    if source.embedding is not None:
+        kinds.add("sentence-transformers")
+    if any("ForSequenceClassification" in str(name) for name in source.config.get("architectures") or []):
+        kinds.add("cross-encoder")
+    if model_type not in kinds:
         found = "a sentence-transformers model" if source.embedding is not None else f"a {source.kind} source"
         hint = "Leave model_type at 'auto'."
         raise UnsupportedModelError(f"{source.path} is {found}, not what model_type={model_type!r} says.", hint=hint)
@@ -265,9 +259,7 @@ def ensure_converted(source: Path, *, dtype: str, hub: HubConfig | None = None, 
     target = hub.cache_path() / "converted" / name
     if (target / METADATA_NAME).is_file():
         return target
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with lock_or_write_error(target.with_name(f"{target.name}.lock"), target):
+    with file_lock(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():
             ModelConverter(config, hub=hub).convert(source, target, progress=progress)
     return target

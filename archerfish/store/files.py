@@ -112,9 +112,7 @@ def new_directory(target: Path) -> Iterator[Path]:
     same target at the same time.
     """
     target = target.absolute()
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with lock_or_write_error(target.with_name(f".{target.name}.lock"), target), write_errors(target):
+    with file_lock(target.with_name(f".{target.name}.lock"), target), write_errors(target):
         recover(target)
         temporary, old = sibling(target, "tmp"), sibling(target, "old")
         temporary.mkdir()
@@ -132,12 +130,13 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def lock_or_write_error(lock_path: Path, target: Path) -> Iterator[None]:
+def file_lock(lock_path: Path, target: Path) -> Iterator[None]:
     """Hold a lock file across processes. The file is removed at the end, while the lock is still held."""
     from filelock import FileLock
 
     lock = FileLock(lock_path)
     with write_errors(target):
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
         yield

@@ -285,6 +285,16 @@ def make_info(
     return TensorInfo(name, dtype, tuple(shape), Quantization(quant_type, axis, group_size))
 
 
+def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
+    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
+    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
+    has_right_size = bool(spans) and [span.num_bytes for span in spans] == buffer_bytes(info)
+    if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
+        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where {METADATA_NAME} says.")
+    return RowSpans(*spans)
+
+
 def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

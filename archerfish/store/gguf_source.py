@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import INTEGER_BYTES, Quantization, Row, TensorInfo, dequantize, first_line, split_blocks
+from archerfish.store.format import INTEGER_BYTES, Quantization, Row, dequantize, first_line, split_blocks
 from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
 
@@ -70,7 +70,6 @@ GEMMA_KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
-REQUIRED_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     for key, target in architecture.keys.items():
         if key in facts.fields:
             config[target] = facts.fields[key]
-    for target in REQUIRED_KEYS:
+    for target in SHARED_KEYS.values():
         value = config.get(target)
         if type(value) is not int or value < 1:
             raise CorruptFileError(f"{facts.name}: the metadata gives {target} as {value!r}.")
@@ -337,10 +336,8 @@ def read_tensor(
 
     kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
     info = source_info(path, name, DTYPE_CODES.get(kind, "float32"), shape)
-    load_quantized = None
     if kind in INTEGER_BYTES and not minus_one:
         info = info._replace(quantization=Quantization(kind, len(shape) - 1))
-        load_quantized = functools.partial(load_blocks, tensor, info, order)
     elif kind not in DTYPE_CODES:
         _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         try:
@@ -348,23 +345,21 @@ def read_tensor(
         except NotImplementedError:
             message = f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised."
             raise UnsupportedModelError(message) from None
-    return SourceTensor(info, functools.partial(load_values, tensor, info, order, minus_one), load_quantized)
 
+    def load_blocks() -> Row:
+        return split_blocks(info, tensor.data if order is None else tensor.data[order])
 
-def load_blocks(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> Row:
-    return split_blocks(info, tensor.data if order is None else tensor.data[order])
+    def load() -> torch.Tensor:
+        import torch
 
+        if info.quantization is not None:
+            return torch.from_numpy(dequantize(load_blocks()))
+        if kind in DTYPE_CODES:
+            values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
+        else:
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(info.shape)
+        if order is not None:
+            values = values[torch.from_numpy(order)]
+        return values - 1 if minus_one else values
 
-def load_values(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None, minus_one: bool) -> torch.Tensor:
-    import gguf
-    import torch
-
-    if info.quantization is not None:
-        return torch.from_numpy(dequantize(load_blocks(tensor, info, order)))
-    if tensor.tensor_type.name in DTYPE_CODES:
-        values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
-    else:
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(info.shape)
-    if order is not None:
-        values = values[torch.from_numpy(order)]
-    return values - 1 if minus_one else values
+    return SourceTensor(info, load, None if info.quantization is None else load_blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
 import zlib
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
-from archerfish.store.files import lock_or_write_error, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
+from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
 from archerfish.store.format import (
     ALIGNMENT_BYTES,
     ARROW_NAME,
@@ -164,7 +163,7 @@ def find_directory(path: Path) -> Path:
             raise ModelNotFoundError(f"{path} does not exist.")
         return path.parent
     if not path.exists() and siblings(path.absolute(), "old"):
-        with lock_or_write_error(path.absolute().with_name(f".{path.name}.lock"), path):
+        with file_lock(path.absolute().with_name(f".{path.name}.lock"), path):
             recover(path.absolute())
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}.")
@@ -234,29 +233,26 @@ def ensure_arrow(directory: Path, metadata: StoreMetadata, hub: HubConfig, progr
     if not os.access(directory, os.W_OK):
         key = hashlib.sha256(metadata.files[PARQUET_NAME].sha256.encode() + metadata.encode()).hexdigest()[:32]
         target = hub.cache_path() / "mapped" / key
-    with write_errors(target):
-        target.mkdir(parents=True, exist_ok=True)
-        with lock_or_write_error(target / f".{ARROW_NAME}.lock", target):
-            metadata = read_metadata(target if (target / METADATA_NAME).is_file() else directory)
-            if has_arrow(target, metadata):
-                return target, metadata
-            metadata = read_metadata(directory)
-            check_whole_file(parquet, metadata.files[PARQUET_NAME], progress)
-            for stale in target.glob(f".{ARROW_NAME}.tmp-*"):
-                stale.unlink()
-            temporary = target / f".{ARROW_NAME}.tmp-{secrets.token_hex(4)}"
-            try:
-                with arrow_writer(temporary) as write:
-                    for row in read_parquet_rows(parquet, metadata.tensors):
-                        write(row)
-                record = arrow_record(temporary)
-                temporary.replace(target / ARROW_NAME)
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync_directory(target)
-            metadata = replace(metadata, files={**metadata.files, ARROW_NAME: record})
-            replace_file(target / METADATA_NAME, metadata.encode())
+    with file_lock(target / f".{ARROW_NAME}.lock", target), write_errors(target):
+        metadata = read_metadata(target if (target / METADATA_NAME).is_file() else directory)
+        if has_arrow(target, metadata):
             return target, metadata
+        metadata = read_metadata(directory)
+        check_whole_file(parquet, metadata.files[PARQUET_NAME], progress)
+        temporary = target / f".{ARROW_NAME}.tmp"
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            with arrow_writer(temporary) as write:
+                for row in read_parquet_rows(parquet, metadata.tensors):
+                    write(row)
+            record = arrow_record(temporary)
+            temporary.replace(target / ARROW_NAME)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(target)
+        metadata = replace(metadata, files={**metadata.files, ARROW_NAME: record})
+        replace_file(target / METADATA_NAME, metadata.encode())
+        return target, metadata
 
 
 def check_whole_file(path: Path, record: FileRecord, progress: Progress) -> None:

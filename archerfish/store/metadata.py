@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import (
-    ALIGNMENT_BYTES,
-    ARROW_NAME,
-    ITEM_BYTES,
-    METADATA_NAME,
-    PARQUET_NAME,
-    RowSpans,
-    Span,
-    TensorInfo,
-    buffer_bytes,
-    make_info,
-)  # fmt: skip
+from archerfish.store.format import ARROW_NAME, METADATA_NAME, PARQUET_NAME, RowSpans, TensorInfo, make_info, make_spans
+from archerfish.types import DTYPE_BYTES
 
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
@@ -116,7 +106,7 @@ def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
     for key, kind in COPIED_FIELDS.items():
         if not isinstance(document[key], kind):
             raise CorruptFileError(f"{where}: {key!r} has the wrong type.")
-    if document["dtype"] not in ITEM_BYTES:
+    if document["dtype"] not in DTYPE_BYTES:
         raise CorruptFileError(f"{where}: unknown dtype {document['dtype']!r}.")
     tensors = tuple(make_info(where, *row) for row in document["tensors"])
     files = {name: FileRecord(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
@@ -130,16 +120,6 @@ def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
     if counts != (metadata.total_parameters, len(tensors), len(tensors)):
         raise CorruptFileError(f"{where}: the counts of tensors and parameters do not match its list of tensors.")
     return metadata
-
-
-def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
-    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
-    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
-    is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
-    has_right_size = bool(spans) and [span.num_bytes for span in spans] == buffer_bytes(info)
-    if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
-        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where {METADATA_NAME} says.")
-    return RowSpans(*spans)
 
 
 def is_converted(path: Path) -> bool:

