@@ -15,22 +15,9 @@ from typing import TYPE_CHECKING
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
 from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
-from archerfish.store.format import (
-    ARROW_NAME,
-    LARGE_TENSOR_BYTES,
-    METADATA_NAME,
-    PARQUET_NAME,
-    TOKENIZER_NAME,
-    Row,
-    TensorInfo,
-    arrow_writer,
-    as_bytes,
-    buffer_bytes,
-    parquet_writer,
-    read_parquet_rows,
-)  # fmt: skip
+from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
-from archerfish.store.metadata import StoreMetadata, is_converted
+from archerfish.store.metadata import ARROW_NAME, METADATA_NAME, PARQUET_NAME, TOKENIZER_NAME, StoreMetadata, is_converted
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -40,6 +27,7 @@ if TYPE_CHECKING:
 
 MODEL_TYPES = ("auto", "sentence-transformers", "transformers", "cross-encoder", "gguf", "safetensors", "torch")
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 SPARE_BYTES = 16 * 2**20
 HEADER_BYTES = 2048  # of one record batch, generously
 CONVERSION_VERSION = 2  # raise this when the result of a conversion changes, so that cached models are converted again
@@ -207,8 +195,8 @@ def validate_directory(directory: Path, source: ModelSource, progress: Progress)
             loader.release([name])
         parquet = directory / PARQUET_NAME
         for row in read_parquet_rows(parquet, loader.metadata.tensors) if parquet.is_file() else ():
-            written = [None if buffer is None else memoryview(buffer).cast("B") for buffer in row[1:]]
-            if written != loader.get_buffers(row.info.name):
+            stored = [buffer for buffer in loader.get_buffers(row.info.name) if buffer is not None]
+            if [buffer for buffer in row[1:] if buffer is not None] != stored:  # pyarrow compares its buffers with any other
                 raise ValidationError(f"The tensor {row.info.name!r} differs between {PARQUET_NAME} and {ARROW_NAME}.")
         progress(len(source.tensors), len(source.tensors), "validating")
 

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-ARROW_NAME = "weights.arrow"
-PARQUET_NAME = "weights.parquet"
-METADATA_NAME = "metadata.json"
-TOKENIZER_NAME = "tokenizer"
-
 ALIGNMENT_BYTES = 64
-LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 ROW_GROUP_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 16
 GROUP_SIZE = 32  # values that share a scale in a quantised tensor
@@ -236,6 +230,8 @@ def read_arrow_rows(path: Path, memory: Any) -> list[tuple[TensorInfo, RowSpans]
                 batch = reader.get_batch(index)
                 batch.validate(full=True)
                 found += [(info, RowSpans(*map(span_of, buffers))) for info, *buffers in batch_rows(path, batch)]
+        if any(spans.data.offset % ALIGNMENT_BYTES for _, spans in found):
+            raise CorruptFileError(f"{path} has a tensor that is not aligned to {ALIGNMENT_BYTES} bytes.")
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound Arrow file: {first_line(error)}") from error
     return found
@@ -291,7 +287,7 @@ def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str
     is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
     has_right_size = bool(spans) and [span.num_bytes for span in spans] == buffer_bytes(info)
     if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
-        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where {METADATA_NAME} says.")
+        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where its metadata say.")
     return RowSpans(*spans)
 
 

@@ -69,6 +69,7 @@ GEMMA_KEYS = {
     **DECODER_KEYS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
+PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
 BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
@@ -80,7 +81,7 @@ class Architecture:
     class_name: str
     tensors: Mapping[str, str]
     keys: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     permuted: bool = False  # q and k rows are in GGUF's interleaved rotary order
     norm_plus_one: bool = False  # norms are stored as 1 + weight
     finish: Callable[[dict[str, Any], GGUFFacts], None] | None = None  # adds to the configuration
@@ -97,23 +98,20 @@ class GGUFFacts:
 
 
 def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
-    factors = facts.constants.get("rope_freqs.weight")
-    if factors is not None:
-        config["rope_scaling"] = llama3_scaling(config, facts.name, factors)
-
-
-def llama3_scaling(config: dict[str, Any], name: str, factors: list[float]) -> dict[str, Any]:
-    """Llama 3's rotary scaling. GGUF keeps only the resulting factors, which are compared with those of Llama 3."""
+    """GGUF keeps only the factors of Llama 3's rotary scaling, which are compared with those that Llama 3 computes."""
     import numpy as np
 
+    config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
+    factors = facts.constants.get("rope_freqs.weight")
+    if factors is None:
+        return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     factor, low, high, original = max(factors), 1.0, 4.0, 8192
     wave_lengths = 2 * np.pi * config.get("rope_theta", 10000.0) ** (2 * np.arange(len(factors)) / head_dim)
     smooth = np.clip((original / wave_lengths - low) / (high - low), 0, 1)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise UnsupportedModelError(f"{name} has rotary factors (rope_freqs) that are not those of Llama 3.")
-    return {
+        raise UnsupportedModelError(f"{facts.name} has rotary factors (rope_freqs) that are not those of Llama 3.")
+    config["rope_scaling"] = {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }  # fmt: skip
@@ -131,12 +129,8 @@ def finish_phi3(config: dict[str, Any], facts: GGUFFacts) -> None:
     rotary = facts.fields.get("rope.dimension_count", head_dim)
     if rotary != head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
-    window = facts.fields.get("attention.sliding_window")
-    config["sliding_window"] = window or None
+    config["sliding_window"] = facts.fields.get("attention.sliding_window") or None
     long, short = (facts.constants.get(f"rope_factors_{kind}.weight") for kind in ("long", "short"))
-    original = facts.fields.get("rope.scaling.original_context_length")
-    if original is not None:
-        config["original_max_position_embeddings"] = original
     if long is not None and short is not None:
         config["rope_scaling"] = {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
 
@@ -147,13 +141,9 @@ def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        "llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, permuted=True, finish=finish_llama
-    ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}),
-    "qwen3": Architecture(
-        "qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS, {"hidden_act": "silu"}
-    ),
+    "llama": Architecture("llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, permuted=True, finish=finish_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
         {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}, norm_plus_one=True, finish=finish_gemma,
@@ -163,7 +153,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"hidden_activation": "gelu_pytorch_tanh", "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
         norm_plus_one=True, finish=finish_gemma,
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, finish=finish_phi3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, PHI3_KEYS, finish=finish_phi3),
     "bert": Architecture(
         "bert", "BertModel", BERT_TENSORS, BERT_KEYS, {"hidden_act": "gelu", "position_embedding_type": "absolute"},
         finish=finish_bert,

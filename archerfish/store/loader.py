@@ -15,22 +15,16 @@ from typing import TYPE_CHECKING, Any, Self
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
 from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
-from archerfish.store.format import (
-    ALIGNMENT_BYTES,
+from archerfish.store.format import Row, RowSpans, TensorInfo, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows
+from archerfish.store.metadata import (
     ARROW_NAME,
-    GROUP_SIZE,
     METADATA_NAME,
     PARQUET_NAME,
     TOKENIZER_NAME,
-    Row,
-    RowSpans,
-    TensorInfo,
-    arrow_writer,
-    dequantize,
-    read_arrow_rows,
-    read_parquet_rows,
-)  # fmt: skip
-from archerfish.store.metadata import FileRecord, StoreMetadata, read_metadata
+    FileRecord,
+    StoreMetadata,
+    read_metadata,
+)
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -85,7 +79,8 @@ class WeightLoader:
         if info.quantization is None:
             raise UnknownLayerError(f"The tensor {name!r} of {self.directory} is not quantised.")
         data, *halves = (np.frombuffer(buffer, np.uint8) for buffer in self.get_buffers(name) if buffer is not None)
-        return Row(info, data.reshape(info.num_params // GROUP_SIZE, -1), *(half.view(np.float16) for half in halves))
+        num_blocks = info.num_params // info.quantization.group_size
+        return Row(info, data.reshape(num_blocks, -1), *(half.view(np.float16) for half in halves))
 
     def get_layer(self, name: str) -> torch.Tensor:
         """One tensor as a view of the mapping; a quantised one is dequantised to float32."""
@@ -158,7 +153,7 @@ class WeightLoader:
 
 def find_directory(path: Path) -> Path:
     """The converted directory that a path names: itself, or the one of a weights file."""
-    if path.name in (ARROW_NAME, PARQUET_NAME, METADATA_NAME) and not path.is_dir():
+    if path.name in (ARROW_NAME, PARQUET_NAME) and not path.is_dir():
         if not path.is_file():
             raise ModelNotFoundError(f"{path} does not exist.")
         return path.parent
@@ -205,9 +200,6 @@ def arrow_record(path: Path) -> FileRecord:
     """The record of a new weights.arrow, which is read back through Arrow."""
     memory = map_any(path)
     spans = tuple(spans for _, spans in read_arrow_rows(path, memory))
-    for row in spans:
-        if row.data.offset % ALIGNMENT_BYTES:
-            raise AssertionError(f"{path}: a tensor lies at {row.data.offset}, which is not aligned")
     return file_record(path)._replace(outside_crc32=outside_crc32(memory, spans), spans=spans)
 
 

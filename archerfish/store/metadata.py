@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import ARROW_NAME, METADATA_NAME, PARQUET_NAME, RowSpans, TensorInfo, make_info, make_spans
+from archerfish.store.format import RowSpans, TensorInfo, make_info, make_spans
 from archerfish.types import DTYPE_BYTES
 
+ARROW_NAME = "weights.arrow"
+PARQUET_NAME = "weights.parquet"
+METADATA_NAME = "metadata.json"
+TOKENIZER_NAME = "tokenizer"
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
 COPIED_FIELDS: dict[str, Any] = {

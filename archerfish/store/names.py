@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
@@ -314,12 +315,8 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
     total = sum(sizes[name] for name in chosen)
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
     before = tree_bytes(place)
-
-    def fetch() -> Any:
-        return huggingface_hub.snapshot_download(
-            repo, revision=info.sha or hub.revision, allow_patterns=[glob.escape(name) for name in chosen]
-        )
-
+    patterns = [glob.escape(name) for name in chosen]
+    fetch = partial(huggingface_hub.snapshot_download, repo, revision=info.sha or hub.revision, allow_patterns=patterns)
     running = in_background(fetch, "hub", daemon=True)
     with hub_errors(repo, hub):
         while not wait([running], timeout=POLL_S).done:
@@ -358,14 +355,13 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]
 def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
     """The path of a model that huggingface_hub has on this machine, or None when files are missing."""
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
-    with suppress(OSError):
+    with suppress(OSError, ModelNotFoundError, UnsupportedModelError):
         reference = place / "refs" / hub.revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
         snapshot = place / "snapshots" / commit
         present = sorted(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.exists() and not p.is_dir())
-        with suppress(ModelNotFoundError, UnsupportedModelError):
-            chosen = choose_files(repo, present, file)
-            return snapshot / chosen[0] if len(chosen) == 1 else snapshot
+        chosen = choose_files(repo, present, file)
+        return snapshot / chosen[0] if len(chosen) == 1 else snapshot
     return None
 
 

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
@@ -30,9 +30,6 @@ from archerfish.store.source import (
     source_info,
 )  # fmt: skip
 from archerfish.store.tokenizer_files import write_tokenizer_files
-
-if TYPE_CHECKING:
-    import torch
 
 # In order of preference: a directory often has the same weights in several formats.
 WEIGHT_PATTERNS = (
@@ -154,17 +151,16 @@ def open_safetensors(path: Path) -> list[SourceTensor]:
     except SafetensorError as error:
         raise CorruptFileError(f"{path} is not a sound safetensors file: {first_line(error)}.") from error
     torch_file: Lazy[Any] = Lazy(lambda: safe_open(path, framework="pt"))
+
+    def load(name: str) -> Any:
+        return torch_file.get().get_tensor(name)
+
     tensors = []
     for name, found in slices.items():
         code = found.get_dtype()
         info = source_info(path, name, DTYPE_CODES.get(code, code), found.get_shape())
-        tensors.append(SourceTensor(info, functools.partial(load_safetensor, torch_file, name)))
+        tensors.append(SourceTensor(info, functools.partial(load, name)))
     return tensors
-
-
-def load_safetensor(file: Lazy[Any], name: str) -> torch.Tensor:
-    tensor: torch.Tensor = file.get().get_tensor(name)
-    return tensor
 
 
 # Finds the class that `weights_only` refuses in torch's long message.
