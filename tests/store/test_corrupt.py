@@ -14,6 +14,7 @@ from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
 from archerfish.store import ModelConverter, WeightLoader
 from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
+from archerfish.store.sources import open_source
 from tests.store.models import cut_off, flip_byte, some_weights, write_model
 
 
@@ -43,22 +44,15 @@ def test_flipped_byte_outside_tensors_is_found_on_open(converted: Path) -> None:
         path.write_bytes(good)
 
 
-def test_flipped_byte_in_a_tensor_is_found_by_verify(converted: Path) -> None:
-    span = read_metadata(converted).files["weights.arrow"].spans[0].data
-    flip_byte(converted / "weights.arrow", span.offset + 3)
-    loader = WeightLoader(converted)
-    seen: list[int] = []
-    with pytest.raises(CorruptFileError, match=r"weights\.arrow was altered"):
-        loader.verify(lambda done, total, what: seen.append(done))
-    assert seen
-
-
-@pytest.mark.parametrize("name", ["weights.parquet", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("name", ["weights.arrow", "weights.parquet", "tokenizer/tokenizer.json"])
 def test_verify_checks_all_files(converted: Path, name: str) -> None:
     WeightLoader(converted).verify()
-    flip_byte(converted / name, 50)
-    with pytest.raises(CorruptFileError, match=name):
-        WeightLoader(converted).verify()
+    tensor_byte = read_metadata(converted).files["weights.arrow"].spans[0].data.offset + 3
+    flip_byte(converted / name, tensor_byte if name == "weights.arrow" else 50)
+    seen: list[int] = []
+    with pytest.raises(CorruptFileError, match=f"{name} was altered"):
+        WeightLoader(converted).verify(lambda done, total, what: seen.append(done))
+    assert seen
 
 
 @pytest.mark.parametrize("num_bytes", [0, 6, 100, -1])
@@ -130,20 +124,18 @@ def test_truncated_safetensors_is_refused(source: Path, tmp_path: Path, num_byte
     assert isinstance(error, CorruptFileError) and "model.safetensors" in str(error)
 
 
-def test_flipped_byte_in_safetensors_header_is_refused(source: Path, tmp_path: Path) -> None:
+def test_flipped_byte_in_safetensors_header(source: Path) -> None:
     path = source / "model.safetensors"
     good = path.read_bytes()
-    header_bytes = struct.unpack("<Q", good[:8])[0]
-    outcomes = set()
-    for position in range(0, 8 + header_bytes, 5):
+    num_refused = 0
+    for position in range(0, 8 + struct.unpack("<Q", good[:8])[0], 5):
         flip_byte(path, position)
         try:
-            ModelConverter(ConversionConfig(overwrite=True)).convert(source, tmp_path / "out")
-            outcomes.add("renamed")  # a byte of a name or of a blank: still a sound file
+            open_source(source)  # a changed byte of a name or of a blank leaves a sound file
         except (CorruptFileError, UnsupportedModelError):
-            outcomes.add("refused")
+            num_refused += 1
         path.write_bytes(good)
-    assert "refused" in outcomes
+    assert num_refused > 10
 
 
 def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:

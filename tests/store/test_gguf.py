@@ -19,7 +19,7 @@ from archerfish.store import ModelConverter, WeightLoader
 from archerfish.store.format import INTEGER_BYTES, Quantization, TensorInfo, dequantize, split_blocks
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
-from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, make_tensors, write_gguf
+from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, finish, make_tensors, write_gguf
 
 ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 Q_NAME, K_NAME = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -94,17 +94,12 @@ def test_other_block_types_are_stored_dequantised(tmp_path: Path, quant_type: st
     num_tokens, width = 512, 256
     blocks = np.random.default_rng(0).integers(0, 64, (num_tokens, width // block_size * type_size), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    for add, value in (
-        (writer.add_block_count, 1), (writer.add_embedding_length, width), (writer.add_feed_forward_length, 4),
-        (writer.add_head_count, 4),
-    ):  # fmt: skip
-        add(value)
+    writer.add_block_count(1)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(4)
+    writer.add_head_count(4)
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    loader = convert(tmp_path / "m.gguf", tmp_path / "out", keep_quantized=True)
+    loader = convert(finish(writer, tmp_path / "m.gguf"), tmp_path / "out", keep_quantized=True)
     assert not loader.tokenizer_path.exists()
     assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), gguf.quants.dequantize(blocks, kind))
 

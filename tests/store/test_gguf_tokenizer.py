@@ -180,9 +180,7 @@ def test_more_tokens_than_embeddings_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_smollm2_tokenizer_equals_transformers(
-    smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smollm2_tokenizer_equals_transformers(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)

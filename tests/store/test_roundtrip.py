@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,8 @@ from hypothesis.extra import numpy as hnp
 from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
 from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, arrow_writer, as_bytes
+from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes
 from archerfish.store.loader import arrow_record
-from archerfish.store.metadata import FileRecord
 from tests.store.models import some_weights, write_model
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -35,8 +35,7 @@ def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
     return WeightLoader(target)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "compression"), [*zip(itertools.cycle(DTYPES), COMPRESSIONS, strict=False)])
 def test_every_dtype_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
     loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
     narrowed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
@@ -63,30 +62,6 @@ def test_pyarrow_reads_both_files(converted: Path) -> None:
     assert np.array_equal(values, some_weights()[row["layer_name"]].numpy())
 
 
-def write_arrow(path: Path, rows: list[Row], *, large: bool = False) -> FileRecord:
-    with arrow_writer(path, large=large) as write:
-        for row in rows:
-            write(row)
-    return arrow_record(path)
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, large: bool) -> None:
-    rows = []
-    for index in range(40):
-        shape = (index % 7,) * (index % 4)
-        info = TensorInfo("n" * (index + 1) + "ä" * (index % 3), ("float32", "bfloat16", "uint8")[index % 3], shape)
-        rows.append(Row(info, bytes([index]) * (info.num_params * ITEM_BYTES[info.dtype])))
-    record = write_arrow(tmp_path / "weights.arrow", rows, large=large)
-    data = (tmp_path / "weights.arrow").read_bytes()
-    with pa.memory_map(str(tmp_path / "weights.arrow")) as file:
-        kind = pa.ipc.open_file(file).schema.field("data").type
-    assert kind == (pa.large_binary() if large else pa.binary())
-    for index, spans in enumerate(record.spans):
-        assert spans.data.offset % 64 == 0
-        assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == rows[index].data
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrays=st.lists(
@@ -96,10 +71,11 @@ def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, large: bool) -> None:
         min_size=1,
         max_size=6,
     ),
-    names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
+    names=st.sets(st.text(min_size=1, max_size=40).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
+    large=st.booleans(),
 )
-def test_random_tensors_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]
+def test_tensors_round_trip_and_are_aligned(
+    tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str], large: bool
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "weights.arrow"
     rows = []
@@ -107,9 +83,13 @@ def test_random_tensors_round_trip(
         tensor = torch.from_numpy(np.array(array))
         info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         rows.append(Row(info, as_bytes(tensor)))
-    record = write_arrow(path, rows)
+    with arrow_writer(path, large=large) as write:
+        for row in rows:
+            write(row)
     data = path.read_bytes()
-    for row, spans in zip(rows, record.spans, strict=True):
+    assert pa.ipc.open_file(data).schema.field("data").type == (pa.large_binary() if large else pa.binary())
+    for row, spans in zip(rows, arrow_record(path).spans, strict=True):
+        assert spans.data.offset % 64 == 0
         assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == bytes(row.data)
 
 
