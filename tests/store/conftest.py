@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from archerfish.config import ConversionConfig, HubConfig
-from archerfish.store import ModelConverter
-from tests.store.models import write_model
+from archerfish.config import HubConfig
+from tests.store.models import convert, write_model
 
 
 @pytest.fixture
@@ -18,9 +17,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def converted(tmp_path: Path, source: Path) -> Path:
     """A converted directory in float32 with both files."""
-    target = tmp_path / "converted"
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, target)
-    return target
+    return convert(source, tmp_path / "converted", dtype="float32").directory
 
 
 @pytest.fixture

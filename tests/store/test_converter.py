@@ -23,11 +23,11 @@ from archerfish.errors import (
     ValidationError,
     WriteError,
 )
-from archerfish.store import ModelConverter, WeightLoader, files, loader
+from archerfish.store import ModelConverter, WeightLoader, loader
 from archerfish.store.converter import compare, fingerprint_parts
 from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
-from tests.store.models import MATRIX, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
+from tests.store.models import MATRIX, convert, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
 
 
 def leftovers(target: Path) -> list[str]:
@@ -61,47 +61,38 @@ def test_without_parquet(source: Path, tmp_path: Path) -> None:
 def test_too_large_tensor_for_parquet_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.store.converter.LARGE_TENSOR_BYTES", 100)
     with pytest.raises(UnsupportedModelError, match="write_parquet=False"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_existing_output_needs_overwrite(source: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(converted)
     with pytest.raises(InvalidOptionError, match="already holds a model"):
-        ModelConverter().convert(source, converted)
+        convert(source, converted)
     assert snapshot(converted) == before
-    ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_layer(MATRIX).dtype == torch.bfloat16
+    assert convert(source, converted, dtype="bfloat16", overwrite=True).get_layer(MATRIX).dtype == torch.bfloat16
     assert leftovers(converted) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(InvalidOptionError, match="holds other files"):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, tmp_path / "mine")
+        convert(source, tmp_path / "mine", overwrite=True)
     (tmp_path / "empty").mkdir()
-    ModelConverter().convert(source, tmp_path / "empty")
-    assert WeightLoader(tmp_path / "empty").get_layer_names()
+    assert convert(source, tmp_path / "empty").get_layer_names()
     with pytest.raises(InvalidOptionError, match="is a file"):
-        ModelConverter().convert(source, tmp_path / "mine" / "thesis.txt")
-
-
-def test_directory_renamed_by_a_killed_process_is_recovered(converted: Path) -> None:
-    before = snapshot(converted)
-    converted.rename(files.sibling(converted, "old"))
-    assert WeightLoader(converted).get_layer_names()
-    assert snapshot(converted) == before and leftovers(converted) == []
+        convert(source, tmp_path / "mine" / "thesis.txt")
 
 
 def test_unwritable_output_raises_write_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(WriteError, match="Cannot write"):
-        ModelConverter().convert(source, tmp_path / "file" / "out")
+        convert(source, tmp_path / "file" / "out")
 
     def refuse(self: Path, *arguments: Any, **options: Any) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(WriteError, match="Permission denied"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -109,7 +100,7 @@ def test_unwritable_output_raises_write_error(source: Path, tmp_path: Path, monk
 def test_full_disk_leaves_the_old_directory(source: Path, converted: Path, num_bytes: int) -> None:
     before = snapshot(converted)
     with file_size_limit(num_bytes), pytest.raises(WriteError, match="File too large"):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted)
+        convert(source, converted, overwrite=True)
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
@@ -117,7 +108,7 @@ def test_too_little_disk_space_is_refused_first(source: Path, tmp_path: Path, mo
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
     monkeypatch.setattr("archerfish.store.files.shutil.disk_usage", lambda path: usage)
     with pytest.raises(WriteError, match="MB free"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -131,7 +122,7 @@ def test_interruption_leaves_the_old_directory(source: Path, converted: Path, er
             raise error
 
     with pytest.raises(error):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted, progress=interrupt)
+        convert(source, converted, progress=interrupt, overwrite=True)
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
@@ -177,8 +168,7 @@ def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path,
             assert loader.get_layer(MATRIX).dtype == torch.bfloat16
         else:
             assert snapshot(tmp_path / point) == snapshot(converted)
-        ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, tmp_path / point)
-        assert WeightLoader(tmp_path / point).get_layer(MATRIX).dtype == torch.float16
+        assert convert(source, tmp_path / point, dtype="float16", overwrite=True).get_layer(MATRIX).dtype == torch.float16
         assert leftovers(tmp_path / point) == []
 
 
@@ -186,15 +176,15 @@ def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:
     weights = {**some_weights(), "huge": torch.tensor([[1.0, 70000.0]])}
     source = write_model(tmp_path / "huge", weights)
     with pytest.raises(ValidationError, match="'huge' holds 70000, which float16 cannot hold"):
-        ModelConverter().convert(source, tmp_path / "out")
-    ModelConverter(ConversionConfig(dtype="bfloat16")).convert(source, tmp_path / "wide")
+        convert(source, tmp_path / "out")
+    convert(source, tmp_path / "wide", dtype="bfloat16")
     weights["huge"] = torch.tensor([[1.0, float("nan")]])
     source = write_model(tmp_path / "nan", weights)
     with pytest.raises(ValidationError, match="'huge' of the source holds NaN"):
-        ModelConverter(ConversionConfig(validate_output=False)).convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out", validate_output=False)
     assert not (tmp_path / "out").exists()
     weights["huge"] = torch.tensor([1.0, float("-inf")])
-    ModelConverter().convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
+    convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
 
 
 def test_compare_refuses_other_values() -> None:
@@ -219,19 +209,19 @@ def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, mon
     for name, damage in (("arrow_record", damaged_record), ("read_parquet_rows", damaged_rows)):
         with monkeypatch.context() as patch, pytest.raises(ValidationError):
             patch.setattr(f"archerfish.store.converter.{name}", damage)
-            ModelConverter().convert(source, tmp_path / "out")
+            convert(source, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
 def test_model_type_is_checked(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match="auto"):
-        ModelConverter().convert(source, tmp_path / "out", model_type="autoo")
+        convert(source, tmp_path / "out", model_type="autoo")
     for hint in ("gguf", "torch", "sentence-transformers", "cross-encoder"):
         with pytest.raises(UnsupportedModelError, match="not what model_type"):
-            ModelConverter().convert(source, tmp_path / "out", model_type=hint)
-    ModelConverter().convert(source, tmp_path / "out", model_type="transformers")
+            convert(source, tmp_path / "out", model_type=hint)
+    convert(source, tmp_path / "out", model_type="transformers")
     with pytest.raises(UnsupportedModelError, match="already converted"):
-        ModelConverter().convert(tmp_path / "out", tmp_path / "again")
+        convert(tmp_path / "out", tmp_path / "again")
 
 
 def torch_source(directory: Path, state: Any, **options: Any) -> Path:
@@ -248,16 +238,14 @@ def test_torch_checkpoints(tmp_path: Path, zipped: bool, nested: bool) -> None:
     weights["transposed"] = torch.randn(3, 5).t()
     state = {"state_dict": weights, "epoch": 3} if nested else weights
     source = torch_source(tmp_path / "s", state, _use_new_zipfile_serialization=zipped)
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "out", model_type="torch")
-    for name, tensor in WeightLoader(tmp_path / "out").load_weights().items():
+    for name, tensor in convert(source, tmp_path / "out", model_type="torch", dtype="float32").load_weights().items():
         assert torch.equal(tensor, weights[name])
 
 
 def test_single_pth_and_sharded_bin(tmp_path: Path) -> None:
     weights = some_weights()
     torch.save(weights, tmp_path / "rwkv.pth")
-    ModelConverter(ConversionConfig(dtype="float32")).convert(tmp_path / "rwkv.pth", tmp_path / "out")
-    loader = WeightLoader(tmp_path / "out")
+    loader = convert(tmp_path / "rwkv.pth", tmp_path / "out", dtype="float32")
     assert loader.config == {} and not loader.tokenizer_path.exists() and loader.get_metadata()["model_name"] == "rwkv"
     source = torch_source(tmp_path / "sharded", {})
     (source / "pytorch_model.bin").unlink()
@@ -266,8 +254,7 @@ def test_single_pth_and_sharded_bin(tmp_path: Path) -> None:
         torch.save({name: tensor}, source / f"part{index}.bin")
         weight_map[name] = f"part{index}.bin"
     write_json(source / "pytorch_model.bin.index.json", {"weight_map": weight_map})
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "sharded-out")
-    assert WeightLoader(tmp_path / "sharded-out").get_layer_names() == list(weights)
+    assert convert(source, tmp_path / "sharded-out", dtype="float32").get_layer_names() == list(weights)
 
 
 class Evil:
@@ -305,8 +292,7 @@ def test_metadata_keeps_the_configuration(source: Path, tmp_path: Path) -> None:
     write_json(source / "generation_config.json", {"temperature": 0.5})
     config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}, "sentence_transformers": {"v": 1}}
     write_json(source / "config.json", {**json.loads((source / "config.json").read_text()), **config})
-    ModelConverter().convert(source, tmp_path / "out", model_type="cross-encoder")
-    found = WeightLoader(tmp_path / "out").get_metadata()
+    found = convert(source, tmp_path / "out", model_type="cross-encoder").get_metadata()
     assert found["generation_config"] == {"temperature": 0.5} and found["embedding"] is None
     assert {key: found["config"][key] for key in config} == config
     assert found["source"]["kind"] == "safetensors" and found["created"].startswith("20")

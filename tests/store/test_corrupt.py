@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
-from archerfish.store import ModelConverter, WeightLoader
+from archerfish.store import WeightLoader
 from archerfish.store.metadata import CHECKSUM_END, CHECKSUM_KEY, read_metadata
 from archerfish.store.sources import open_source
-from tests.store.models import cut_off, flip_byte, some_weights, write_model
+from tests.store.models import convert, cut_off, flip_byte, some_weights, write_model
 
 
 def test_flipped_byte_in_metadata_is_found(converted: Path) -> None:
@@ -111,7 +110,7 @@ def test_newer_format_version_is_refused(converted: Path) -> None:
 
 def refuse(source: Path, target: Path) -> ArcherfishError:
     with pytest.raises(ArcherfishError) as caught:
-        ModelConverter(ConversionConfig()).convert(source, target)
+        convert(source, target)
     assert not target.exists()
     assert not list(target.parent.glob(f".{target.name}*"))
     return caught.value
@@ -149,8 +148,7 @@ def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
     weight_map = {name: f"model-{1 if name in names[:2] else 2}.safetensors" for name in names}
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    ModelConverter().convert(source, tmp_path / "good")
-    assert sorted(WeightLoader(tmp_path / "good").get_layer_names()) == sorted(names)
+    assert sorted(convert(source, tmp_path / "good").get_layer_names()) == sorted(names)
     index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-1.safetensors"}}))
     assert "no tensor 'missing'" in str(refuse(source, tmp_path / "out"))
     index.write_text(json.dumps({"weight_map": {**weight_map, "missing": "model-3.safetensors"}}))

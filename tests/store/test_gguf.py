@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.config import ConversionConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import NoOps, encoder_class, model_class
 from archerfish.models.config import Config
-from archerfish.store import ModelConverter, WeightLoader
+from archerfish.store import WeightLoader
 from archerfish.store.format import INTEGER_BYTES, Quantization, TensorInfo, dequantize, split_blocks
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
 from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, finish, make_tensors, write_gguf
+from tests.store.models import convert
 
 ROUNDED_TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 Q_NAME, K_NAME = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
-
-
-def convert(path: Path, target: Path, **options: Any) -> WeightLoader:
-    ModelConverter(ConversionConfig(dtype="float32", **options)).convert(path, target, model_type="gguf")
-    return WeightLoader(target)
 
 
 def to_rotary_halves(array: Any, num_heads: int) -> Any:
@@ -49,7 +44,7 @@ def reference(array: Any, quant_type: str) -> Any:
 @pytest.mark.parametrize("quant_type", ["F32", *ROUNDED_TYPES])
 def test_values_of_every_type(tmp_path: Path, quant_type: str) -> None:
     tensors = make_tensors("llama")
-    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", tensors, quant_type), tmp_path / "out")
+    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", tensors, quant_type), tmp_path / "out", dtype="float32")
     embedding = reference(tensors["token_embd.weight"], quant_type)
     assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), embedding)
     for name, gguf_name, heads in ((Q_NAME, "blk.0.attn_q.weight", HEADS), (K_NAME, "blk.0.attn_k.weight", KV_HEADS)):
@@ -61,7 +56,8 @@ def test_values_of_every_type(tmp_path: Path, quant_type: str) -> None:
 @pytest.mark.parametrize("quant_type", INTEGER_BYTES)
 def test_keep_quantized_keeps_all_bits(tmp_path: Path, quant_type: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"), quant_type)
-    wide, kept = convert(path, tmp_path / "wide"), convert(path, tmp_path / "kept", keep_quantized=True)
+    wide = convert(path, tmp_path / "wide", dtype="float32", model_type="gguf")
+    kept = convert(path, tmp_path / "kept", dtype="float32", keep_quantized=True)
     for name in wide.get_layer_names():
         assert torch.equal(kept.get_layer(name), wide.get_layer(name)), name
     parts = kept.get_quantized(Q_NAME)
@@ -99,7 +95,7 @@ def test_other_block_types_are_stored_dequantised(tmp_path: Path, quant_type: st
     writer.add_feed_forward_length(4)
     writer.add_head_count(4)
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=kind)
-    loader = convert(finish(writer, tmp_path / "m.gguf"), tmp_path / "out", keep_quantized=True)
+    loader = convert(finish(writer, tmp_path / "m.gguf"), tmp_path / "out", dtype="float32", keep_quantized=True)
     assert not loader.tokenizer_path.exists()
     assert np.array_equal(loader.get_layer("model.embed_tokens.weight").numpy(), gguf.quants.dequantize(blocks, kind))
 
@@ -120,7 +116,7 @@ def test_names_and_shapes_are_those_of_the_model(tmp_path: Path, architecture: s
 @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
 def test_gemma_norms_are_stored_without_plus_one(tmp_path: Path, architecture: str) -> None:
     tensors = make_tensors(architecture)
-    loader = convert(write_gguf(tmp_path / "m.gguf", architecture, tensors), tmp_path / "out")
+    loader = convert(write_gguf(tmp_path / "m.gguf", architecture, tensors), tmp_path / "out", dtype="float32")
     found = loader.get_layer("model.layers.1.pre_feedforward_layernorm.weight").numpy()
     assert np.array_equal(found, tensors["blk.1.ffn_norm.weight"] - 1)
     assert np.array_equal(loader.get_layer("model.norm.weight").numpy(), tensors["output_norm.weight"] - 1)
@@ -128,7 +124,7 @@ def test_gemma_norms_are_stored_without_plus_one(tmp_path: Path, architecture: s
 
 
 def test_configuration(tmp_path: Path) -> None:
-    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama")), tmp_path / "out")
+    loader = convert(write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama")), tmp_path / "out", dtype="float32")
     expected = {
         "model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "rope_theta": 100000.0, "rms_norm_eps": 1e-05, "max_position_embeddings": 128,

@@ -11,11 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from archerfish.config import ConversionConfig
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store import ModelConverter, WeightLoader
 from archerfish.store.tokenizer_files import PRE_TOKENIZERS, WORD_MARK, make_tokenizer_files
 from tests.store.gguf_models import MERGES, byte_level_tokens, make_tensors, write_gguf
+from tests.store.models import convert
 
 TEXTS = [
     "", " ", "Hello world", "hello   world\n\n\t x", "1234567 89.01", "a1b22c333", "  leading", "trailing  ", "\n", "\r\n\r\n",
@@ -77,8 +76,7 @@ def test_bos_and_eos_are_added_as_the_file_says() -> None:
 
 def test_side_files(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama", make_tensors("llama"))
-    ModelConverter().convert(tmp_path / "m.gguf", tmp_path / "out")
-    folder = WeightLoader(tmp_path / "out").tokenizer_path
+    folder = convert(tmp_path / "m.gguf", tmp_path / "out").tokenizer_path
     options = json.loads((folder / "tokenizer_config.json").read_text())
     assert options["eos_token"] == "<|im_end|>" and options["model_max_length"] == 128
     assert options["chat_template"] == (folder / "chat_template.jinja").read_text() != ""
@@ -185,8 +183,7 @@ def test_smollm2_tokenizer_equals_transformers(smollm2_gguf: Path, tmp_path: Pat
 
     monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)
     folder, name = smollm2_gguf.parent, smollm2_gguf.name
-    ModelConverter(ConversionConfig(dtype="float32", write_parquet=False)).convert(smollm2_gguf, tmp_path / "out")
-    loader = WeightLoader(tmp_path / "out")
+    loader = convert(smollm2_gguf, tmp_path / "out", dtype="float32", write_parquet=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     state = model.state_dict()
     assert set(state) - {"lm_head.weight"} == set(loader.get_layer_names())

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from archerfish.config import ConversionConfig, HubConfig
+from archerfish.config import HubConfig
 from archerfish.errors import CorruptFileError, WriteError
-from archerfish.store import ModelConverter, WeightLoader, ensure_converted
+from archerfish.store import WeightLoader, ensure_converted
 from archerfish.store import loader as loader_module
 from archerfish.store.metadata import FileRecord
-from tests.store.models import MATRIX, cut_off, file_size_limit, flip_byte, some_weights, write_model
+from tests.store.models import MATRIX, convert, cut_off, file_size_limit, flip_byte, some_weights, write_model
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc")
 NUM_ROWS, NUM_COLUMNS = 2048, 2048
@@ -47,8 +47,7 @@ def smaps(path: Path) -> dict[str, int]:
 def big(tmp_path: Path) -> Path:
     weights = {"big": torch.arange(NUM_ROWS * NUM_COLUMNS, dtype=torch.float32).view(NUM_ROWS, NUM_COLUMNS), **some_weights()}
     source = write_model(tmp_path / "big-source", weights)
-    ModelConverter(ConversionConfig(dtype="float32", write_parquet=False)).convert(source, tmp_path / "big")
-    return tmp_path / "big"
+    return convert(source, tmp_path / "big", dtype="float32", write_parquet=False).directory
 
 
 def test_tensors_are_aligned_views_of_the_mapping(big: Path) -> None:
@@ -106,7 +105,7 @@ def test_open_while_the_directory_is_replaced(converted: Path, source: Path, mon
     def replace_first(path: Path, record: FileRecord) -> mmap.mmap:
         if not replaced:
             replaced.append(path)
-            ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True, validate_output=False)).convert(source, converted)
+            convert(source, converted, dtype="bfloat16", overwrite=True, validate_output=False)
         return map_file(path, record)
 
     monkeypatch.setattr("archerfish.store.loader.map_file", replace_first)

@@ -17,22 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
+from archerfish.config import COMPRESSIONS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
-from archerfish.store import ModelConverter, WeightLoader
+from archerfish.store import WeightLoader
 from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes
 from archerfish.store.loader import arrow_record
-from tests.store.models import some_weights, write_model
+from tests.store.models import convert, some_weights, write_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 COLUMNS = (
     "layer_name", "shape", "dtype", "data", "num_params", "quant_type", "scales", "zero_points", "quant_axis", "group_size",
 )  # fmt: skip
-
-
-def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
-    ModelConverter(ConversionConfig(**options)).convert(source, target)
-    return WeightLoader(target)
 
 
 @pytest.mark.parametrize(("dtype", "compression"), [*zip(itertools.cycle(DTYPES), COMPRESSIONS, strict=False)])

@@ -13,14 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
-from archerfish.store.converter import ModelConverter
-from archerfish.store.loader import WeightLoader
-from archerfish.store.metadata import read_metadata
 from archerfish.store.sources import open_source
 from tests.models.recurring import SIZES, Size, blink_weights, read_rwkv7
 from tests.store.gguf_models import finish
+from tests.store.models import convert
 
 Tensors = dict[str, torch.Tensor]
 TINY = SIZES["tiny"]
@@ -151,14 +148,13 @@ def test_generation_config_is_kept(tmp_path: Path) -> None:
     assert open_source(path).generation_config is None
     stated = {"eos_token_id": [5, 7], "temperature": 0.8}
     (path / "generation_config.json").write_text(json.dumps(stated))
-    ModelConverter(ConversionConfig(dtype="float32")).convert(path, tmp_path / "out")
-    assert read_metadata(tmp_path / "out").generation_config == stated
+    assert convert(path, tmp_path / "out", dtype="float32").metadata.generation_config == stated
 
 
 def test_keep_quantized_gguf(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), q8=True)
-    ModelConverter(ConversionConfig(dtype="float32", keep_quantized=True)).convert(path, tmp_path / "out")
-    loader, (_, weights) = WeightLoader(tmp_path / "out"), read_rwkv7(path)
+    loader = convert(path, tmp_path / "out", dtype="float32", keep_quantized=True)
+    _, weights = read_rwkv7(path)
     assert loader.get_buffers("model.layers.1.attn.r_proj.weight")[1] is not None
     assert set(loader.get_layer_names()) == set(weights)
     for name, tensor in weights.items():

@@ -11,10 +11,9 @@ import torch
 from tokenizers import Tokenizer
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store import ModelConverter, WeightLoader
 from archerfish.store.source import read_embedding
 from archerfish.store.tokenizer_files import write_tokenizer_files
-from tests.store.models import VOCABULARY, some_weights, write_json, write_model
+from tests.store.models import VOCABULARY, convert, some_weights, write_json, write_model
 
 PREFIX = "sentence_transformers.models."
 
@@ -50,8 +49,7 @@ def test_sentence_transformers_settings(source: Path, tmp_path: Path) -> None:
     write_json(source / "sentence_bert_config.json", {"max_seq_length": 256, "do_lower_case": True})
     prompts = {"prompts": {"query": "query: ", "none": None}, "default_prompt_name": "query", "similarity_fn_name": "cosine"}
     write_json(source / "config_sentence_transformers.json", prompts)
-    ModelConverter().convert(source, tmp_path / "out", model_type="sentence-transformers")
-    assert WeightLoader(tmp_path / "out").get_metadata()["embedding"] == {
+    assert convert(source, tmp_path / "out", model_type="sentence-transformers").get_metadata()["embedding"] == {
         "pooling_mode": "mean",
         "normalize": True,
         "max_seq_length": 256,
@@ -73,8 +71,7 @@ def test_cross_encoder_settings(tmp_path: Path, style: str) -> None:
         write_modules(source, "Transformer")
         write_json(source / "sentence_bert_config.json", {"transformer_task": "sequence-classification"})
         write_json(source / "config_sentence_transformers.json", {"model_type": "CrossEncoder", "activation_fn": "Sigmoid"})
-    ModelConverter().convert(source, tmp_path / "out", model_type="cross-encoder")
-    found = WeightLoader(tmp_path / "out").get_metadata()
+    found = convert(source, tmp_path / "out", model_type="cross-encoder").get_metadata()
     assert found["embedding"] is None and found["config"]["sentence_transformers"] == {"activation_fn": "Sigmoid"}
 
 
@@ -84,8 +81,7 @@ def test_transformer_in_a_subdirectory(tmp_path: Path) -> None:
     write_modules(source, "Transformer", "Pooling", paths=("0_Transformer", "1_Pooling"))
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
     write_json(source / "0_Transformer" / "sentence_roberta_config.json", {"max_seq_length": 128})
-    ModelConverter().convert(source, tmp_path / "out")
-    loader = WeightLoader(tmp_path / "out")
+    loader = convert(source, tmp_path / "out")
     assert loader.get_metadata()["embedding"]["max_seq_length"] == 128
     assert torch.equal(loader.get_layer("scale"), some_weights()["scale"].half())
 
