@@ -214,9 +214,8 @@ def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
     import torch
 
     result = source.to(getattr(torch, dtype)).contiguous()
-    if not result.is_floating_point() or result.numel() == 0:
-        return result
-    if all(bool(torch.isfinite(bound)) for bound in torch.aminmax(result)):  # one pass without temporaries
+    is_plain = not result.is_floating_point() or result.numel() == 0
+    if is_plain or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(result)):  # one pass without temporaries
         return result
     if bool(torch.isnan(source).any()):
         raise ValidationError(f"The tensor {name!r} of the source holds NaN.")

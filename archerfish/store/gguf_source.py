@@ -329,12 +329,11 @@ def read_tensor(
     if kind in INTEGER_BYTES and not minus_one:
         info = info._replace(quantization=Quantization(kind, len(shape) - 1))
     elif kind not in DTYPE_CODES:
-        _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        zeros = np.zeros((1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8)
         try:
-            gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), tensor.tensor_type)
+            gguf.quants.dequantize(zeros, tensor.tensor_type)
         except NotImplementedError:
-            message = f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised."
-            raise UnsupportedModelError(message) from None
+            raise UnsupportedModelError(f"{path}: {name!r} has the type {kind}, which cannot be dequantised.") from None
 
     def load_blocks() -> Row:
         return split_blocks(info, tensor.data if order is None else tensor.data[order])

@@ -97,10 +97,9 @@ def read_metadata(directory: Path) -> StoreMetadata:
         document = json.loads(raw)
         if document["format"] != FORMAT_NAME:
             raise CorruptFileError(f"{path} was not written by archerfish.")
-        version = document["format_version"]
-        if version != FORMAT_VERSION:
-            hint = "Convert the model again, or use the version of archerfish that wrote it."
-            raise UnsupportedModelError(f"{path} has format version {version!r}; this is version {FORMAT_VERSION}.", hint=hint)
+        if document["format_version"] != FORMAT_VERSION:
+            message = f"{path} has format version {document['format_version']!r}; this is version {FORMAT_VERSION}."
+            raise UnsupportedModelError(message, hint="Convert it again, or use the version of archerfish that wrote it.")
         return make_metadata(document, str(path))
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} does not describe a model: {error!r}.") from error

@@ -172,9 +172,8 @@ def make_config(path: Path, tensors: Mapping[str, SourceTensor], stated: Mapping
     for name in ("head_dim", "norm_eps", "max_position_embeddings", "eos_token_id", "bos_token_id"):
         if stated.get(name) is not None:
             config[name] = stated[name]
-    stated_layers = stated.get("num_hidden_layers")
-    if stated_layers is not None and stated_layers != num_layers:
-        raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {stated_layers}.")
+    if stated.get("num_hidden_layers") not in (None, num_layers):
+        raise CorruptFileError(f"{path} has {num_layers} layers, but its configuration says {stated['num_hidden_layers']}.")
     return config
 
 

@@ -60,10 +60,9 @@ def write_tokenizer_files(source: Path, target: Path) -> None:
             data["tokenizer.json"] = build_byte_level(source).encode()
         elif WORLD_NAME not in data:
             found = [name for name in SENTENCEPIECE_NAMES if (source / name).is_file()]
-            if found:
-                message = f"{source} has no tokenizer.json, only the SentencePiece file {found[0]}."
-                raise UnsupportedModelError(message, hint=SAVE_AGAIN)
-            return
+            if not found:
+                return
+            raise UnsupportedModelError(f"{source} has no tokenizer.json, only the file {found[0]}.", hint=SAVE_AGAIN)
     write_files(data, target)
     templates = source / "additional_chat_templates"
     if templates.is_dir():

@@ -17,14 +17,9 @@ from archerfish.store import ModelConverter, WeightLoader
 from archerfish.types import Progress, no_progress
 
 BERT_CONFIG: dict[str, Any] = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 12,
-}
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "vocab_size": 12,
+}  # fmt: skip
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##ly", "caf", "##e", "你", "A"]
 
 

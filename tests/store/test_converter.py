@@ -24,7 +24,7 @@ from archerfish.errors import (
     WriteError,
 )
 from archerfish.store import ModelConverter, WeightLoader, loader
-from archerfish.store.converter import compare, fingerprint_parts
+from archerfish.store.converter import fingerprint_parts
 from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
 from tests.store.models import MATRIX, convert, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
@@ -185,16 +185,6 @@ def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     weights["huge"] = torch.tensor([1.0, float("-inf")])
     convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
-
-
-def test_compare_refuses_other_values() -> None:
-    source = torch.randn(4096)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        stored = source.to(dtype, copy=True)
-        compare("x", source, stored)
-        stored.view(torch.int32 if dtype == torch.float32 else torch.int16)[4000] += 1
-        with pytest.raises(ValidationError, match="'x'"):
-            compare("x", source, stored)
 
 
 def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

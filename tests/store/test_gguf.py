@@ -15,7 +15,7 @@ from archerfish.layers.weights import NotedWeights
 from archerfish.models.adapter import NoOps, encoder_class, model_class
 from archerfish.models.config import Config
 from archerfish.store import WeightLoader
-from archerfish.store.format import INTEGER_BYTES, Quantization, TensorInfo, dequantize, split_blocks
+from archerfish.store.format import INTEGER_BYTES
 from archerfish.store.gguf_source import ARCHITECTURES
 from archerfish.store.sources import open_source
 from tests.store.gguf_models import HEADS, KV_HEADS, NUM_LAYERS, WIDTH, finish, make_tensors, write_gguf
@@ -69,18 +69,6 @@ def test_keep_quantized_keeps_all_bits(tmp_path: Path, quant_type: str) -> None:
     kept.verify()
     (tmp_path / "kept" / "weights.arrow").unlink()
     assert torch.equal(WeightLoader(tmp_path / "kept").get_layer(Q_NAME), wide.get_layer(Q_NAME))
-
-
-@pytest.mark.parametrize("quant_type", INTEGER_BYTES)
-def test_dequantize_equals_gguf(quant_type: str) -> None:
-    kind = gguf.GGMLQuantizationType[quant_type]
-    blocks = np.random.default_rng(1).integers(0, 256, (64, gguf.GGML_QUANT_SIZES[kind][1] * 2), dtype=np.uint8)
-    header_bytes = 4 if quant_type.endswith("_1") else 2
-    for start in (0, blocks.shape[1] // 2):
-        header = np.random.default_rng(2).standard_normal((64, header_bytes // 2)).astype(np.float16)
-        blocks[:, start : start + header_bytes] = header.view(np.uint8)
-    info = TensorInfo("x", "float32", (64, 64), Quantization(quant_type, 1))
-    assert np.array_equal(dequantize(split_blocks(info, blocks)), gguf.quants.dequantize(blocks, kind))
 
 
 @pytest.mark.parametrize("quant_type", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"])

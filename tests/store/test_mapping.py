@@ -127,7 +127,7 @@ def test_parquet_only_directory_gets_an_arrow_file(converted: Path, hub: HubConf
     loader.verify()
     monkeypatch.setattr(loader_module, "arrow_writer", None)
     assert torch.equal(WeightLoader(converted).get_layer("scale"), some_weights()["scale"])
-    assert not list(converted.glob(".weights.arrow.tmp-*"))
+    assert not list(converted.glob(".weights.arrow.tmp*"))
 
 
 def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
@@ -143,20 +143,17 @@ def test_parquet_in_a_read_only_directory_is_mapped_from_the_cache(
     assert loader.arrow_path == WeightLoader(converted, hub=hub).arrow_path
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip-first", "flip-footer", "flip-middle"])
-def test_damaged_parquet_is_refused(converted: Path, hub: HubConfig, damage: str) -> None:
+@pytest.mark.parametrize("flipped", [None, 1, 700, -20])
+def test_damaged_parquet_is_refused(converted: Path, hub: HubConfig, flipped: int | None) -> None:
     parquet_only(converted)
     path = converted / "weights.parquet"
-    size = path.stat().st_size
-    if damage == "cut":
+    if flipped is None:
         cut_off(path, -100)
     else:
-        flip_byte(path, {"flip-first": 1, "flip-footer": size - 20, "flip-middle": size // 3}[damage])
+        flip_byte(path, flipped)
     with pytest.raises(CorruptFileError, match=r"weights\.parquet"):
         WeightLoader(converted, hub=hub)
-    assert sorted(p.name for p in converted.iterdir() if not p.name.endswith(".lock")) == [
-        "metadata.json", "tokenizer", "weights.parquet",
-    ]  # fmt: skip
+    assert {path.name for path in converted.iterdir()} == {"metadata.json", "tokenizer", "weights.parquet"}
 
 
 def test_full_disk_raises_write_error(converted: Path, hub: HubConfig) -> None:
@@ -164,7 +161,7 @@ def test_full_disk_raises_write_error(converted: Path, hub: HubConfig) -> None:
 
     with file_size_limit(700), pytest.raises(WriteError, match="File too large"):
         WeightLoader(converted, hub=hub)
-    assert not (converted / "weights.arrow").exists() and not list(converted.glob(".weights.arrow.tmp-*"))
+    assert not (converted / "weights.arrow").exists() and not list(converted.glob(".weights.arrow.tmp*"))
 
 
 def test_concurrent_callers_make_one_file(converted: Path, source: Path, hub: HubConfig) -> None:

@@ -50,15 +50,9 @@ def test_sentence_transformers_settings(source: Path, tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "query: ", "none": None}, "default_prompt_name": "query", "similarity_fn_name": "cosine"}
     write_json(source / "config_sentence_transformers.json", prompts)
     assert convert(source, tmp_path / "out", model_type="sentence-transformers").get_metadata()["embedding"] == {
-        "pooling_mode": "mean",
-        "normalize": True,
-        "max_seq_length": 256,
-        "do_lower_case": True,
-        "include_prompt": False,
-        "prompts": {"query": "query: "},
-        "default_prompt_name": "query",
-        "similarity_fn_name": "cosine",
-    }
+        "pooling_mode": "mean", "normalize": True, "max_seq_length": 256, "do_lower_case": True, "include_prompt": False,
+        "prompts": {"query": "query: "}, "default_prompt_name": "query", "similarity_fn_name": "cosine",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("style", ["version 4", "version 5"])
