@@ -47,9 +47,14 @@ class RegressionDetector:
     """
 
     def __init__(
-        self, baseline_metrics: Mapping[str, Summary | float], *, tolerance_percent: float = 5.0,
-        tolerances: Mapping[str, float] | None = None, directions: Mapping[str, Direction] | None = None,
-        consecutive_failures: Mapping[str, int] | None = None, num_in_a_row: int = NUM_IN_A_ROW,
+        self,
+        baseline_metrics: Mapping[str, Summary | float],
+        *,
+        tolerance_percent: float = 5.0,
+        tolerances: Mapping[str, float] | None = None,
+        directions: Mapping[str, Direction] | None = None,
+        consecutive_failures: Mapping[str, int] | None = None,
+        num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
         """consecutive_failures: the breaches in a row of each metric, from an earlier detector."""
         self.tolerances = {**(tolerances or {}), "*": tolerance_percent}

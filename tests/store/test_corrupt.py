@@ -160,19 +160,16 @@ def test_inconsistent_shards_are_refused(source: Path, tmp_path: Path) -> None:
     assert "in both" in str(refuse(source, tmp_path / "out"))
 
 
-def test_broken_config_json_is_refused(source: Path, tmp_path: Path) -> None:
+def test_broken_or_missing_files_are_refused(source: Path, tmp_path: Path) -> None:
     (source / "config.json").write_text("{")
     assert "config.json is not valid JSON" in str(refuse(source, tmp_path / "out"))
     (source / "config.json").unlink()
     assert "no config.json" in str(refuse(source, tmp_path / "out"))
+    (source / "model.safetensors").unlink()
+    assert "no weights" in str(refuse(source, tmp_path / "out"))
 
 
 def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "s", {"w": torch.zeros(4, dtype=torch.float8_e4m3fn)})
     error = refuse(source, tmp_path / "out")
     assert isinstance(error, UnsupportedModelError) and "'w'" in str(error)
-
-
-def test_directory_without_weights_is_refused(tmp_path: Path, source: Path) -> None:
-    (source / "model.safetensors").unlink()
-    assert "no weights" in str(refuse(source, tmp_path / "out"))
