@@ -104,7 +104,7 @@ def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     problems += find_damage(model, out)
     gpus = find_gpus() if "torch" not in missing else []
     paths = fast_paths() if "torch" not in missing else []
-    sizes = [measure_or_explain(name, hub) for name in builtin_names() if name != model.lower()]
+    sizes = [measure_or_explain(name, hub) for name in BUILTIN_MODELS if name != model.lower()]
     sizes += [measure(model, hub)] if model else []
     cached = [found for found in list_models(hub) if found.path is not None]
     return {

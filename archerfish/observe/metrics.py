@@ -152,7 +152,9 @@ class Histogram(Metric):
                 series.recent.extend(values)
 
     def count(self, **labels: str) -> int:
-        return sum(self._counts(labels))
+        key = self._key(labels)
+        with self._lock:
+            return sum(self._series[key].counts) if key in self._series else 0
 
     def sum(self, **labels: str) -> float:
         key = self._key(labels)
@@ -182,11 +184,6 @@ class Histogram(Metric):
                 cumulative.append((bound, running))
             found.append(Sample(key, total, running, tuple(cumulative)))
         return found
-
-    def _counts(self, labels: dict[str, str]) -> list[int]:
-        key = self._key(labels)
-        with self._lock:
-            return list(self._series[key].counts) if key in self._series else [0]
 
 
 M = TypeVar("M", bound=Metric)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol
+from typing import Literal
+
+from archerfish.observe.summary import Summary, summarize
 
 Direction = Literal["lower", "higher", "neither"]  # the direction in which a metric is worse
 ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first match counts, so rates stand before durations
@@ -15,34 +17,6 @@ ENDINGS: tuple[tuple[str, Direction], ...] = (  # the first match counts, so rat
     ("ratio", "lower"),    ("_ms", "higher"), (", ms", "higher"), ("_us", "higher"), ("_s", "higher"), ("_bytes", "higher"),
 )  # fmt: skip
 NUM_IN_A_ROW = 3
-
-
-class Measured(Protocol):
-    """The median of several rounds, with the lowest and the highest."""
-
-    @property
-    def median(self) -> float: ...
-
-    @property
-    def low(self) -> float: ...
-
-    @property
-    def high(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class Single:
-    """One number, without a spread."""
-
-    median: float
-
-    @property
-    def low(self) -> float:
-        return self.median
-
-    @property
-    def high(self) -> float:
-        return self.median
 
 
 @dataclass(frozen=True)
@@ -73,9 +47,14 @@ class RegressionDetector:
     """
 
     def __init__(
-        self, baseline_metrics: Mapping[str, Measured | float], *, tolerance_percent: float = 5.0,
-        tolerances: Mapping[str, float] | None = None, directions: Mapping[str, Direction] | None = None,
-        consecutive_failures: Mapping[str, int] | None = None, num_in_a_row: int = NUM_IN_A_ROW,
+        self,
+        baseline_metrics: Mapping[str, Summary | float],
+        *,
+        tolerance_percent: float = 5.0,
+        tolerances: Mapping[str, float] | None = None,
+        directions: Mapping[str, Direction] | None = None,
+        consecutive_failures: Mapping[str, int] | None = None,
+        num_in_a_row: int = NUM_IN_A_ROW,
     ) -> None:
         """consecutive_failures: the breaches in a row of each metric, from an earlier detector."""
         self.tolerances = {**(tolerances or {}), "*": tolerance_percent}
@@ -89,7 +68,7 @@ class RegressionDetector:
         for metric in self.baseline_metrics:
             worse_when(metric, self.directions)
 
-    def check_regression(self, current_metrics: Mapping[str, Measured | float]) -> list[Comparison]:
+    def check_regression(self, current_metrics: Mapping[str, Summary | float]) -> list[Comparison]:
         """Compare one run; gives the confirmed regressions. Metrics that were not measured keep their count."""
         self.comparisons = []
         for metric, value in current_metrics.items():
@@ -111,12 +90,12 @@ class RegressionDetector:
         return [one for one in self.comparisons if one.is_confirmed]
 
 
-def measured(metric: str, value: Measured | float) -> Measured:
-    if isinstance(value, int | float):
-        return Single(value)
-    if not hasattr(value, "median"):
-        raise TypeError(f"The value of {metric!r} must be a number or a summary of several, not {value!r}.")
-    return value
+def measured(metric: str, value: Summary | float) -> Summary:
+    """A plain number counts as one round without a spread."""
+    found = summarize([value]) if isinstance(value, int | float) else value
+    if not isinstance(found, Summary):
+        raise TypeError(f"The value of {metric!r} must be a number or a Summary, not {value!r}.")
+    return found
 
 
 def is_beyond(metric: str, value: float, threshold: float) -> bool:
@@ -146,7 +125,7 @@ def worsening(before: float, now: float, direction: Direction) -> float:
     return difference / abs(before)
 
 
-def is_apart(before: Measured, now: Measured, direction: Direction) -> bool:
+def is_apart(before: Summary, now: Summary, direction: Direction) -> bool:
     """Whether each median lies outside of the other one's spread, on the worse side."""
     if direction == "higher":
         return now.median > before.high and before.median < now.low

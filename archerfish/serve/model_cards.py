@@ -13,8 +13,7 @@ from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
 from archerfish.serve.host_config import ModelSpec
-from archerfish.store.format import ARROW_NAME
-from archerfish.store.metadata import read_metadata
+from archerfish.store.metadata import ARROW_NAME, read_metadata
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import read_settings, stated_max_length
 from archerfish.types import no_progress

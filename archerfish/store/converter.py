@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,26 +14,10 @@ from typing import TYPE_CHECKING
 
 from archerfish.config import ConversionConfig, HubConfig
 from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnsupportedModelError, ValidationError, did_you_mean
-from archerfish.store.files import check_free_space, lock_or_write_error, new_directory, write_errors, write_file
-from archerfish.store.format import (
-    ARROW_NAME,
-    FLOAT_DTYPES,
-    ITEM_BYTES,
-    METADATA_NAME,
-    PARQUET_NAME,
-    TOKENIZER_NAME,
-    ArrowWriter,
-    ParquetWriter,
-    Row,
-    TensorInfo,
-    as_bytes,
-    check_parquet_fits,
-    check_parquet_order,
-    needs_large,
-    read_parquet_rows,
-)  # fmt: skip
+from archerfish.store.files import check_free_space, file_lock, new_directory, write_file
+from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes, buffer_bytes, parquet_writer, read_parquet_rows
 from archerfish.store.loader import WeightLoader, arrow_record, file_record
-from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata, is_converted
+from archerfish.store.metadata import ARROW_NAME, METADATA_NAME, PARQUET_NAME, TOKENIZER_NAME, StoreMetadata, is_converted
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -42,11 +25,12 @@ if TYPE_CHECKING:
 
     from archerfish.store.source import ModelSource, SourceTensor
 
-__all__ = ["ConversionResult", "ModelConverter"]
-
 MODEL_TYPES = ("auto", "sentence-transformers", "transformers", "cross-encoder", "gguf", "safetensors", "torch")
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 SPARE_BYTES = 16 * 2**20
 HEADER_BYTES = 2048  # of one record batch, generously
+CONVERSION_VERSION = 2  # raise this when the result of a conversion changes, so that cached models are converted again
 
 
 @dataclass(frozen=True)
@@ -92,99 +76,30 @@ class ModelConverter:
         started = time.perf_counter()
         if model_type not in MODEL_TYPES:
             raise InvalidOptionError(f"Unknown model_type {model_type!r}.", hint=did_you_mean(model_type, MODEL_TYPES))
-        path = Path(model_name_or_path)
-        if not path.exists():
+        path, target, name = Path(model_name_or_path), Path(output_dir), str(model_name_or_path)
+        if path.exists():
+            name = path.resolve().stem if path.is_file() else path.resolve().name
+        else:
             from archerfish.store.names import resolve_model
 
-            path = resolve_model(str(model_name_or_path), self.hub, progress)
-        target = Path(output_dir)
+            path = resolve_model(name, self.hub, progress)
         check_output(target, overwrite=self.config.overwrite)
         source = open_source(path)
         check_hint(source, model_type)
         infos = [self._stored_info(tensor) for tensor in source.tensors]
-        stored_bytes = {tensor.info.name: self._stored_bytes(tensor) for tensor in source.tensors}
-        if self.config.write_parquet:
-            check_parquet_fits(stored_bytes)
-        weights_bytes = sum(stored_bytes.values()) + HEADER_BYTES * len(stored_bytes)
+        largest = max(infos, key=lambda info: sum(buffer_bytes(info)))
+        is_large = sum(buffer_bytes(largest)) >= LARGE_TENSOR_BYTES
+        if is_large and self.config.write_parquet:
+            hint = "Convert with write_parquet=False: weights.arrow has no such limit."
+            raise UnsupportedModelError(f"Parquet cannot hold the tensor {largest.name!r}: it has 2 GiB or more.", hint=hint)
+        weights_bytes = sum(sum(buffer_bytes(info)) + HEADER_BYTES for info in infos)
         check_free_space(target, (2 if self.config.write_parquet else 1) * weights_bytes + SPARE_BYTES)
-        name = model_name(model_name_or_path, path)
-        with new_directory(target) as temporary, write_errors(target):
-            metadata = self._write(source, infos, temporary, name, progress)
-        return self._result(target, metadata, source, time.perf_counter() - started)
-
-    def _stored_info(self, tensor: SourceTensor) -> TensorInfo:
-        """How a source tensor will be stored. For a kept quantised tensor, the details are known when it is read."""
-        if self.config.keep_quantized and tensor.load_quantized is not None:
-            return tensor.info
-        dtype = stored_dtype_of(tensor.info.dtype, tensor.info.shape, self.config.stored_dtype())
-        return TensorInfo(tensor.info.name, dtype, tensor.info.shape)
-
-    def _stored_bytes(self, tensor: SourceTensor) -> int:
-        """About how many bytes a tensor will take. A kept quantised tensor has at most 8.5 bits per value."""
-        info = self._stored_info(tensor)
-        if self.config.keep_quantized and tensor.load_quantized is not None:
-            return info.num_params * 17 // 16
-        return info.num_params * ITEM_BYTES[info.dtype]
-
-    def _write(
-        self, source: ModelSource, infos: list[TensorInfo], directory: Path, name: str, progress: Progress
-    ) -> StoreMetadata:
-        source.write_tokenizer(directory / TOKENIZER_NAME)
-        written, records = self._write_weights(source, infos, directory, progress)
-        metadata = StoreMetadata(
-            model_name=name,
-            dtype=self.config.stored_dtype(),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            source=source.describe(),
-            config=source.config,
-            tensors=tuple(written),
-            embedding=source.embedding,
-            generation_config=source.generation_config,
-            files={**records, **tokenizer_records(directory)},
-        )
-        write_file(directory / METADATA_NAME, encode_metadata(metadata))
-        if self.config.validate_output:
-            validate_directory(directory, source, progress)
-        return metadata
-
-    def _write_weights(
-        self, source: ModelSource, infos: list[TensorInfo], directory: Path, progress: Progress
-    ) -> tuple[list[TensorInfo], dict[str, FileRecord]]:
-        """Write both files in one pass over the source, with one tensor (of Parquet: one row group) in memory at a time."""
-        arrow, parquet = directory / ARROW_NAME, directory / PARQUET_NAME
-        written: list[TensorInfo] = []
-        with ExitStack() as stack:
-            writers: list[ArrowWriter | ParquetWriter] = [stack.enter_context(ArrowWriter(arrow, large=needs_large(infos)))]
-            if self.config.write_parquet:
-                writers.append(stack.enter_context(ParquetWriter(parquet, self.config.compression)))
-            for index, row in enumerate(self._rows(source)):
-                progress(index, len(infos), f"writing {row.info.name}")
-                for writer in writers:
-                    writer.write(row)
-                written.append(row.info)
-        progress(len(infos), len(infos), "writing")
-        records = {ARROW_NAME: arrow_record(arrow)}
-        if self.config.write_parquet:
-            records[PARQUET_NAME] = file_record(parquet)
-        return written, records
-
-    def _rows(self, source: ModelSource) -> Iterator[Row]:
-        for tensor in source.tensors:
-            if self.config.keep_quantized and tensor.load_quantized is not None:
-                parts = tensor.load_quantized()
-                minima = None if parts.zero_points is None else parts.zero_points.view("uint8")
-                info = parts.info._replace(name=tensor.info.name)
-                yield Row(info, parts.data.reshape(-1), parts.scales.view("uint8"), minima)
-            else:
-                info = self._stored_info(tensor)
-                yield Row(info, as_bytes(cast(info.name, tensor.load(), info.dtype)))
-
-    def _result(self, target: Path, metadata: StoreMetadata, source: ModelSource, seconds: float) -> ConversionResult:
-        main_name = PARQUET_NAME if self.config.write_parquet else ARROW_NAME
-        num_bytes = metadata.files[main_name].num_bytes
+        with new_directory(target) as temporary:
+            metadata = self._write(source, infos, temporary, name, progress, is_large=is_large)
+        num_bytes = metadata.files[PARQUET_NAME if self.config.write_parquet else ARROW_NAME].num_bytes
         return ConversionResult(
             success=True,
-            model_name=metadata.model_name,
+            model_name=name,
             output_dir=target,
             arrow_path=target / ARROW_NAME,
             parquet_path=target / PARQUET_NAME if self.config.write_parquet else None,
@@ -193,15 +108,55 @@ class ModelConverter:
             total_parameters=metadata.total_parameters,
             file_size_mb=num_bytes / 1e6,
             compression_ratio=source.num_bytes / num_bytes,
-            conversion_time_sec=seconds,
+            conversion_time_sec=time.perf_counter() - started,
             validation_passed=self.config.validate_output,
         )
 
+    def _stored_info(self, tensor: SourceTensor) -> TensorInfo:
+        """How a source tensor will be stored: matrices in the chosen type, integers as they are.
 
-def model_name(given: str | os.PathLike[str], path: Path) -> str:
-    if path == Path(given):
-        return path.resolve().stem if path.is_file() else path.resolve().name
-    return str(given)
+        Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
+        """
+        info = tensor.info
+        if info.dtype not in FLOAT_DTYPES or (self.config.keep_quantized and info.quantization is not None):
+            return info
+        return TensorInfo(info.name, self.config.stored_dtype() if len(info.shape) > 1 else "float32", info.shape)
+
+    def _write(
+        self, source: ModelSource, infos: list[TensorInfo], directory: Path, name: str, progress: Progress, *, is_large: bool
+    ) -> StoreMetadata:
+        """Fill a new directory. One tensor (of Parquet: one row group) is in memory at a time."""
+        source.write_tokenizer(directory / TOKENIZER_NAME)
+        with ExitStack() as stack:
+            writers = [stack.enter_context(arrow_writer(directory / ARROW_NAME, large=is_large))]
+            if self.config.write_parquet:
+                writers.append(stack.enter_context(parquet_writer(directory / PARQUET_NAME, self.config.compression)))
+            for index, (tensor, info) in enumerate(zip(source.tensors, infos, strict=True)):
+                progress(index, len(infos), f"writing {info.name}")
+                if info.quantization is not None and tensor.load_quantized is not None:
+                    row = tensor.load_quantized()._replace(info=info)
+                else:
+                    row = Row(info, as_bytes(cast(info.name, tensor.load(), info.dtype)))
+                for write in writers:
+                    write(row)
+        progress(len(infos), len(infos), "writing")
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        records = {path.relative_to(directory).as_posix(): file_record(path) for path in paths if path.name != ARROW_NAME}
+        metadata = StoreMetadata(
+            model_name=name,
+            dtype=self.config.stored_dtype(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            source=source.describe(),
+            config=source.config,
+            tensors=tuple(infos),
+            embedding=source.embedding,
+            generation_config=source.generation_config,
+            files={**records, ARROW_NAME: arrow_record(directory / ARROW_NAME)},
+        )
+        write_file(directory / METADATA_NAME, metadata.encode())
+        if self.config.validate_output:
+            validate_directory(directory, source, progress)
+        return metadata
 
 
 def check_output(target: Path, *, overwrite: bool) -> None:
@@ -219,58 +174,58 @@ def check_output(target: Path, *, overwrite: bool) -> None:
 
 def check_hint(source: ModelSource, model_type: str) -> None:
     """Raise an error when the source is not of the kind that the caller expects."""
-    architectures = source.config.get("architectures") or []
-    is_classifier = any("ForSequenceClassification" in str(name) for name in architectures)
-    holds = {
-        "auto": True,
-        "transformers": source.kind != "gguf",
-        "sentence-transformers": source.embedding is not None,
-        "cross-encoder": is_classifier,
-        "gguf": source.kind == "gguf",
-        "safetensors": source.kind == "safetensors",
-        "torch": source.kind == "torch",
-    }
-    if not holds[model_type]:
+    kinds = {"auto", source.kind} if source.kind == "gguf" else {"auto", source.kind, "transformers"}
+    if source.embedding is not None:
+        kinds.add("sentence-transformers")
+    if any("ForSequenceClassification" in str(name) for name in source.config.get("architectures") or []):
+        kinds.add("cross-encoder")
+    if model_type not in kinds:
         found = "a sentence-transformers model" if source.embedding is not None else f"a {source.kind} source"
         hint = "Leave model_type at 'auto'."
         raise UnsupportedModelError(f"{source.path} is {found}, not what model_type={model_type!r} says.", hint=hint)
 
 
-def tokenizer_records(directory: Path) -> dict[str, FileRecord]:
-    folder = directory / TOKENIZER_NAME
-    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-    return {path.relative_to(directory).as_posix(): file_record(path) for path in paths}
-
-
 def validate_directory(directory: Path, source: ModelSource, progress: Progress) -> None:
     """Compare weights.arrow with the source, and weights.parquet bit for bit with weights.arrow."""
     with WeightLoader(directory) as loader:
-        names = loader.get_layer_names()
-        if names != [tensor.info.name for tensor in source.tensors]:
-            raise ValidationError("The tensors that were written are not those of the source.")
         for index, tensor in enumerate(source.tensors):
-            progress(index, len(names), f"validating {tensor.info.name}")
-            compare(tensor.info.name, tensor.load(), loader.get_layer(tensor.info.name))
-            loader.release([tensor.info.name])
+            name = tensor.info.name
+            progress(index, len(source.tensors), f"validating {name}")
+            compare(name, tensor.load(), loader.get_layer(name))
+            loader.release([name])
         parquet = directory / PARQUET_NAME
-        if parquet.is_file():
-            for row in check_parquet_order(parquet, loader.metadata.tensors, read_parquet_rows(parquet)):
-                compare_row(loader, row)
-        progress(len(names), len(names), "validating")
+        for row in read_parquet_rows(parquet, loader.metadata.tensors) if parquet.is_file() else ():
+            stored = [buffer for buffer in loader.get_buffers(row.info.name) if buffer is not None]
+            if [buffer for buffer in row[1:] if buffer is not None] != stored:  # pyarrow compares its buffers with any other
+                raise ValidationError(f"The tensor {row.info.name!r} differs between {PARQUET_NAME} and {ARROW_NAME}.")
+        progress(len(source.tensors), len(source.tensors), "validating")
 
 
-def compare_row(loader: WeightLoader, row: Row) -> None:
-    for stored, written in zip(loader.get_buffers(row.info.name), row[1:], strict=True):
-        if (stored is None) != (written is None) or (stored is not None and stored != memoryview(written).cast("B")):
-            raise ValidationError(f"The tensor {row.info.name!r} differs between {PARQUET_NAME} and {ARROW_NAME}.")
+def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
+    """Raise a ValidationError when a stored tensor is not its source, rounded to the stored type."""
+    import torch
+
+    if not torch.equal(cast(name, source, str(stored.dtype).removeprefix("torch.")), stored):
+        raise ValidationError(f"The tensor {name!r} was written with other values than its source has.")
 
 
-CONVERSION_VERSION = 2  # raise this when the result of a conversion changes, so that cached models are converted again
+def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor in its stored type. NaN in the source and overflow are errors that name the tensor."""
+    import torch
+
+    result = source.to(getattr(torch, dtype)).contiguous()
+    is_plain = not result.is_floating_point() or result.numel() == 0
+    if is_plain or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(result)):  # one pass without temporaries
+        return result
+    if bool(torch.isnan(source).any()):
+        raise ValidationError(f"The tensor {name!r} of the source holds NaN.")
+    is_overflown = torch.isinf(result) & torch.isfinite(source)
+    if bool(is_overflown.any()):
+        raise ValidationError(f"The tensor {name!r} holds {float(source[is_overflown][0]):g}, which {dtype} cannot hold.")
+    return result
 
 
-def ensure_converted(
-    source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress, keep_quantized: bool = False
-) -> Path:
+def ensure_converted(source: Path, *, dtype: str, hub: HubConfig | None = None, progress: Progress = no_progress) -> Path:
     """The converted directory of a source: the source itself if it is converted, else one in the cache, made once.
 
     `dtype` is float32, bfloat16 or float16, or auto for the default of ConversionConfig. The name of the cached directory
@@ -283,24 +238,18 @@ def ensure_converted(
     if not source.exists():
         raise ModelNotFoundError(f"{source} does not exist.")
     hub = hub or HubConfig()
-    config = ConversionConfig(dtype=dtype, write_parquet=False, keep_quantized=keep_quantized)
-    target = hub.cache_path() / "converted" / cached_name(source, config)
+    config = ConversionConfig(dtype=dtype, write_parquet=False)
+    stem = source.stem if source.is_file() else source.resolve().name
+    parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
+    fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{config.stored_dtype()}-{fingerprint}"
+    target = hub.cache_path() / "converted" / name
     if (target / METADATA_NAME).is_file():
         return target
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with lock_or_write_error(target.with_name(f"{target.name}.lock"), target):
+    with file_lock(target.with_name(f"{target.name}.lock"), target):
         if not (target / METADATA_NAME).is_file():
             ModelConverter(config, hub=hub).convert(source, target, progress=progress)
     return target
-
-
-def cached_name(source: Path, config: ConversionConfig) -> str:
-    kind = config.stored_dtype() + ("-quantized" if config.keep_quantized else "")
-    parts = repr((CONVERSION_VERSION, str(source.absolute()), fingerprint_parts(source)))
-    fingerprint = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    stem = source.stem if source.is_file() else source.resolve().name
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', stem).strip('.-') or 'model'}-{kind}-{fingerprint}"
 
 
 def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:
@@ -311,83 +260,3 @@ def fingerprint_parts(source: Path) -> list[tuple[str, int, int]]:
         paths = [path for path in (*root.glob("*"), *root.glob("[!.]*/*")) if path.is_file()]
     stats = [(path.relative_to(root).as_posix(), path.stat()) for path in paths]
     return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-
-
-CHUNK_PARAMS = 1 << 24
-
-
-def stored_dtype_of(source_dtype: str, shape: tuple[int, ...], target_dtype: str) -> str:
-    """The type in which a source tensor is stored: matrices in the chosen type, integers as they are.
-
-    Vectors (norms, biases) stay float32: they take next to no room, and rounding them costs a third of the accuracy.
-    """
-    if source_dtype not in FLOAT_DTYPES:
-        return source_dtype
-    return target_dtype if len(shape) > 1 else "float32"
-
-
-# The next functions compare stored tensors with their sources. Rounding to a type with p bits of significand is off by at most
-# 2^-p of the value, or near zero by half of the smallest subnormal number. A type that holds every value of the source's type
-# must hold it exactly.
-def cast(name: str, source: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor in its stored type. NaN in the source and overflow are errors that name the tensor."""
-    import torch
-
-    result = source.to(getattr(torch, dtype)).contiguous()
-    if not result.is_floating_point() or is_finite(result):
-        return result
-    before, after = source.reshape(-1), result.view(-1)
-    is_nan = torch.isnan(before)
-    if bool(is_nan.any()):
-        position = int(is_nan.nonzero()[0])
-        raise ValidationError(f"The tensor {name!r} of the source holds NaN (first at position {position}).")
-    is_overflown = torch.isinf(after) & torch.isfinite(before)
-    if bool(is_overflown.any()):
-        value = float(before[is_overflown][0])
-        raise ValidationError(f"The tensor {name!r} holds {value:g}, which {dtype} cannot hold.")
-    return result
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are finite, in one pass without temporaries."""
-    import torch
-
-    if tensor.numel() == 0:
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
-
-
-def compare(name: str, source: torch.Tensor, stored: torch.Tensor) -> None:
-    """Raise a ValidationError when a stored tensor differs from its source by more than the rounding of its type."""
-    import torch
-
-    if source.shape != stored.shape:
-        raise ValidationError(f"The tensor {name!r} was written with shape {tuple(stored.shape)}, not {tuple(source.shape)}.")
-    is_exact = torch.promote_types(source.dtype, stored.dtype) == stored.dtype or not source.is_floating_point()
-    relative = absolute = 0.0
-    if not is_exact:
-        limits = torch.finfo(stored.dtype)
-        relative, absolute = limits.eps / 2, limits.smallest_normal * limits.eps / 2
-    is_double = source.dtype == torch.float64 or (not is_exact and stored.dtype == torch.float32)
-    wide = torch.float64 if is_double else torch.float32
-    for start in range(0, source.numel(), CHUNK_PARAMS):
-        before = source.reshape(-1)[start : start + CHUNK_PARAMS]
-        after = stored.reshape(-1)[start : start + CHUNK_PARAMS]
-        if is_exact and torch.equal(before, after.to(before.dtype)):
-            continue
-        check_chunk(name, before.to(wide), after.to(wide), start, relative, absolute)
-
-
-def check_chunk(
-    name: str, before: torch.Tensor, after: torch.Tensor, start: int, relative: float, absolute: float
-) -> None:
-    """Raise a ValidationError when two chunks, which begin at the position `start`, differ by more than the bounds."""
-    is_close = (after - before).abs() <= before.abs().mul(relative).clamp(min=absolute)
-    is_wrong = ~(is_close | (before == after))
-    if bool(is_wrong.any()):
-        position = int(is_wrong.nonzero()[0])
-        raise ValidationError(
-            f"The tensor {name!r} was written as {float(after[position]):g} at position {start + position}, "
-            f"where the source has {float(before[position]):g}."
-        )

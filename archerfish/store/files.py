@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import secrets
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from archerfish.errors import WriteError
-from archerfish.types import Progress
+from archerfish.types import Progress, no_progress
 
 HASH_CHUNK_BYTES = 4 * 2**20
 
@@ -41,7 +42,7 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def sha256_of(path: Path, progress: Progress, what: str) -> str:
+def sha256_of(path: Path, progress: Progress = no_progress, what: str = "") -> str:
     """SHA-256 of a whole file."""
     total = path.stat().st_size
     digest = hashlib.sha256()
@@ -89,10 +90,7 @@ def sibling(target: Path, kind: str) -> Path:
 
 
 def siblings(target: Path, kind: str) -> list[Path]:
-    prefix = f".{target.name}.{kind}-"
-    if not target.parent.is_dir():
-        return []
-    return sorted(path for path in target.parent.iterdir() if path.name.startswith(prefix) and path.is_dir())
+    return sorted(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*/"))
 
 
 def recover(target: Path) -> None:
@@ -114,44 +112,34 @@ def new_directory(target: Path) -> Iterator[Path]:
     same target at the same time.
     """
     target = target.absolute()
-    with write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    lock_path = target.with_name(f".{target.name}.lock")
-    with lock_or_write_error(lock_path, target):
-        with write_errors(target):
-            recover(target)
-            temporary = sibling(target, "tmp")
-            temporary.mkdir()
+    with file_lock(target.with_name(f".{target.name}.lock"), target), write_errors(target):
+        recover(target)
+        temporary, old = sibling(target, "tmp"), sibling(target, "old")
+        temporary.mkdir()
         try:
             yield temporary
-            with write_errors(target):
-                for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
-                    sync_directory(folder)
-                swap_in(temporary, target)
+            for folder in (temporary, *temporary.rglob("*/")):
+                sync_directory(folder)
+            if target.exists():
+                target.rename(old)
+            temporary.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+            sync_directory(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
-def lock_or_write_error(lock_path: Path, target: Path) -> Iterator[None]:
+def file_lock(lock_path: Path, target: Path) -> Iterator[None]:
     """Hold a lock file across processes. The file is removed at the end, while the lock is still held."""
     from filelock import FileLock
 
     lock = FileLock(lock_path)
     with write_errors(target):
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     try:
         yield
     finally:
         lock_path.unlink(missing_ok=True)
         lock.release()
-
-
-def swap_in(new: Path, target: Path) -> None:
-    """Move the directory `new` to `target` and delete what was there. `recover` finishes what a kill interrupts."""
-    old = sibling(target, "old")
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    sync_directory(target.parent)

@@ -8,34 +8,31 @@ the column `data` holds plain little-endian bytes, and `dtype` says of which typ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from archerfish.errors import CorruptFileError, UnsupportedModelError
+from archerfish.errors import CorruptFileError
 from archerfish.store.files import sync
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
-ARROW_NAME = "weights.arrow"
-PARQUET_NAME = "weights.parquet"
-METADATA_NAME = "metadata.json"
-TOKENIZER_NAME = "tokenizer"
-
 ALIGNMENT_BYTES = 64
-LARGE_TENSOR_BYTES = 2**31  # a cell of an Arrow `binary` column, whose offsets are int32, must be smaller
 ROW_GROUP_BYTES = 64 * 2**20
 MAX_DIMENSIONS = 16
+GROUP_SIZE = 32  # values that share a scale in a quantised tensor
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 INFO_COLUMNS = ("layer_name", "dtype", "shape", "quant_type", "quant_axis", "group_size")
 BUFFER_COLUMNS = ("data", "scales", "zero_points")
+REQUIRED_COLUMNS = ("layer_name", "shape", "dtype", "data", "num_params")
 
 
 class Quantization(NamedTuple):
@@ -43,7 +40,7 @@ class Quantization(NamedTuple):
 
     quant_type: str
     axis: int
-    group_size: int
+    group_size: int = GROUP_SIZE
 
 
 class TensorInfo(NamedTuple):
@@ -60,7 +57,7 @@ class TensorInfo(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tensor that is written to a file; the three buffers hold plain bytes."""
+    """One tensor of a file; the three buffers hold bytes or arrays."""
 
     info: TensorInfo
     data: Any
@@ -83,236 +80,173 @@ class RowSpans(NamedTuple):
     zero_points: Span | None = None
 
 
-def make_schema(*, large: bool) -> Any:
+def make_schema(*, large: bool = False) -> Any:
     """The Arrow schema of both files; `large` when a tensor has 2 GiB or more."""
     import pyarrow as pa
 
-    return pa.schema(
-        [
-            pa.field("layer_name", pa.string(), nullable=False),
-            pa.field("shape", pa.list_(pa.int32()), nullable=False),
-            pa.field("dtype", pa.string(), nullable=False),
-            pa.field("data", pa.large_binary() if large else pa.binary(), nullable=False),
-            pa.field("num_params", pa.int64(), nullable=False),
-            pa.field("quant_type", pa.string()),
-            pa.field("scales", pa.binary()),
-            pa.field("zero_points", pa.binary()),
-            pa.field("quant_axis", pa.int32()),
-            pa.field("group_size", pa.int32()),
-        ]
-    )
-
-
-def binary_array(value: Any, kind: Any) -> Any:
-    """A one-row binary array over the memory of `value`, without a copy."""
-    import pyarrow as pa
-
-    if value is None:
-        return pa.array([None], kind)
-    buffer = value if isinstance(value, pa.Buffer) else pa.py_buffer(value)
-    width = 8 if kind == pa.large_binary() else 4
-    offsets = b"".join(end.to_bytes(width, "little") for end in (0, buffer.size))
-    return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(offsets), buffer])
-
-
-def as_bytes(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor in C order, sharing its memory when it is contiguous."""
-    import torch
-
-    if tensor.numel() == 0:
-        return b""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    types = {
+        "layer_name": pa.string(), "shape": pa.list_(pa.int32()), "dtype": pa.string(),
+        "data": pa.large_binary() if large else pa.binary(), "num_params": pa.int64(), "quant_type": pa.string(),
+        "scales": pa.binary(), "zero_points": pa.binary(), "quant_axis": pa.int32(), "group_size": pa.int32(),
+    }  # fmt: skip
+    return pa.schema([pa.field(name, kind, nullable=name not in REQUIRED_COLUMNS) for name, kind in types.items()])
 
 
 def row_batch(row: Row, schema: Any) -> Any:
     """One row as a record batch that shares the row's memory."""
     import pyarrow as pa
 
-    info, quantization = row.info, row.info.quantization
-    columns = [
-        pa.array([info.name], pa.string()),
-        pa.array([list(info.shape)], schema.field("shape").type),
-        pa.array([info.dtype], pa.string()),
-        binary_array(row.data, schema.field("data").type),
-        pa.array([info.num_params], pa.int64()),
-        pa.array([quantization and quantization.quant_type], pa.string()),
-        binary_array(row.scales, pa.binary()),
-        binary_array(row.zero_points, pa.binary()),
-        pa.array([quantization and quantization.axis], pa.int32()),
-        pa.array([quantization and quantization.group_size], pa.int32()),
-    ]
+    info = row.info
+    quant_type, axis, group_size = info.quantization or (None, None, None)
+    values = (
+        info.name, list(info.shape), info.dtype, row.data, info.num_params, quant_type, row.scales, row.zero_points, axis,
+        group_size,
+    )  # fmt: skip
+    columns = []
+    for field, value in zip(schema, values, strict=True):
+        if field.name not in BUFFER_COLUMNS or value is None:
+            columns.append(pa.array([value], field.type))
+            continue
+        buffer = value if isinstance(value, pa.Buffer) else pa.py_buffer(value)
+        width = 8 if field.type == pa.large_binary() else 4
+        offsets = b"".join(end.to_bytes(width, "little") for end in (0, buffer.size))
+        columns.append(pa.Array.from_buffers(field.type, 1, [None, pa.py_buffer(offsets), buffer]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-class ArrowWriter:
-    """Writes a new weights.arrow, one aligned record batch per row; use it in a `with` block.
+def as_bytes(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor in C order, sharing its memory when it is contiguous."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+
+
+@contextmanager
+def arrow_writer(path: Path, *, large: bool = False) -> Iterator[Callable[[Row], None]]:
+    """A function that adds a row to a new weights.arrow, as one aligned record batch.
 
     Arrow aligns buffers to 8 bytes inside a message. Each message therefore carries a custom metadata entry, whose length moves
     the tensor's bytes to a multiple of 64 in the file.
     """
+    import pyarrow as pa
 
-    def __init__(self, path: Path, *, large: bool) -> None:
-        import pyarrow as pa
+    schema = make_schema(large=large)
+    header_bytes = 8 + schema.serialize().size  # the magic word and the schema, which are written with the first row
 
-        self._schema = make_schema(large=large)
-        self._offsets_bytes = 16 if large else 8
-        self._header_bytes, self._prefix_bytes = self._measure(pa)
-        self._file = path.open("xb")
-        self._writer = pa.ipc.new_file(self._file, self._schema)
-        self._is_first = True
+    def body_prefix_bytes(info: TensorInfo) -> int:
+        """Bytes of a message's body before the tensor: each buffer takes a multiple of 8."""
+        lengths = (len(info.name.encode()), len(info.dtype), 4 * len(info.shape))
+        return sum(-(-length // 8) * 8 for length in lengths) + 3 * 8 + (16 if large else 8)
 
-    def write(self, row: Row) -> None:
-        start = self._header_bytes if self._is_first else self._file.tell()
-        self._is_first = False
-        before_data = start + self._body_prefix_bytes(row.info)
-        for pad, prefix_bytes in self._prefix_bytes.items():
-            if (before_data + prefix_bytes) % ALIGNMENT_BYTES == 0:
-                self._writer.write_batch(row_batch(row, self._schema), custom_metadata={"pad": " " * pad})
-                return
-        raise AssertionError("no padding aligns this batch")
+    marker, probe, sink = bytes(range(7, 39)), TensorInfo("x", "uint8", (32,)), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(row_batch(Row(probe, marker), schema), custom_metadata={"pad": ""})
+    prefix_bytes = sink.getvalue().to_pybytes().index(marker) - header_bytes - body_prefix_bytes(probe)
+    with path.open("xb") as file:
+        writer = pa.ipc.new_file(file, schema)
 
-    def __enter__(self) -> Self:
-        return self
+        def write(row: Row) -> None:
+            before_data = (file.tell() or header_bytes) + prefix_bytes + body_prefix_bytes(row.info)
+            pad = " " * (-before_data % ALIGNMENT_BYTES)
+            writer.write_batch(row_batch(row, schema), custom_metadata={"pad": pad})
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._file:
-            if kind is None:
-                self._writer.close()
-                sync(self._file)
-
-    def _body_prefix_bytes(self, info: TensorInfo) -> int:
-        texts = padded(len(info.name.encode())) + padded(len(info.dtype.encode()))
-        return texts + padded(4 * len(info.shape)) + 3 * 8 + self._offsets_bytes
-
-    def _measure(self, pa: Any) -> tuple[int, dict[int, int]]:
-        """Bytes before the first message, and for each padding the bytes from a message's start to its body."""
-        marker = bytes(range(7, 39))
-        info = TensorInfo("x", "uint8", (32,))
-        batch = row_batch(Row(info, marker), self._schema)
-        tail_bytes = pa.ipc.read_message(batch.serialize()).body.size - self._body_prefix_bytes(info)
-        prefixes: dict[int, int] = {}
-        header_bytes = 0
-        for pad in range(0, ALIGNMENT_BYTES, 8):
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_file(sink, self._schema) as writer:
-                for _ in range(2):
-                    writer.write_batch(batch, custom_metadata={"pad": " " * pad})
-            written = sink.getvalue().to_pybytes()
-            first = written.index(marker)
-            before_data = written.index(marker, first + 1) - first - tail_bytes
-            prefixes[pad] = before_data - self._body_prefix_bytes(info)
-            header_bytes = first - before_data
-        return header_bytes, prefixes
+        yield write
+        writer.close()
+        sync(file)
 
 
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
+@contextmanager
+def parquet_writer(path: Path, compression: str) -> Iterator[Callable[[Row], None]]:
+    """A function that adds a row to a new weights.parquet, in row groups of about 64 MiB.
 
-
-class ParquetWriter:
-    """Writes a new weights.parquet in row groups of about 64 MiB; use it in a `with` block."""
-
-    def __init__(self, path: Path, compression: str) -> None:
-        import pyarrow.parquet as pq
-
-        self._schema = make_schema(large=False)
-        self._file = path.open("xb")
-        self._writer = pq.ParquetWriter(
-            self._file, self._schema, compression=compression, use_dictionary=False, write_statistics=False,
-            write_page_checksum=True,
-        )  # fmt: skip
-        self._batches: list[Any] = []
-        self._pending_bytes = 0
-
-    def write(self, row: Row) -> None:
-        """Add one row. Its memory must not change before its row group is written."""
-        self._batches.append(row_batch(row, self._schema))
-        self._pending_bytes += memoryview(row.data).nbytes
-        if self._pending_bytes >= ROW_GROUP_BYTES:
-            self._write_group()
-
-    def _write_group(self) -> None:
-        import pyarrow as pa
-
-        table = pa.Table.from_batches(self._batches, self._schema)
-        self._writer.write_table(table, row_group_size=max(len(self._batches), 1))
-        self._batches, self._pending_bytes = [], 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._file:
-            if kind is None:
-                if self._batches:
-                    self._write_group()
-                self._writer.close()
-                sync(self._file)
-            else:
-                self._writer.is_open = False  # otherwise pyarrow writes the footer when it frees the writer
-
-
-def needs_large(infos: Iterable[TensorInfo]) -> bool:
-    """Whether the `data` column must be large_binary."""
-    return any(info.num_params * ITEM_BYTES[info.dtype] >= LARGE_TENSOR_BYTES for info in infos)
-
-
-def check_parquet_fits(stored_bytes: Mapping[str, int]) -> None:
-    """Raise an error for a tensor that a Parquet page cannot hold, given the stored bytes of each tensor."""
-    for name, num_bytes in stored_bytes.items():
-        if num_bytes >= LARGE_TENSOR_BYTES:
-            hint = "Convert with write_parquet=False: weights.arrow has no such limit."
-            raise UnsupportedModelError(f"Parquet cannot hold the tensor {name!r}: it has 2 GiB or more.", hint=hint)
-
-
-def read_parquet_rows(path: Path) -> Iterator[Row]:
-    """The rows of a weights.parquet, with one row group in memory at a time. Page checksums are verified."""
+    The memory of a row must not change before its row group is written.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    schema, pending_bytes = make_schema(), 0
+    batches: list[Any] = []
+    with path.open("xb") as file:
+        writer = pq.ParquetWriter(
+            file, schema, compression=compression, use_dictionary=False, write_statistics=False, write_page_checksum=True
+        )
+
+        def write_group() -> None:
+            nonlocal pending_bytes
+            writer.write_table(pa.Table.from_batches(batches, schema), row_group_size=len(batches))
+            batches.clear()
+            pending_bytes = 0
+
+        def write(row: Row) -> None:
+            nonlocal pending_bytes
+            batches.append(row_batch(row, schema))
+            pending_bytes += memoryview(row.data).nbytes
+            if pending_bytes >= ROW_GROUP_BYTES:
+                write_group()
+
+        try:
+            yield write
+            if batches:
+                write_group()
+            writer.close()
+            sync(file)
+        finally:
+            writer.is_open = False  # otherwise pyarrow writes the footer when it frees the writer
+
+
+def read_parquet_rows(path: Path, infos: Iterable[TensorInfo]) -> Iterator[Row]:
+    """The rows of a weights.parquet, which must be those of `infos`, with one row group in memory at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    expected = iter(infos)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, memory_map=False) as file:
-            check_columns(path, file.schema_arrow)
-            for index in range(file.num_row_groups):
-                for batch in file.read_row_group(index).to_batches():
-                    yield from batch_rows(path, batch)
+            groups = (file.read_row_group(index) for index in range(file.num_row_groups))
+            for row in (row for group in groups for batch in group.to_batches() for row in batch_rows(path, batch)):
+                if row.info != next(expected, None):
+                    raise CorruptFileError(f"{path} has the tensor {row.info.name!r}, which its metadata does not describe so.")
+                yield row
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{path} is not a sound Parquet file: {first_line(error)}") from error
-
-
-def check_parquet_order(path: Path, infos: Sequence[TensorInfo], rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows, and raise an error when they are not the expected tensors in their order."""
-    expected = iter(infos)
-    for row in rows:
-        if row.info != next(expected, None):
-            raise CorruptFileError(f"{path} has the tensor {row.info.name!r}, which its metadata does not describe so.")
-        yield row
     missing = next(expected, None)
     if missing is not None:
         raise CorruptFileError(f"{path} has no tensor {missing.name!r}.")
 
 
-def check_columns(path: Path, schema: Any) -> None:
-    for field, large in zip(make_schema(large=False), make_schema(large=True), strict=True):
-        if field.name not in schema.names:
-            raise CorruptFileError(f"{path} has no column {field.name!r}.")
-        found = schema.field(field.name).type
-        if found not in (field.type, large.type):
-            raise CorruptFileError(f"{path} has the column {field.name!r} of type {found}, not {field.type}.")
+def read_arrow_rows(path: Path, memory: Any) -> list[tuple[TensorInfo, RowSpans]]:
+    """The tensors of a mapped weights.arrow, and where their buffers lie, as Arrow itself reads them."""
+    import pyarrow as pa
+
+    whole = pa.py_buffer(memory)
+    found: list[tuple[TensorInfo, RowSpans]] = []
+
+    def span_of(buffer: Any) -> Any:
+        return None if buffer is None else Span(buffer.address - whole.address if buffer.size else 0, buffer.size)
+
+    try:
+        with pa.ipc.open_file(whole) as reader:
+            for index in range(reader.num_record_batches):
+                batch = reader.get_batch(index)
+                batch.validate(full=True)
+                found += [(info, RowSpans(*map(span_of, buffers))) for info, *buffers in batch_rows(path, batch)]
+        if any(spans.data.offset % ALIGNMENT_BYTES for _, spans in found):
+            raise CorruptFileError(f"{path} has a tensor that is not aligned to {ALIGNMENT_BYTES} bytes.")
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(f"{path} is not a sound Arrow file: {first_line(error)}") from error
+    return found
 
 
 def batch_rows(path: Path, batch: Any) -> Iterator[Row]:
     """The rows of a record batch of either file, with their values checked. Buffers are slices, not copies."""
+    if batch.schema not in (make_schema(), make_schema(large=True)):
+        raise CorruptFileError(f"{path} has other columns than weights of archerfish: {', '.join(batch.schema.names)}.")
     for index in range(batch.num_rows):
-        fields = [batch.column(name)[index].as_py() for name in INFO_COLUMNS]
-        info = make_info(f"{path}, row {index}", *fields)
-        if batch.column("num_params")[index].as_py() != info.num_params:
-            raise CorruptFileError(f"{path}: {info.name!r} has shape {info.shape}, which is not its num_params.")
+        info = make_info(f"{path}, row {index}", *(batch.column(name)[index].as_py() for name in INFO_COLUMNS))
         data, scales, zero_points = (cell_buffer(batch.column(name), index) for name in BUFFER_COLUMNS)
-        if data is None:
-            raise CorruptFileError(f"{path}: {info.name!r} has no data.")
-        if info.quantization is None and data.size != info.num_params * ITEM_BYTES[info.dtype]:
-            raise CorruptFileError(f"{path}: {info.name!r} of shape {info.shape} and type {info.dtype} has {data.size} bytes.")
+        sizes = [buffer.size for buffer in (data, scales, zero_points) if buffer is not None]
+        if sizes != buffer_bytes(info):
+            raise CorruptFileError(f"{path}: {info.name!r} of shape {info.shape} and type {info.dtype} has {sizes} bytes.")
         yield Row(info, data, scales, zero_points)
 
 
@@ -347,31 +281,68 @@ def make_info(
     return TensorInfo(name, dtype, tuple(shape), Quantization(quant_type, axis, group_size))
 
 
+def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
+    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
+    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+    is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
+    has_right_size = bool(spans) and [span.num_bytes for span in spans] == buffer_bytes(info)
+    if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
+        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where its metadata say.")
+    return RowSpans(*spans)
+
+
 def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def read_arrow_rows(path: Path, memory: Any) -> list[tuple[TensorInfo, RowSpans]]:
-    """The tensors of a mapped weights.arrow, and where their buffers lie, as Arrow itself reads them."""
-    import pyarrow as pa
-
-    whole = pa.py_buffer(memory)
-    rows: list[Row] = []
-    try:
-        with pa.ipc.open_file(whole) as reader:
-            check_columns(path, reader.schema)
-            for index in range(reader.num_record_batches):
-                batch = reader.get_batch(index)
-                batch.validate(full=True)
-                rows.extend(batch_rows(path, batch))
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptFileError(f"{path} is not a sound Arrow file: {first_line(error)}") from error
-    return [(row.info, RowSpans(*(span_of(buffer, whole.address) for buffer in row[1:]))) for row in rows]
+# GGUF's simple block formats, taken apart: integers, scales and minima in separate buffers. A block is 32 values along the last
+# axis. `data` keeps each block's integer bytes as GGUF packs them (Q4: low nibbles are values 0-15, high nibbles 16-31;
+# Q5: four bytes of high bits, then Q4; Q8: 32 int8), `scales` is one float16 per block, and `zero_points`, for the _1 types,
+# one float16 minimum per block.
+INTEGER_BYTES = {"Q4_0": 16, "Q4_1": 16, "Q5_0": 20, "Q5_1": 20, "Q8_0": 32}  # of one block
 
 
-def span_of(buffer: Any, base: int) -> Any:
-    """Where a buffer lies, as a Span; None for no buffer."""
-    if buffer is None:
-        return None
-    return Span(buffer.address - base if buffer.size else 0, buffer.size)
+def buffer_bytes(info: TensorInfo) -> list[int]:
+    """Sizes of the buffers that a tensor has; none for an unknown quantisation."""
+    if info.quantization is None:
+        return [info.num_params * ITEM_BYTES[info.dtype]]
+    quant_type, axis, group_size = info.quantization
+    if quant_type not in INTEGER_BYTES or group_size != GROUP_SIZE or axis != len(info.shape) - 1:
+        return []
+    num_blocks = info.num_params // GROUP_SIZE
+    return [num_blocks * INTEGER_BYTES[quant_type], *[num_blocks * 2] * (2 if quant_type.endswith("_1") else 1)]
+
+
+def split_blocks(info: TensorInfo, blocks: npt.NDArray[np.uint8]) -> Row:
+    """Take GGUF's interleaved blocks (scale, minimum if any, integers) apart."""
+    import numpy as np
+
+    assert info.quantization is not None
+    header_bytes = 4 if info.quantization.quant_type.endswith("_1") else 2
+    rows = np.ascontiguousarray(blocks).reshape(-1, header_bytes + INTEGER_BYTES[info.quantization.quant_type])
+    header = np.ascontiguousarray(rows[:, :header_bytes]).view(np.float16)
+    return Row(info, np.ascontiguousarray(rows[:, header_bytes:]), *map(np.ascontiguousarray, header.T))
+
+
+def dequantize(row: Row) -> npt.NDArray[np.float32]:
+    """The float32 values of a quantised tensor in arrays, bit for bit those of GGUF's own reference."""
+    import numpy as np
+
+    assert row.info.quantization is not None
+    quant_type = row.info.quantization.quant_type
+    if quant_type == "Q8_0":
+        values = row.data.view(np.int8).astype(np.float32)
+    else:
+        nibbles = row.data[:, -16:]
+        integers = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
+        if quant_type.startswith("Q5"):
+            integers |= np.unpackbits(np.ascontiguousarray(row.data[:, :4]), axis=1, bitorder="little") << np.uint8(4)
+        values = integers.astype(np.float32)
+        if row.zero_points is None:
+            values -= np.float32(8 if quant_type == "Q4_0" else 16)
+    values *= row.scales.astype(np.float32)[:, None]
+    if row.zero_points is not None:
+        values += row.zero_points.astype(np.float32)[:, None]
+    result: npt.NDArray[np.float32] = values.reshape(row.info.shape)
+    return result

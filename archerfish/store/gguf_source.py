@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,16 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import TensorInfo, first_line
-from archerfish.store.quants import LAYOUTS, QuantizedTensor, dequantize, split_blocks
-from archerfish.store.source import ModelSource, SourceTensor, make_embedding, source_info
+from archerfish.store.format import INTEGER_BYTES, Quantization, Row, dequantize, first_line, split_blocks
+from archerfish.store.source import DTYPE_CODES, ModelSource, SourceTensor, make_embedding, source_info
 from archerfish.store.tokenizer_files import make_tokenizer_files, write_files
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
-
 
 
 def layer_tensors(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -72,8 +69,8 @@ GEMMA_KEYS = {
     **DECODER_KEYS, "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
+PHI3_KEYS = {**DECODER_KEYS, "rope.scaling.original_context_length": "original_max_position_embeddings"}
 BERT_KEYS = {**SHARED_KEYS, "attention.layer_norm_epsilon": "layer_norm_eps"}
-REQUIRED_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Architecture:
     class_name: str
     tensors: Mapping[str, str]
     keys: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
     permuted: bool = False  # q and k rows are in GGUF's interleaved rotary order
     norm_plus_one: bool = False  # norms are stored as 1 + weight
     finish: Callable[[dict[str, Any], GGUFFacts], None] | None = None  # adds to the configuration
@@ -101,34 +98,23 @@ class GGUFFacts:
 
 
 def finish_llama(config: dict[str, Any], facts: GGUFFacts) -> None:
+    """GGUF keeps only the factors of Llama 3's rotary scaling, which are compared with those that Llama 3 computes."""
+    import numpy as np
+
     config["attention_bias"] = "blk.0.attn_q.bias" in facts.shapes
     factors = facts.constants.get("rope_freqs.weight")
-    if factors is not None:
-        config["rope_scaling"] = llama3_scaling(config, facts.name, factors)
-
-
-def llama3_scaling(config: dict[str, Any], name: str, factors: list[float]) -> dict[str, Any]:
-    """Llama 3's rotary scaling. GGUF keeps only the resulting factors, which are compared with those of Llama 3."""
+    if factors is None:
+        return
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    theta, factor, low, high, original = config.get("rope_theta", 10000.0), max(factors), 1.0, 4.0, 8192
-    for index, found in enumerate(factors):
-        wave_length = 2 * math.pi * theta ** (2 * index / head_dim)
-        if wave_length < original / high:
-            expected = 1.0
-        elif wave_length > original / low:
-            expected = factor
-        else:
-            smooth = (original / wave_length - low) / (high - low)
-            expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(found - expected) > 1e-3 * expected:
-            raise UnsupportedModelError(f"{name} has rotary factors (rope_freqs) that are not those of Llama 3.")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
+    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    wave_lengths = 2 * np.pi * config.get("rope_theta", 10000.0) ** (2 * np.arange(len(factors)) / head_dim)
+    smooth = np.clip((original / wave_lengths - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        raise UnsupportedModelError(f"{facts.name} has rotary factors (rope_freqs) that are not those of Llama 3.")
+    config["rope_scaling"] = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
-    }
+    }  # fmt: skip
 
 
 def finish_gemma(config: dict[str, Any], facts: GGUFFacts) -> None:
@@ -143,12 +129,8 @@ def finish_phi3(config: dict[str, Any], facts: GGUFFacts) -> None:
     rotary = facts.fields.get("rope.dimension_count", head_dim)
     if rotary != head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
-    window = facts.fields.get("attention.sliding_window")
-    config["sliding_window"] = window or None
+    config["sliding_window"] = facts.fields.get("attention.sliding_window") or None
     long, short = (facts.constants.get(f"rope_factors_{kind}.weight") for kind in ("long", "short"))
-    original = facts.fields.get("rope.scaling.original_context_length")
-    if original is not None:
-        config["original_max_position_embeddings"] = original
     if long is not None and short is not None:
         config["rope_scaling"] = {"type": "longrope", "rope_type": "longrope", "long_factor": long, "short_factor": short}
 
@@ -159,13 +141,9 @@ def finish_bert(config: dict[str, Any], facts: GGUFFacts) -> None:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        "llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, permuted=True, finish=finish_llama
-    ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}),
-    "qwen3": Architecture(
-        "qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS, {"hidden_act": "silu"}
-    ),
+    "llama": Architecture("llama", "LlamaForCausalLM", DECODER_TENSORS, DECODER_KEYS, permuted=True, finish=finish_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", DECODER_TENSORS, DECODER_KEYS),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**DECODER_TENSORS, **HEAD_NORM_TENSORS}, DECODER_KEYS),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", GEMMA_TENSORS, GEMMA_KEYS,
         {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}, norm_plus_one=True, finish=finish_gemma,
@@ -175,7 +153,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"hidden_activation": "gelu_pytorch_tanh", "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
         norm_plus_one=True, finish=finish_gemma,
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, DECODER_KEYS, {"hidden_act": "silu"}, finish=finish_phi3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", PHI3_TENSORS, PHI3_KEYS, finish=finish_phi3),
     "bert": Architecture(
         "bert", "BertModel", BERT_TENSORS, BERT_KEYS, {"hidden_act": "gelu", "position_embedding_type": "absolute"},
         finish=finish_bert,
@@ -183,27 +161,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 }  # fmt: skip
 POOLING_TYPES = {0: "mean", 1: "mean", 2: "cls", 3: "lasttoken"}
 BLOCK_NUMBER = re.compile(r"^blk\.(\d+)\.")
-
-
-def find_architecture(name: str, architecture: Any) -> Architecture:
-    found = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
-    if found is None:
-        raise UnsupportedModelError(
-            f"{name} has the architecture {architecture!r}, which is not supported.",
-            hint=f"Supported in GGUF: {', '.join(ARCHITECTURES)}.",
-        )
-    return found
-
-
-def tensor_name(architecture: Architecture, name: str) -> str | None:
-    """The Hugging Face name of a GGUF tensor; None when there is none."""
-    match = BLOCK_NUMBER.match(name)
-    number = match.group(1) if match else ""
-    stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", name).rpartition(".")
-    target = architecture.tensors.get(stem)
-    if target is None or suffix not in ("weight", "bias"):
-        return None
-    return f"{target.replace('#', number)}.{suffix}"
 
 
 def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
@@ -216,7 +173,7 @@ def make_config(architecture: Architecture, facts: GGUFFacts) -> dict[str, Any]:
     for key, target in architecture.keys.items():
         if key in facts.fields:
             config[target] = facts.fields[key]
-    for target in REQUIRED_KEYS:
+    for target in SHARED_KEYS.values():
         value = config.get(target)
         if type(value) is not int or value < 1:
             raise CorruptFileError(f"{facts.name}: the metadata gives {target} as {value!r}.")
@@ -262,58 +219,41 @@ def read_embedding_settings(architecture: Architecture, facts: GGUFFacts) -> dic
     return make_embedding(Path(facts.name), pooling, settings, {}, normalize=True)
 
 
-def is_rwkv(reader: Any) -> bool:
-    """Whether an opened file holds a model of the RWKV family, which has a reader of its own."""
-    architecture = reader.fields.get("general.architecture")
-    return architecture is not None and b"rwkv" in bytes(architecture.parts[-1])
-
-
-def open_gguf(path: Path, reader: Any) -> ModelSource:
-    """The source of an opened GGUF file."""
-    fields = read_fields(path, reader)
+def open_gguf(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelSource:
+    """The source of a GGUF file that `read_gguf` has read."""
     kind = fields.get("general.architecture")
-    architecture = find_architecture(str(path), kind)
-    by_name = {str(tensor.name): tensor for tensor in reader.tensors}
+    architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if architecture is None:
+        hint = f"Supported in GGUF: {', '.join(ARCHITECTURES)}."
+        raise UnsupportedModelError(f"{path} has the architecture {kind!r}, which is not supported.", hint=hint)
     if fields.get("split.count", 0) not in (0, 1):
         raise UnsupportedModelError(f"{path} is one part of several.", hint="Merge them first with llama-gguf-split.")
+    constants = {name: tensors[name] for name in CONFIG_TENSORS if name in tensors}
+    for name, tensor in constants.items():
+        if tensor.tensor_type.name != "F32":
+            raise UnsupportedModelError(f"{path}: {name!r} is not of type F32.")
     facts = GGUFFacts(
         name=str(path),
         fields={name.removeprefix(f"{kind}."): value for name, value in fields.items()},
-        shapes={name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in by_name.items()},
-        constants={name: load_constant(path, by_name[name]) for name in CONFIG_TENSORS if name in by_name},
+        shapes={name: tuple(reversed(tensor.shape.tolist())) for name, tensor in tensors.items()},
+        constants={name: tensor.data.tolist() for name, tensor in constants.items()},
     )
     config = make_config(architecture, facts)
-    tensors = [
-        make_tensor(path, architecture, config, tensor, facts.shapes[name])
-        for name, tensor in by_name.items()
-        if name not in CONFIG_TENSORS
-    ]
+    weights = [tensor for name, tensor in tensors.items() if name not in CONFIG_TENSORS]
     tokenizer_files = make_tokenizer_files(str(path), facts.fields, config)
     return ModelSource(
         kind="gguf",
         path=path,
         files=(path,),
         config=config,
-        tensors=tuple(tensors),
+        tensors=tuple(make_tensor(path, architecture, config, tensor) for tensor in weights),
         write_tokenizer=functools.partial(write_files, tokenizer_files),
         embedding=read_embedding_settings(architecture, facts),
     )
 
 
-def load_constant(path: Path, tensor: Any) -> list[float]:
-    if tensor.tensor_type.name != "F32":
-        raise UnsupportedModelError(f"{path}: {tensor.name!r} is not of type F32.")
-    return [float(value) for value in tensor.data]
-
-
-PLAIN_TYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-}  # fmt: skip
-
-
-def open_reader(path: Path) -> Any:
-    """A GGUFReader. Raises CorruptFileError when a tensor does not lie inside the file."""
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata fields as plain values, and the reader's tensors by name, all of which lie inside the file."""
     import gguf
     import numpy as np
 
@@ -328,123 +268,87 @@ def open_reader(path: Path) -> Any:
         def data(self, mapped: Any) -> None:
             self._plain = np.asarray(mapped)
 
-    file_bytes = path.stat().st_size
+    file_bytes, fields = path.stat().st_size, {}
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise CorruptFileError(f"{path} is not a GGUF file.")
     try:
         reader = Reader(path)
+        for name, field in reader.fields.items():
+            is_float32 = field.types[:1] == [gguf.GGUFValueType.FLOAT32]
+            # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
+            fields[name] = float(str(field.parts[-1][0])) if is_float32 else field.contents()
     except Exception as error:  # the reader has no checks of its own, so any error in it means a damaged file
         raise CorruptFileError(f"{path} is cut off or altered: it has {file_bytes} bytes, {first_line(error)}.") from error
     for tensor in reader.tensors:
         end = int(tensor.data_offset) + int(tensor.n_bytes)
         if end > file_bytes or tensor.data.nbytes != int(tensor.n_bytes):
             raise CorruptFileError(f"{path} is cut off: {tensor.name!r} ends at byte {end}, the file at {file_bytes}.")
-    return reader
+    return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def read_fields(path: Path, reader: Any) -> dict[str, Any]:
-    """All metadata fields as plain Python values."""
-    return {name: field_value(path, field) for name, field in reader.fields.items()}
-
-
-def field_value(path: Path, field: Any) -> Any:
-    import gguf
-
-    string, array = gguf.GGUFValueType.STRING, gguf.GGUFValueType.ARRAY
-    try:
-        if not field.types:
-            return None
-        if field.types[0] == array:
-            if len(field.types) > 1 and field.types[-1] == string:
-                return [bytes(field.parts[index]).decode() for index in field.data]
-            return [value for index in field.data for value in field.parts[index].tolist()]
-        if field.types[0] == string:
-            return bytes(field.parts[-1]).decode()
-        value = field.parts[-1][0]
-        # The shortest decimal: 1e-05, not the 9.999999747378752e-06 that its float32 is.
-        return float(str(value)) if field.types[0] == gguf.GGUFValueType.FLOAT32 else value.item()
-    except (UnicodeDecodeError, IndexError) as error:
-        raise CorruptFileError(f"{path}: the metadata field {field.name!r} cannot be read: {error}.") from error
-
-
-def make_tensor(
-    path: Path, architecture: Architecture, config: Mapping[str, Any], tensor: Any, shape: tuple[int, ...]
-) -> SourceTensor:
+def make_tensor(path: Path, architecture: Architecture, config: Mapping[str, Any], tensor: Any) -> SourceTensor:
     """A tensor of a known architecture under its Hugging Face name and in that layout."""
-    name = tensor_name(architecture, tensor.name)
-    if name is None:
+    block = BLOCK_NUMBER.match(tensor.name)
+    stem, _, suffix = BLOCK_NUMBER.sub("blk.#.", tensor.name).rpartition(".")
+    target = architecture.tensors.get(stem)
+    if target is None or suffix not in ("weight", "bias"):
         raise UnsupportedModelError(
             f"{path}: the tensor {tensor.name!r} is not known for the architecture {architecture.model_type!r}."
         )
-    order = row_order(path, architecture, config, name, shape)
-    minus_one = architecture.norm_plus_one and name.endswith("norm.weight")
-    return read_tensor(path, tensor, name, shape, order, minus_one=minus_one)
+    name = f"{target.replace('#', block[1]) if block else target}.{suffix}"
+    order = row_order(path, config, name, int(tensor.shape[-1])) if architecture.permuted else None
+    return read_tensor(path, tensor, name, order, minus_one=architecture.norm_plus_one and name.endswith("norm.weight"))
 
 
-def read_tensor(
-    path: Path, tensor: Any, name: str, shape: tuple[int, ...], order: npt.NDArray[np.int64] | None = None,
-    *, minus_one: bool = False,
-) -> SourceTensor:  # fmt: skip
-    """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
-    kind = tensor.tensor_type.name
-    if kind not in PLAIN_TYPES:
-        check_dequantizable(path, tensor)
-    info = source_info(path, name, PLAIN_TYPES.get(kind, "float32"), list(shape))
-    load = functools.partial(load_values, tensor, info, order, minus_one)
-    if kind in LAYOUTS and not minus_one:
-        return SourceTensor(info, load, functools.partial(load_quantized, tensor, info, order))
-    return SourceTensor(info, load)
-
-
-def check_dequantizable(path: Path, tensor: Any) -> None:
-    import gguf
-    import numpy as np
-
-    _, type_size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-    try:
-        gguf.quants.dequantize(np.zeros((1, type_size), np.uint8), tensor.tensor_type)
-    except NotImplementedError:
-        kind = tensor.tensor_type.name
-        raise UnsupportedModelError(f"{path}: {tensor.name!r} has the type {kind}, which cannot be dequantised.") from None
-
-
-def row_order(
-    path: Path, architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]
-) -> npt.NDArray[np.int64] | None:
+def row_order(path: Path, config: Mapping[str, Any], name: str, num_rows: int) -> npt.NDArray[np.int64] | None:
     """Which row of the GGUF tensor each row of the Hugging Face tensor is; None when they are the same.
 
     GGUF keeps llama's rotary pairs side by side, Hugging Face keeps all first halves before all second halves.
     """
     import numpy as np
 
-    if not architecture.permuted or not (".q_proj." in name or ".k_proj." in name):
+    found = re.search(r"\.([qk])_proj\.", name)
+    if found is None:
         return None
-    num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-    if shape[0] % (2 * num_heads):
-        raise CorruptFileError(f"{path}: {name!r} has {shape[0]} rows for {num_heads} heads.")
-    rows = np.arange(shape[0]).reshape(num_heads, shape[0] // num_heads // 2, 2)
-    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+    num_heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+    if num_rows % (2 * num_heads):
+        raise CorruptFileError(f"{path}: {name!r} has {num_rows} rows for {num_heads} heads.")
+    return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def load_values(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None, minus_one: bool) -> torch.Tensor:
+def read_tensor(
+    path: Path, tensor: Any, name: str, order: npt.NDArray[np.int64] | None = None, *, minus_one: bool = False
+) -> SourceTensor:
+    """A tensor of a GGUF file, with its rows in another order, or less one, if asked for."""
     import gguf
     import numpy as np
-    import torch
 
-    kind = tensor.tensor_type.name
-    if kind in PLAIN_TYPES:
-        values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
-    elif kind in LAYOUTS:
-        values = torch.from_numpy(dequantize(split_blocks(info.name, info.shape, kind, tensor.data)))
-    else:
-        wide = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        values = torch.from_numpy(np.ascontiguousarray(wide)).view(info.shape)
-    if order is not None:
-        values = values[torch.from_numpy(order)]
-    return values - 1 if minus_one else values
+    kind, shape = tensor.tensor_type.name, tensor.shape.tolist()[::-1]
+    info = source_info(path, name, DTYPE_CODES.get(kind, "float32"), shape)
+    if kind in INTEGER_BYTES and not minus_one:
+        info = info._replace(quantization=Quantization(kind, len(shape) - 1))
+    elif kind not in DTYPE_CODES:
+        zeros = np.zeros((1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8)
+        try:
+            gguf.quants.dequantize(zeros, tensor.tensor_type)
+        except NotImplementedError:
+            raise UnsupportedModelError(f"{path}: {name!r} has the type {kind}, which cannot be dequantised.") from None
 
+    def load_blocks() -> Row:
+        return split_blocks(info, tensor.data if order is None else tensor.data[order])
 
-def load_quantized(tensor: Any, info: TensorInfo, order: npt.NDArray[np.int64] | None) -> QuantizedTensor:
-    blocks = tensor.data if order is None else tensor.data[order]
-    return split_blocks(info.name, info.shape, tensor.tensor_type.name, blocks)
+    def load() -> torch.Tensor:
+        import torch
+
+        if info.quantization is not None:
+            return torch.from_numpy(dequantize(load_blocks()))
+        if kind in DTYPE_CODES:
+            values = torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=getattr(torch, info.dtype)).view(info.shape)
+        else:
+            values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(info.shape)
+        if order is not None:
+            values = values[torch.from_numpy(order)]
+        return values - 1 if minus_one else values
+
+    return SourceTensor(info, load, None if info.quantization is None else load_blocks)

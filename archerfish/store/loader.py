@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import secrets
 import zlib
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,30 +13,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.config import HubConfig
-from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, WriteError, did_you_mean
-from archerfish.store.files import lock_or_write_error, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
-from archerfish.store.format import (
-    ALIGNMENT_BYTES,
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError, did_you_mean
+from archerfish.store.files import file_lock, recover, replace_file, sha256_of, siblings, sync_directory, write_errors
+from archerfish.store.format import Row, RowSpans, TensorInfo, arrow_writer, dequantize, read_arrow_rows, read_parquet_rows
+from archerfish.store.metadata import (
     ARROW_NAME,
     METADATA_NAME,
     PARQUET_NAME,
     TOKENIZER_NAME,
-    ArrowWriter,
-    Row,
-    RowSpans,
-    Span,
-    TensorInfo,
-    check_parquet_order,
-    needs_large,
-    read_arrow_rows,
-    read_parquet_rows,
-)  # fmt: skip
-from archerfish.store.metadata import FileRecord, StoreMetadata, encode_metadata, read_metadata
-from archerfish.store.quants import QuantizedTensor, dequantize, from_buffers
+    FileRecord,
+    StoreMetadata,
+    read_metadata,
+)
 from archerfish.types import Progress, no_progress
 
 if TYPE_CHECKING:
     import torch
+
 
 class WeightLoader:
     """Opens a converted directory (or its weights.arrow or weights.parquet) and gives its tensors.
@@ -46,60 +38,49 @@ class WeightLoader:
     share its pages. A write to a tensor stays in this process. A tensor stays valid after `close`.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, hub: HubConfig | None = None, progress: Progress = no_progress
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, hub: HubConfig | None = None, progress: Progress = no_progress) -> None:
         self.directory = find_directory(Path(path))
-        where, self.metadata, memory = open_mapped(self.directory, hub or HubConfig(), progress)
-        self.arrow_path = where / ARROW_NAME
-        record = self.metadata.files[ARROW_NAME]
-        self._memory: mmap.mmap | None = memory
+        self.metadata = read_metadata(self.directory)
+        while True:
+            try:
+                where, described = ensure_arrow(self.directory, self.metadata, hub or HubConfig(), progress)
+                record = described.files[ARROW_NAME]
+                self._memory: mmap.mmap | None = map_file(where / ARROW_NAME, record)
+                break
+            except CorruptFileError:  # raised as well when a conversion replaces the directory meanwhile
+                before, self.metadata = self.metadata, read_metadata(self.directory)
+                if self.metadata == before:
+                    raise
+        self.metadata, self.arrow_path = described, where / ARROW_NAME
+        self.config = described.config
+        self.tokenizer_path = self.directory / TOKENIZER_NAME  # does not exist for a model without a tokenizer
         self._rows: dict[str, tuple[TensorInfo, RowSpans]] = {
-            info.name: (info, spans) for info, spans in zip(self.metadata.tensors, record.spans, strict=True)
+            info.name: (info, spans) for info, spans in zip(described.tensors, record.spans, strict=True)
         }
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """The directory of tokenizer.json. It does not exist for a model without a tokenizer."""
-        return self.directory / TOKENIZER_NAME
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The source's config.json."""
-        return self.metadata.config
 
     def get_layer_names(self) -> list[str]:
         """Names of all tensors, in file order."""
         return list(self._rows)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def get_metadata(self) -> dict[str, Any]:
         """The contents of metadata.json."""
         return self.metadata.as_dict()
 
-    def get_shape(self, name: str) -> tuple[int, ...]:
-        return self._row(name)[0].shape
+    def get_buffers(self, name: str) -> list[Any]:
+        """The stored bytes of a tensor: memoryviews of data, scales and zero points, or None."""
+        view = memoryview(self._open_memory()).toreadonly()
+        return [None if span is None else view[span.offset : span.offset + span.num_bytes] for span in self._row(name)[1]]
 
-    def get_dtype(self, name: str) -> str:
-        return self._row(name)[0].dtype
+    def get_quantized(self, name: str) -> Row:
+        """Integers, scales and zero points of a tensor that is stored quantised, as arrays over the mapping."""
+        import numpy as np
 
-    def get_buffers(self, name: str) -> tuple[memoryview, memoryview | None, memoryview | None]:
-        """The stored bytes of a tensor: data, scales and zero points."""
-        spans = self._row(name)[1]
-        scales, zero_points = (None if span is None else self._view(span) for span in spans[1:])
-        return self._view(spans.data), scales, zero_points
-
-    def get_quantized(self, name: str) -> QuantizedTensor:
-        """Integers, scales and zero points of a tensor that is stored quantised, as views of the mapping."""
         info = self._row(name)[0]
         if info.quantization is None:
             raise UnknownLayerError(f"The tensor {name!r} of {self.directory} is not quantised.")
-        return from_buffers(str(self.arrow_path), info, *self.get_buffers(name))
+        data, *halves = (np.frombuffer(buffer, np.uint8) for buffer in self.get_buffers(name) if buffer is not None)
+        num_blocks = info.num_params // info.quantization.group_size
+        return Row(info, data.reshape(num_blocks, -1), *(half.view(np.float16) for half in halves))
 
     def get_layer(self, name: str) -> torch.Tensor:
         """One tensor as a view of the mapping; a quantised one is dequantised to float32."""
@@ -126,9 +107,11 @@ class WeightLoader:
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         for name in self._rows if names is None else names:
-            for span in self._row(name)[1]:
-                if span is not None:
-                    self._release_pages(span)
+            for offset, num_bytes in filter(None, self._row(name)[1]):
+                begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+                end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+                if begin < end:
+                    self._open_memory().madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def check_tokenizer(self) -> None:
         """Compare the tokenizer's files with their checksums."""
@@ -140,10 +123,8 @@ class WeightLoader:
 
     def verify(self, progress: Progress = no_progress) -> None:
         """Compare every file with its checksum. The CorruptFileError names the file that differs."""
-        check_whole_file(self.arrow_path, self.metadata.files[ARROW_NAME], progress)
         for name, record in self.metadata.files.items():
-            if name != ARROW_NAME:
-                check_whole_file(self.directory / name, record, progress)
+            check_whole_file(self.arrow_path if name == ARROW_NAME else self.directory / name, record, progress)
         if read_arrow_rows(self.arrow_path, self._open_memory()) != list(self._rows.values()):
             raise CorruptFileError(f"{self.arrow_path} does not hold the tensors that its {METADATA_NAME} lists.")
 
@@ -164,45 +145,20 @@ class WeightLoader:
             hint = did_you_mean(name, self._rows)
             raise UnknownLayerError(f"{self.directory} has no tensor {name!r}.", hint=hint) from None
 
-    def _release_pages(self, span: Span) -> None:
-        begin = -(-span.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (span.offset + span.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end:
-            self._open_memory().madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def _view(self, span: Span) -> memoryview:
-        return memoryview(self._open_memory())[span.offset : span.offset + span.num_bytes].toreadonly()
-
     def _open_memory(self) -> mmap.mmap:
         if self._memory is None:
             raise ValueError("This WeightLoader is closed.")
         return self._memory
 
 
-def open_mapped(directory: Path, hub: HubConfig, progress: Progress) -> tuple[Path, StoreMetadata, mmap.mmap]:
-    """The directory of weights.arrow, its metadata and its mapping.
-
-    They belong together, even when a conversion replaces the directory meanwhile.
-    """
-    metadata = read_metadata(directory)
-    while True:
-        try:
-            where, described = ensure_arrow(directory, metadata, hub, progress)
-            return where, described, map_file(where / ARROW_NAME, described.files[ARROW_NAME])
-        except CorruptFileError:
-            before, metadata = metadata, read_metadata(directory)
-            if metadata == before:
-                raise
-
-
 def find_directory(path: Path) -> Path:
     """The converted directory that a path names: itself, or the one of a weights file."""
-    if path.name in (ARROW_NAME, PARQUET_NAME, METADATA_NAME) and not path.is_dir():
+    if path.name in (ARROW_NAME, PARQUET_NAME) and not path.is_dir():
         if not path.is_file():
             raise ModelNotFoundError(f"{path} does not exist.")
         return path.parent
     if not path.exists() and siblings(path.absolute(), "old"):
-        with lock_or_write_error(path.absolute().with_name(f".{path.name}.lock"), path):
+        with file_lock(path.absolute().with_name(f".{path.name}.lock"), path):
             recover(path.absolute())
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} {'is not a directory' if path.exists() else 'does not exist'}.")
@@ -223,8 +179,6 @@ def map_any(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writing to a tensor copies its page
-    except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.") from None
     except ValueError:
         raise CorruptFileError(f"{path} is empty.") from None
     except OSError as error:
@@ -246,75 +200,51 @@ def arrow_record(path: Path) -> FileRecord:
     """The record of a new weights.arrow, which is read back through Arrow."""
     memory = map_any(path)
     spans = tuple(spans for _, spans in read_arrow_rows(path, memory))
-    for row in spans:
-        if row.data.offset % ALIGNMENT_BYTES:
-            raise AssertionError(f"{path}: a tensor lies at {row.data.offset}, which is not aligned")
     return file_record(path)._replace(outside_crc32=outside_crc32(memory, spans), spans=spans)
 
 
 def file_record(path: Path) -> FileRecord:
-    return FileRecord(path.stat().st_size, sha256_of(path, no_progress, ""))
-
-
-def write_arrow(path: Path, infos: Iterable[TensorInfo], rows: Iterable[Row]) -> FileRecord:
-    """Write a whole weights.arrow; `infos` describe the rows in advance."""
-    with ArrowWriter(path, large=needs_large(infos)) as writer:
-        for row in rows:
-            writer.write(row)
-    return arrow_record(path)
+    return FileRecord(path.stat().st_size, sha256_of(path))
 
 
 def has_arrow(directory: Path, metadata: StoreMetadata) -> bool:
     return ARROW_NAME in metadata.files and (directory / ARROW_NAME).is_file()
 
 
-def ensure_arrow(
-    directory: Path, metadata: StoreMetadata, hub: HubConfig, progress: Progress = no_progress
-) -> tuple[Path, StoreMetadata]:
+def ensure_arrow(directory: Path, metadata: StoreMetadata, hub: HubConfig, progress: Progress) -> tuple[Path, StoreMetadata]:
     """The directory of a converted model's weights.arrow, and the metadata that describes it.
 
     If the model has only weights.parquet, weights.arrow is made once, in its directory, or in the cache when the directory is
-    read-only.
+    read-only. The metadata.json that describes it is written last.
     """
     if has_arrow(directory, metadata):
         return directory, metadata
-    if PARQUET_NAME not in metadata.files or not (directory / PARQUET_NAME).is_file():
+    parquet, target = directory / PARQUET_NAME, directory
+    if PARQUET_NAME not in metadata.files or not parquet.is_file():
         raise CorruptFileError(f"{directory} has neither {ARROW_NAME} nor {PARQUET_NAME}.")
-    if os.access(directory, os.W_OK):
-        try:
-            return build_arrow(directory, directory, progress)
-        except WriteError as error:
-            if not isinstance(error.__cause__, PermissionError):
-                raise
-    key = hashlib.sha256(metadata.files[PARQUET_NAME].sha256.encode() + encode_metadata(metadata)).hexdigest()[:32]
-    return build_arrow(directory, hub.cache_path() / "mapped" / key, progress)
-
-
-def build_arrow(directory: Path, target: Path, progress: Progress) -> tuple[Path, StoreMetadata]:
-    """Make target/weights.arrow from directory/weights.parquet, then the metadata.json that names it."""
-    with write_errors(target):
-        target.mkdir(parents=True, exist_ok=True)
-        with lock_or_write_error(target / f".{ARROW_NAME}.lock", target):
-            described = target if (target / METADATA_NAME).is_file() else directory
-            metadata = read_metadata(described)
-            if has_arrow(target, metadata):
-                return target, metadata
-            metadata = read_metadata(directory)
-            parquet = directory / PARQUET_NAME
-            check_whole_file(parquet, metadata.files[PARQUET_NAME], progress)
-            for stale in target.glob(f".{ARROW_NAME}.tmp-*"):
-                stale.unlink()
-            temporary = target / f".{ARROW_NAME}.tmp-{secrets.token_hex(4)}"
-            try:
-                rows = check_parquet_order(parquet, metadata.tensors, read_parquet_rows(parquet))
-                record = write_arrow(temporary, metadata.tensors, rows)
-                temporary.replace(target / ARROW_NAME)
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync_directory(target)
-            metadata = replace(metadata, files={**metadata.files, ARROW_NAME: record})
-            replace_file(target / METADATA_NAME, encode_metadata(metadata))
+    if not os.access(directory, os.W_OK):
+        key = hashlib.sha256(metadata.files[PARQUET_NAME].sha256.encode() + metadata.encode()).hexdigest()[:32]
+        target = hub.cache_path() / "mapped" / key
+    with file_lock(target / f".{ARROW_NAME}.lock", target), write_errors(target):
+        metadata = read_metadata(target if (target / METADATA_NAME).is_file() else directory)
+        if has_arrow(target, metadata):
             return target, metadata
+        metadata = read_metadata(directory)
+        check_whole_file(parquet, metadata.files[PARQUET_NAME], progress)
+        temporary = target / f".{ARROW_NAME}.tmp"
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            with arrow_writer(temporary) as write:
+                for row in read_parquet_rows(parquet, metadata.tensors):
+                    write(row)
+            record = arrow_record(temporary)
+            temporary.replace(target / ARROW_NAME)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(target)
+        metadata = replace(metadata, files={**metadata.files, ARROW_NAME: record})
+        replace_file(target / METADATA_NAME, metadata.encode())
+        return target, metadata
 
 
 def check_whole_file(path: Path, record: FileRecord, progress: Progress) -> None:

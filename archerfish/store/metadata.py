@@ -12,25 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.format import (
-    ALIGNMENT_BYTES,
-    ARROW_NAME,
-    ITEM_BYTES,
-    METADATA_NAME,
-    PARQUET_NAME,
-    RowSpans,
-    Span,
-    TensorInfo,
-    make_info,
-)  # fmt: skip
+from archerfish.store.format import RowSpans, TensorInfo, make_info, make_spans
+from archerfish.types import DTYPE_BYTES
 
+ARROW_NAME = "weights.arrow"
+PARQUET_NAME = "weights.parquet"
+METADATA_NAME = "metadata.json"
+TOKENIZER_NAME = "tokenizer"
 FORMAT_NAME = "archerfish-store"
 FORMAT_VERSION = 1
-FIELD_TYPES: dict[str, Any] = {
+COPIED_FIELDS: dict[str, Any] = {
     "model_name": str, "dtype": str, "created": str, "source": dict, "config": dict, "embedding": dict | None,
-    "generation_config": dict | None, "files": dict, "tensors": list,
+    "generation_config": dict | None,
 }  # fmt: skip
-COPIED_FIELDS = [key for key in FIELD_TYPES if key not in ("files", "tensors")]
 CHECKSUM_KEY = b',\n"checksum": "'
 CHECKSUM_END = b'"\n}\n'
 
@@ -64,49 +58,27 @@ class StoreMetadata:
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON document, without its checksum."""
+        files: dict[str, dict[str, Any]] = {}
+        for name, record in self.files.items():
+            files[name] = {"bytes": record.num_bytes, "sha256": record.sha256}
+            if record.outside_crc32 is not None:
+                buffers = [[number for span in row if span is not None for number in span] for row in record.spans]
+                files[name] |= {"outside_crc32": record.outside_crc32, "buffers": buffers}
         return {
             "format": FORMAT_NAME,
             "format_version": FORMAT_VERSION,
-            "model_name": self.model_name,
-            "dtype": self.dtype,
-            "created": self.created,
-            "source": self.source,
+            **{key: getattr(self, key) for key in COPIED_FIELDS},
             "total_parameters": self.total_parameters,
             "num_tensors": len(self.tensors),
-            "config": self.config,
-            "generation_config": self.generation_config,
-            "embedding": self.embedding,
-            "files": {name: file_as_dict(record) for name, record in self.files.items()},
-            "tensors": [tensor_as_row(info) for info in self.tensors],
+            "files": files,
+            "tensors": [[info.name, info.dtype, list(info.shape), *(info.quantization or ())] for info in self.tensors],
         }
 
-
-def tensor_as_row(info: TensorInfo) -> list[Any]:
-    row: list[Any] = [info.name, info.dtype, list(info.shape)]
-    if info.quantization is not None:
-        row += [info.quantization.quant_type, info.quantization.axis, info.quantization.group_size]
-    return row
-
-
-def file_as_dict(record: FileRecord) -> dict[str, Any]:
-    entry: dict[str, Any] = {"bytes": record.num_bytes, "sha256": record.sha256}
-    if record.outside_crc32 is not None:
-        entry["outside_crc32"] = record.outside_crc32
-        entry["buffers"] = [[number for span in row if span is not None for number in span] for row in record.spans]
-    return entry
-
-
-def encode_metadata(metadata: StoreMetadata) -> bytes:
-    """The bytes of metadata.json: one top-level entry or tensor per line, then the checksum."""
-    lines = []
-    for key, value in metadata.as_dict().items():
-        if key == "tensors":
-            rows = ",\n".join("  " + json.dumps(row) for row in value)
-            lines.append(f'"tensors": [\n{rows}\n]')
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    body = ("{\n" + ",\n".join(lines)).encode()
-    return body + CHECKSUM_KEY + hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END
+    def encode(self) -> bytes:
+        """The bytes of metadata.json: one top-level entry per line, then the checksum."""
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.as_dict().items())
+        body = ("{\n" + ",\n".join(lines)).encode()
+        return body + CHECKSUM_KEY + hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END
 
 
 def read_metadata(directory: Path) -> StoreMetadata:
@@ -118,65 +90,39 @@ def read_metadata(directory: Path) -> StoreMetadata:
         raise ModelNotFoundError(f"{directory} is not a converted model: it has no {METADATA_NAME}.") from None
     except OSError as error:
         raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.") from error
-    return decode_metadata(raw, str(path))
-
-
-def decode_metadata(raw: bytes, where: str) -> StoreMetadata:
-    """The inverse of encode_metadata. Raises CorruptFileError when the checksum or a value is wrong."""
     body, separator, tail = raw.rpartition(CHECKSUM_KEY)
     if not separator or tail != hashlib.sha256(body).hexdigest().encode() + CHECKSUM_END:
-        raise CorruptFileError(f"{where} was altered or cut off: its checksum does not match.")
+        raise CorruptFileError(f"{path} was altered or cut off: its checksum does not match.")
     try:
         document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{where} is not valid JSON: {error}.") from error
-    if document.get("format") != FORMAT_NAME:
-        raise CorruptFileError(f"{where} was not written by archerfish.")
-    version = document.get("format_version")
-    if version != FORMAT_VERSION:
-        hint = "Convert the model again, or use the version of archerfish that wrote it."
-        raise UnsupportedModelError(f"{where} has format version {version!r}; this is version {FORMAT_VERSION}.", hint=hint)
-    return make_metadata(document, where)
+        if document["format"] != FORMAT_NAME:
+            raise CorruptFileError(f"{path} was not written by archerfish.")
+        if document["format_version"] != FORMAT_VERSION:
+            message = f"{path} has format version {document['format_version']!r}; this is version {FORMAT_VERSION}."
+            raise UnsupportedModelError(message, hint="Convert it again, or use the version of archerfish that wrote it.")
+        return make_metadata(document, str(path))
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path} does not describe a model: {error!r}.") from error
 
 
 def make_metadata(document: dict[str, Any], where: str) -> StoreMetadata:
-    for key, kind in FIELD_TYPES.items():
-        if not isinstance(document.get(key), kind):
+    for key, kind in COPIED_FIELDS.items():
+        if not isinstance(document[key], kind):
             raise CorruptFileError(f"{where}: {key!r} has the wrong type.")
-    if document["dtype"] not in ITEM_BYTES:
+    if document["dtype"] not in DTYPE_BYTES:
         raise CorruptFileError(f"{where}: unknown dtype {document['dtype']!r}.")
-    try:
-        tensors = tuple(make_info(where, *row) for row in document["tensors"])
-        files = {name: make_file(name, entry, tensors, where) for name, entry in document["files"].items()}
-    except (TypeError, KeyError, IndexError, ValueError) as error:
-        raise CorruptFileError(f"{where} does not describe its tensors or files: {error!r}.") from error
+    tensors = tuple(make_info(where, *row) for row in document["tensors"])
+    files = {name: FileRecord(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
+    if ARROW_NAME in files:
+        entry, record = document["files"][ARROW_NAME], files[ARROW_NAME]
+        pairs = zip(entry["buffers"], tensors, strict=True)
+        spans = tuple(make_spans(numbers, info, record.num_bytes, where) for numbers, info in pairs)
+        files[ARROW_NAME] = record._replace(outside_crc32=entry["outside_crc32"], spans=spans)
     metadata = StoreMetadata(tensors=tensors, files=files, **{key: document[key] for key in COPIED_FIELDS})
-    counts = (document.get("total_parameters"), document.get("num_tensors"), len({info.name for info in tensors}))
+    counts = (document["total_parameters"], document["num_tensors"], len({info.name for info in tensors}))
     if counts != (metadata.total_parameters, len(tensors), len(tensors)):
         raise CorruptFileError(f"{where}: the counts of tensors and parameters do not match its list of tensors.")
     return metadata
-
-
-def make_file(name: str, entry: dict[str, Any], tensors: tuple[TensorInfo, ...], where: str) -> FileRecord:
-    record = FileRecord(entry["bytes"], entry["sha256"])
-    if name != ARROW_NAME:
-        return record
-    pairs = zip(entry["buffers"], tensors, strict=True)
-    spans = tuple(make_spans(numbers, info, record.num_bytes, where) for numbers, info in pairs)
-    return record._replace(outside_crc32=entry["outside_crc32"], spans=spans)
-
-
-def make_spans(numbers: list[int], info: TensorInfo, file_bytes: int, where: str) -> RowSpans:
-    """Where a tensor lies. It must be inside the file, aligned, and as long as its shape and type say."""
-    spans = [Span(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
-    is_inside = all(min(span) >= 0 and sum(span) <= file_bytes for span in spans)
-    if info.quantization is None:
-        has_right_size = [span.num_bytes for span in spans] == [info.num_params * ITEM_BYTES[info.dtype]]
-    else:
-        has_right_size = len(spans) in (2, 3)
-    if not is_inside or not has_right_size or spans[0].offset % ALIGNMENT_BYTES:
-        raise CorruptFileError(f"{where}: {info.name!r} cannot lie where {METADATA_NAME} says.")
-    return RowSpans(*spans)
 
 
 def is_converted(path: Path) -> bool:

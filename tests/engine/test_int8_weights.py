@@ -33,11 +33,10 @@ from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.params import SamplingParams
 from archerfish.serve.model_cards import num_bytes_of_writer
 from archerfish.store.loader import WeightLoader
-from archerfish.store.rwkv_source import read_rwkv7
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.engine.tiny_rwkv import prompts, rwkv_config, save_tiny_rwkv
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 INT8 = Int8Rows()
 VOCAB = SIZES["tiny"].vocab_size

@@ -20,7 +20,7 @@ from archerfish.config import HubConfig
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
-from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL, resolve_model
+from archerfish.store.names import STORY_MODEL, resolve_model
 from scripts.draw_stories import read_stories
 from scripts.story_data import ANSWER, END, REQUEST
 from tests.engine.test_rwkv_engine import note_logits
@@ -81,7 +81,7 @@ def test_it_is_there_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     path = resolve_model("Story-RWKV7", HubConfig(cache_dir=str(tmp_path)))
-    assert path == BUNDLED_MODELS[STORY_MODEL].directory
+    assert path.name == STORY_MODEL
     assert sum(file.stat().st_size for file in path.iterdir()) < 20_000_000
     notice = (path / "NOTICE").read_text(encoding="utf-8")
     assert all(words in notice for words in ("stories15M", "MIT License", "Copyright (c) 2023 Andrej", "Apache-2.0"))
@@ -150,7 +150,7 @@ def test_what_begins_alike_goes_on_from_a_state(hub: HubConfig) -> None:
 @needs_rwkv
 def test_logits_equal_the_package_rwkv(tmp_path: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prefill and of every decode after it, and of both from a state that was kept."""
-    torch.save(to_blink(load_file(BUNDLED_MODELS[STORY_MODEL].directory / "model.safetensors")), tmp_path / "story.pth")
+    torch.save(to_blink(load_file(resolve_model(STORY_MODEL) / "model.safetensors")), tmp_path / "story.pth")
     theirs = load_rwkv(tmp_path / "story.pth")
     with LLMEngine(rwkv_config(Path(STORY_MODEL)), hub=hub) as engine:
         noted = note_logits(engine, monkeypatch)

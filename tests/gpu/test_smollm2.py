@@ -15,12 +15,12 @@ from archerfish.config import HubConfig
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
-from archerfish.store.names import BUILTIN_MODELS, is_intact, resolve_model, source_directory
+from archerfish.store.names import BUILTIN_MODELS, resolve_model
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.gpu.given_tokens import DEVICE, DTYPE, GivenTokens, needs_card, rms
 
 MODEL = "smollm2-135m-instruct"
-has_model = is_intact(BUILTIN_MODELS[MODEL], source_directory(BUILTIN_MODELS[MODEL], HubConfig()))
+has_model = BUILTIN_MODELS[MODEL].find(HubConfig()) is not None
 pytestmark = [needs_card, pytest.mark.skipif(not has_model, reason=f"{MODEL} is not in the cache")]
 Tensor = torch.Tensor
 PROMPTS = [

@@ -29,13 +29,13 @@ from archerfish.kernels.triton.tiles import SHARED_BYTES  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.rwkv7 import Rwkv7Block, Rwkv7Model  # isort: skip
-from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
 from tests.models.recurring import (  # isort: skip
     GOLDEN,
     SIZES,
     RecurrentDriver,
     Size,
     random_tokens,
+    read_rwkv7,
     use_recurrent,
     write_checkpoint,
 )

@@ -22,9 +22,8 @@ from archerfish.kernels.recurrent import NO_SLOT  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.recurrent import TritonRecurrentOps  # isort: skip
 from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
-from archerfish.store.rwkv_source import read_rwkv7  # isort: skip
 from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case  # isort: skip
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint  # isort: skip
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint  # isort: skip
 
 pytestmark = [untraced]
 Tensor = torch.Tensor

@@ -17,6 +17,7 @@ from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.runtime.batch import build_recurrent_batch
+from archerfish.store.sources import open_source
 
 Tensor = torch.Tensor
 GOLDEN = Path(__file__).with_name("rwkv7_golden.npy")  # (3, 100, 67): logits of the tiny size, by rwkv 0.8.32
@@ -36,6 +37,12 @@ SIZES = {
     "small": Size(3, 256, 1024, 300, {"w": 32, "a": 32, "v": 32, "g": 64}),
     "medium": Size(5, 512, 2048, 1000, {"w": 64, "a": 64, "v": 32, "g": 128}),
 }  # fmt: skip
+
+
+def read_rwkv7(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and weights of a checkpoint, as the store reads them."""
+    source = open_source(path)
+    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
 
 
 def blink_weights(size: Size, *, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -9,9 +9,8 @@ import torch
 
 from archerfish.kernels.torch.cpu import TorchCpuOps
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.store.rwkv_source import read_rwkv7
 from tests.models.decoding import Driver, make, random_tokens
-from tests.models.recurring import SIZES, RecurrentDriver, write_checkpoint
+from tests.models.recurring import SIZES, RecurrentDriver, read_rwkv7, write_checkpoint
 from tests.models.recurring import random_tokens as random_states_tokens
 
 STEPS = [[(0, 9)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(0, 20), (1, 3)], [(0, 1), (1, 1)]]  # (sequence, new tokens)

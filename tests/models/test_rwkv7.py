@@ -25,9 +25,8 @@ from archerfish.kernels.torch.wkv import TorchRecurrentOps
 from archerfish.layers.weights import Weights
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
-from archerfish.store.rwkv_source import read_rwkv7
 from tests.kernels.wkv_cases import SequentialOps
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, write_checkpoint
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint
 
 LENGTH = 100
 TOLERANCE = 1e-4

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from archerfish.kernels.torch.cpu import TorchCpuOps
-from archerfish.store.rwkv_source import read_rwkv7
 from archerfish.text.text_tokenizer import TextTokenizer
 from scripts.rwkv7_training import DECAY_SCALE, Chunks, Rwkv7, Shape, invert_triangle, prepare, run_recurrence
 from scripts.story_data import ANSWER, END, REQUEST, train_tokenizer
 from scripts.train_rwkv7 import export
-from tests.models.recurring import RecurrentDriver
+from tests.models.recurring import RecurrentDriver, read_rwkv7
 
 Tensor = torch.Tensor
 HEAD_DIM = 4

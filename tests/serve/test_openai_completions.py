@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
-from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL
+from archerfish.store.names import STORY_MODEL, resolve_model
 
 from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
 
@@ -82,7 +82,7 @@ def test_logprobs_and_echo() -> None:
 def test_text_offsets_point_into_the_shown_text() -> None:
     """The tokenizer puts a special token before the prompt, which the echoed text does not have."""
     backend = FakeBackend("yz")
-    backend.directory = BUNDLED_MODELS[STORY_MODEL].directory
+    backend.directory = resolve_model(STORY_MODEL)
     for prompt in ("Once upon a time", [0, 388, 390]):
         body = {"prompt": prompt, "logprobs": 0, "echo": True, "max_tokens": 2}
         choice = post(backend, COMPLETIONS, body).json()["choices"][0]

@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from archerfish.config import ConversionConfig, HubConfig
-from archerfish.store import ModelConverter
-from tests.store.models import write_model
+from archerfish.config import HubConfig
+from tests.store.models import convert, write_model
 
 
 @pytest.fixture
@@ -17,13 +17,14 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def converted(tmp_path: Path, source: Path) -> Path:
     """A converted directory in float32 with both files."""
-    target = tmp_path / "converted"
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, target)
-    return target
+    return convert(source, tmp_path / "converted", dtype="float32").directory
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> HubConfig:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubConfig:
+    """Empty caches of archerfish and of huggingface_hub."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     return HubConfig(cache_dir=str(tmp_path / "cache"))
 
 

@@ -120,6 +120,11 @@ def write_gguf(
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array)
+    return finish(writer, path)
+
+
+def finish(writer: Any, path: Path) -> Path:
+    """Write the file of a GGUFWriter."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

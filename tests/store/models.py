@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from archerfish.config import ConversionConfig
+from archerfish.store import ModelConverter, WeightLoader
+from archerfish.types import Progress, no_progress
+
 BERT_CONFIG: dict[str, Any] = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "vocab_size": 12,
-}
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "vocab_size": 12,
+}  # fmt: skip
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world", "##ly", "caf", "##e", "你", "A"]
 
 
@@ -52,6 +51,14 @@ def write_model(
         (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     save_file(some_weights() if weights is None else weights, directory / "model.safetensors")
     return directory
+
+
+def convert(
+    source: Path, target: Path, *, model_type: str = "auto", progress: Progress = no_progress, **options: Any
+) -> WeightLoader:
+    """Convert a model with some options of ConversionConfig, and open the result."""
+    ModelConverter(ConversionConfig(**options)).convert(source, target, model_type, progress)
+    return WeightLoader(target)
 
 
 def flip_byte(path: Path, position: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -23,10 +23,11 @@ from archerfish.errors import (
     ValidationError,
     WriteError,
 )
-from archerfish.store import ModelConverter, WeightLoader, files, loader
-from archerfish.store.converter import compare, fingerprint_parts
+from archerfish.store import ModelConverter, WeightLoader, loader
+from archerfish.store.converter import fingerprint_parts
+from archerfish.store.format import read_parquet_rows
 from archerfish.store.sources import open_source
-from tests.store.models import MATRIX, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
+from tests.store.models import MATRIX, convert, file_size_limit, flip_byte, snapshot, some_weights, write_json, write_model
 
 
 def leftovers(target: Path) -> list[str]:
@@ -57,52 +58,41 @@ def test_without_parquet(source: Path, tmp_path: Path) -> None:
     assert result.file_size_mb * 1e6 == pytest.approx(result.arrow_path.stat().st_size)
 
 
-def test_too_large_tensor_for_parquet_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
+def test_too_large_tensor_for_parquet_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("archerfish.store.converter.LARGE_TENSOR_BYTES", 100)
     with pytest.raises(UnsupportedModelError, match="write_parquet=False"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_existing_output_needs_overwrite(source: Path, converted: Path, tmp_path: Path) -> None:
     before = snapshot(converted)
     with pytest.raises(InvalidOptionError, match="already holds a model"):
-        ModelConverter().convert(source, converted)
+        convert(source, converted)
     assert snapshot(converted) == before
-    ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype(MATRIX) == "bfloat16"
+    assert convert(source, converted, dtype="bfloat16", overwrite=True).get_layer(MATRIX).dtype == torch.bfloat16
     assert leftovers(converted) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(InvalidOptionError, match="holds other files"):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, tmp_path / "mine")
+        convert(source, tmp_path / "mine", overwrite=True)
     (tmp_path / "empty").mkdir()
-    ModelConverter().convert(source, tmp_path / "empty")
-    assert len(WeightLoader(tmp_path / "empty")) == 4
+    assert convert(source, tmp_path / "empty").get_layer_names()
     with pytest.raises(InvalidOptionError, match="is a file"):
-        ModelConverter().convert(source, tmp_path / "mine" / "thesis.txt")
-
-
-def test_directory_renamed_by_a_killed_process_is_recovered(converted: Path) -> None:
-    before = snapshot(converted)
-    converted.rename(files.sibling(converted, "old"))
-    assert len(WeightLoader(converted)) == 4
-    assert snapshot(converted) == before and leftovers(converted) == []
+        convert(source, tmp_path / "mine" / "thesis.txt")
 
 
 def test_unwritable_output_raises_write_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(WriteError, match="Cannot write"):
-        ModelConverter().convert(source, tmp_path / "file" / "out")
+        convert(source, tmp_path / "file" / "out")
 
     def refuse(self: Path, *arguments: Any, **options: Any) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(WriteError, match="Permission denied"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -110,25 +100,21 @@ def test_unwritable_output_raises_write_error(source: Path, tmp_path: Path, monk
 def test_full_disk_leaves_the_old_directory(source: Path, converted: Path, num_bytes: int) -> None:
     before = snapshot(converted)
     with file_size_limit(num_bytes), pytest.raises(WriteError, match="File too large"):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted)
+        convert(source, converted, overwrite=True)
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
-def test_too_little_disk_space_is_refused_first(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_refused_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=5000)
     monkeypatch.setattr("archerfish.store.files.shutil.disk_usage", lambda path: usage)
     with pytest.raises(WriteError, match="MB free"):
-        ModelConverter().convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("step", ["writing", "validating"])
-def test_interruption_leaves_the_old_directory(
-    source: Path, converted: Path, error: type[BaseException], step: str
-) -> None:
+def test_interruption_leaves_the_old_directory(source: Path, converted: Path, error: type[BaseException], step: str) -> None:
     before = snapshot(converted)
 
     def interrupt(done: int, total: int, what: str) -> None:
@@ -136,102 +122,96 @@ def test_interruption_leaves_the_old_directory(
             raise error
 
     with pytest.raises(error):
-        ModelConverter(ConversionConfig(overwrite=True)).convert(source, converted, progress=interrupt)
+        convert(source, converted, progress=interrupt, overwrite=True)
     assert snapshot(converted) == before and leftovers(converted) == []
 
 
 KILLED = """
 import os, signal, sys
+import torch, pyarrow.parquet, tokenizers  # once for all: a process is forked for each point
 from archerfish.config import ConversionConfig
 from archerfish.store import ModelConverter, files
-source, target, point = sys.argv[1:]
-def die(*_):
+rename, renames = files.Path.rename, []
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
-def progress(done, total, what):
-    if what.startswith(point) and done == 2:
-        die()
-if point == "before-swap":
-    files.swap_in = die
-elif point == "after-swap":
-    swap = files.swap_in
-    files.swap_in = lambda new, target: (swap(new, target), die())
-elif point == "aside":
-    rename = files.Path.rename
-    def once(self, other):
+def convert(source, target, point):
+    def progress(done, total, what):
+        if what.startswith(point) and done == 2:
+            die()
+    def watched(self, other):
+        renames.append(other)
+        if point == f"before rename {len(renames)}":
+            die()
         rename(self, other)
-        die()
-    files.Path.rename = once
-ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, target, progress=progress)
+        if point == f"after rename {len(renames)}":
+            die()
+    files.Path.rename = watched
+    ModelConverter(ConversionConfig(dtype="bfloat16", overwrite=True)).convert(source, target, progress=progress)
+source, folder, *points = sys.argv[1:]
+for point in points:
+    child = os.fork()
+    if not child:
+        convert(source, os.path.join(folder, point), point)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, point
 """
+KILL_POINTS = ("writing", "validating", "before rename 1", "after rename 1", "after rename 2")
 
 
-@pytest.mark.parametrize("point", ["writing", "validating", "before-swap", "aside", "after-swap"])
-def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path, point: str) -> None:
-    before = snapshot(converted)
-    code = subprocess.run([sys.executable, "-c", KILLED, str(source), str(converted), point], check=False).returncode
-    assert code == -signal.SIGKILL
-    loader = WeightLoader(converted)
-    loader.verify()
-    if point == "after-swap":
-        assert loader.get_dtype(MATRIX) == "bfloat16"
-    else:
-        assert snapshot(converted) == before
-    ModelConverter(ConversionConfig(dtype="float16", overwrite=True)).convert(source, converted)
-    assert WeightLoader(converted).get_dtype(MATRIX) == "float16"
-    assert leftovers(converted) == []
+def test_kill_leaves_the_old_or_the_new_directory(source: Path, converted: Path, tmp_path: Path) -> None:
+    for point in KILL_POINTS:
+        shutil.copytree(converted, tmp_path / point)
+    subprocess.run([sys.executable, "-c", KILLED, str(source), str(tmp_path), *KILL_POINTS], check=True)
+    for point in KILL_POINTS:
+        loader = WeightLoader(tmp_path / point)
+        loader.verify()
+        if point == "after rename 2":
+            assert loader.get_layer(MATRIX).dtype == torch.bfloat16
+        else:
+            assert snapshot(tmp_path / point) == snapshot(converted)
+        assert convert(source, tmp_path / point, dtype="float16", overwrite=True).get_layer(MATRIX).dtype == torch.float16
+        assert leftovers(tmp_path / point) == []
 
 
 def test_nan_and_overflow_are_refused(tmp_path: Path) -> None:
     weights = {**some_weights(), "huge": torch.tensor([[1.0, 70000.0]])}
     source = write_model(tmp_path / "huge", weights)
     with pytest.raises(ValidationError, match="'huge' holds 70000, which float16 cannot hold"):
-        ModelConverter().convert(source, tmp_path / "out")
-    ModelConverter(ConversionConfig(dtype="bfloat16")).convert(source, tmp_path / "wide")
+        convert(source, tmp_path / "out")
+    convert(source, tmp_path / "wide", dtype="bfloat16")
     weights["huge"] = torch.tensor([[1.0, float("nan")]])
     source = write_model(tmp_path / "nan", weights)
     with pytest.raises(ValidationError, match="'huge' of the source holds NaN"):
-        ModelConverter(ConversionConfig(validate_output=False)).convert(source, tmp_path / "out")
+        convert(source, tmp_path / "out", validate_output=False)
     assert not (tmp_path / "out").exists()
     weights["huge"] = torch.tensor([1.0, float("-inf")])
-    ModelConverter().convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_validation_allows_only_rounding(dtype: str) -> None:
-    kind = getattr(torch, dtype)
-    source = torch.cat([torch.randn(4096), torch.randn(4096) * 1e-5, torch.randn(4096) * 1e-7, torch.zeros(3)])
-    stored = source.to(kind)
-    compare("x", source, stored)
-    compare("x", source.double(), stored)
-    bits = torch.int32 if dtype == "float32" else torch.int16
-    for position in (0, 5000, 9000):
-        wrong = stored.clone()
-        wrong.view(bits)[position] += 2
-        with pytest.raises(ValidationError, match=f"position {position}"):
-            compare("x", source, wrong)
+    convert(write_model(tmp_path / "inf", weights), tmp_path / "out")
 
 
 def test_validation_finds_damage_after_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damage(path: Path) -> Any:
+    def damaged_record(path: Path) -> Any:
         record = loader.arrow_record(path)
         flip_byte(path, record.spans[1].data.offset + 1)
         return record
 
-    monkeypatch.setattr("archerfish.store.converter.arrow_record", damage)
-    with pytest.raises(ValidationError):
-        ModelConverter().convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    def damaged_rows(path: Path, infos: Any) -> Any:
+        yield from (row._replace(data=pa.py_buffer(bytes(row.data.size))) for row in read_parquet_rows(path, infos))
+
+    for name, damage in (("arrow_record", damaged_record), ("read_parquet_rows", damaged_rows)):
+        with monkeypatch.context() as patch, pytest.raises(ValidationError):
+            patch.setattr(f"archerfish.store.converter.{name}", damage)
+            convert(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_model_type_is_checked(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match="auto"):
-        ModelConverter().convert(source, tmp_path / "out", model_type="autoo")
+        convert(source, tmp_path / "out", model_type="autoo")
     for hint in ("gguf", "torch", "sentence-transformers", "cross-encoder"):
         with pytest.raises(UnsupportedModelError, match="not what model_type"):
-            ModelConverter().convert(source, tmp_path / "out", model_type=hint)
-    ModelConverter().convert(source, tmp_path / "out", model_type="transformers")
+            convert(source, tmp_path / "out", model_type=hint)
+    convert(source, tmp_path / "out", model_type="transformers")
     with pytest.raises(UnsupportedModelError, match="already converted"):
-        ModelConverter().convert(tmp_path / "out", tmp_path / "again")
+        convert(tmp_path / "out", tmp_path / "again")
 
 
 def torch_source(directory: Path, state: Any, **options: Any) -> Path:
@@ -248,16 +228,14 @@ def test_torch_checkpoints(tmp_path: Path, zipped: bool, nested: bool) -> None:
     weights["transposed"] = torch.randn(3, 5).t()
     state = {"state_dict": weights, "epoch": 3} if nested else weights
     source = torch_source(tmp_path / "s", state, _use_new_zipfile_serialization=zipped)
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "out", model_type="torch")
-    for name, tensor in WeightLoader(tmp_path / "out").load_weights().items():
+    for name, tensor in convert(source, tmp_path / "out", model_type="torch", dtype="float32").load_weights().items():
         assert torch.equal(tensor, weights[name])
 
 
 def test_single_pth_and_sharded_bin(tmp_path: Path) -> None:
     weights = some_weights()
     torch.save(weights, tmp_path / "rwkv.pth")
-    ModelConverter(ConversionConfig(dtype="float32")).convert(tmp_path / "rwkv.pth", tmp_path / "out")
-    loader = WeightLoader(tmp_path / "out")
+    loader = convert(tmp_path / "rwkv.pth", tmp_path / "out", dtype="float32")
     assert loader.config == {} and not loader.tokenizer_path.exists() and loader.get_metadata()["model_name"] == "rwkv"
     source = torch_source(tmp_path / "sharded", {})
     (source / "pytorch_model.bin").unlink()
@@ -266,8 +244,7 @@ def test_single_pth_and_sharded_bin(tmp_path: Path) -> None:
         torch.save({name: tensor}, source / f"part{index}.bin")
         weight_map[name] = f"part{index}.bin"
     write_json(source / "pytorch_model.bin.index.json", {"weight_map": weight_map})
-    ModelConverter(ConversionConfig(dtype="float32")).convert(source, tmp_path / "sharded-out")
-    assert WeightLoader(tmp_path / "sharded-out").get_layer_names() == list(weights)
+    assert convert(source, tmp_path / "sharded-out", dtype="float32").get_layer_names() == list(weights)
 
 
 class Evil:
@@ -305,8 +282,7 @@ def test_metadata_keeps_the_configuration(source: Path, tmp_path: Path) -> None:
     write_json(source / "generation_config.json", {"temperature": 0.5})
     config = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}, "sentence_transformers": {"v": 1}}
     write_json(source / "config.json", {**json.loads((source / "config.json").read_text()), **config})
-    ModelConverter().convert(source, tmp_path / "out", model_type="cross-encoder")
-    found = WeightLoader(tmp_path / "out").get_metadata()
+    found = convert(source, tmp_path / "out", model_type="cross-encoder").get_metadata()
     assert found["generation_config"] == {"temperature": 0.5} and found["embedding"] is None
     assert {key: found["config"][key] for key in config} == config
     assert found["source"]["kind"] == "safetensors" and found["created"].startswith("20")

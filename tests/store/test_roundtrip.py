@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from archerfish.config import COMPRESSIONS, ConversionConfig, HubConfig
+from archerfish.config import COMPRESSIONS, HubConfig
 from archerfish.errors import CorruptFileError, ModelNotFoundError, UnknownLayerError
-from archerfish.store import ModelConverter, WeightLoader
-from archerfish.store.format import ITEM_BYTES, Row, TensorInfo, as_bytes
-from archerfish.store.loader import write_arrow
-from tests.store.models import some_weights, write_model
+from archerfish.store import WeightLoader
+from archerfish.store.format import Row, TensorInfo, arrow_writer, as_bytes
+from archerfish.store.loader import arrow_record
+from tests.store.models import convert, some_weights, write_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 COLUMNS = (
@@ -29,13 +30,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def convert(source: Path, target: Path, **options: Any) -> WeightLoader:
-    ModelConverter(ConversionConfig(**options)).convert(source, target)
-    return WeightLoader(target)
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "compression"), [*zip(itertools.cycle(DTYPES), COMPRESSIONS, strict=False)])
 def test_every_dtype_and_compression(source: Path, tmp_path: Path, hub: HubConfig, dtype: str, compression: str) -> None:
     loader = convert(source, tmp_path / "out", dtype=dtype, compression=compression)
     narrowed = {name: tensor.to(getattr(torch, dtype)) for name, tensor in some_weights().items()}
@@ -62,26 +57,6 @@ def test_pyarrow_reads_both_files(converted: Path) -> None:
     assert np.array_equal(values, some_weights()[row["layer_name"]].numpy())
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
-    if large:
-        monkeypatch.setattr("archerfish.store.format.LARGE_TENSOR_BYTES", 100)
-    infos, rows = [], []
-    for index in range(40):
-        shape = (index % 7,) * (index % 4)
-        info = TensorInfo("n" * (index + 1) + "ä" * (index % 3), ("float32", "bfloat16", "uint8")[index % 3], shape)
-        infos.append(info)
-        rows.append(Row(info, bytes([index]) * (info.num_params * ITEM_BYTES[info.dtype])))
-    record = write_arrow(tmp_path / "weights.arrow", infos, rows)
-    data = (tmp_path / "weights.arrow").read_bytes()
-    with pa.memory_map(str(tmp_path / "weights.arrow")) as file:
-        kind = pa.ipc.open_file(file).schema.field("data").type
-    assert kind == (pa.large_binary() if large else pa.binary())
-    for index, spans in enumerate(record.spans):
-        assert spans.data.offset % 64 == 0
-        assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == rows[index].data
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrays=st.lists(
@@ -91,10 +66,11 @@ def test_tensors_are_aligned_to_64_bytes(tmp_path: Path, monkeypatch: pytest.Mon
         min_size=1,
         max_size=6,
     ),
-    names=st.sets(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
+    names=st.sets(st.text(min_size=1, max_size=40).filter(lambda text: text.isprintable()), min_size=6, max_size=6),
+    large=st.booleans(),
 )
-def test_random_tensors_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str]
+def test_tensors_round_trip_and_are_aligned(
+    tmp_path_factory: pytest.TempPathFactory, arrays: list[Any], names: set[str], large: bool
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "weights.arrow"
     rows = []
@@ -102,9 +78,13 @@ def test_random_tensors_round_trip(
         tensor = torch.from_numpy(np.array(array))
         info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         rows.append(Row(info, as_bytes(tensor)))
-    record = write_arrow(path, [row.info for row in rows], rows)
+    with arrow_writer(path, large=large) as write:
+        for row in rows:
+            write(row)
     data = path.read_bytes()
-    for row, spans in zip(rows, record.spans, strict=True):
+    assert pa.ipc.open_file(data).schema.field("data").type == (pa.large_binary() if large else pa.binary())
+    for row, spans in zip(rows, arrow_record(path).spans, strict=True):
+        assert spans.data.offset % 64 == 0
         assert data[spans.data.offset : spans.data.offset + spans.data.num_bytes] == bytes(row.data)
 
 
@@ -117,7 +97,7 @@ def test_integers_and_odd_shapes_are_kept(tmp_path: Path) -> None:
         "embeddings.position_ids": torch.arange(4),
     }
     loader = convert(write_model(tmp_path / "s", weights), tmp_path / "out", dtype="bfloat16")
-    assert "embeddings.position_ids" not in loader
+    assert "embeddings.position_ids" not in loader.get_layer_names()
     assert loader.get_metadata()["source"]["skipped_buffers"] == ["embeddings.position_ids"]
     found = loader.load_weights()
     assert found["counts"].tolist() == [0, 1, 2, 3, 4] and found["counts"].dtype == torch.int64
@@ -128,9 +108,7 @@ def test_integers_and_odd_shapes_are_kept(tmp_path: Path) -> None:
 
 def test_loader_methods(converted: Path) -> None:
     loader = WeightLoader(str(converted / "weights.arrow"))
-    assert len(loader) == 4 and "scale" in loader
-    assert loader.get_shape("encoder.layer.0.output.dense.weight") == (8, 16)
-    assert loader.get_dtype("scale") == "float32"
+    assert sorted(loader.get_layer_names()) == sorted(some_weights())
     assert loader.config["hidden_size"] == 8
     assert loader.get_metadata()["total_parameters"] == 12 * 8 + 8 * 16 + 8 + 1
     data, scales, zero_points = loader.get_buffers("encoder.layer.0.output.dense.bias")

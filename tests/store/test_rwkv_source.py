@@ -13,23 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from archerfish.config import ConversionConfig
 from archerfish.errors import ArcherfishError, CorruptFileError, UnsupportedModelError
-from archerfish.store.converter import ModelConverter
-from archerfish.store.loader import WeightLoader
-from archerfish.store.metadata import read_metadata
 from archerfish.store.sources import open_source
-from tests.models.recurring import SIZES, Size, blink_weights
+from tests.models.recurring import SIZES, Size, blink_weights, read_rwkv7
+from tests.store.gguf_models import finish
+from tests.store.models import convert
 
 Tensors = dict[str, torch.Tensor]
 TINY = SIZES["tiny"]
 HUB_CONFIG = {"model_type": "rwkv7", "head_dim": 64, "num_hidden_layers": 2, "norm_eps": 1e-5, "max_position_embeddings": 2048}
 HUB_PROJECTIONS = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
-
-
-def read_model(path: Path) -> tuple[dict[str, Any], Tensors]:
-    source = open_source(path)
-    return source.config, {tensor.info.name: tensor.load() for tensor in source.tensors}
 
 
 def to_hub(weights: Tensors) -> Tensors:
@@ -61,7 +54,7 @@ GGUF_NAMES = {
     "ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", "att.receptance": "time_mix_receptance",
     "att.key": "time_mix_key", "att.value": "time_mix_value", "att.output": "time_mix_output", "ffn.key": "channel_mix_key",
     "ffn.value": "channel_mix_value", "ffn.x_k": "channel_mix_lerp_k",
-}
+}  # fmt: skip
 GGUF_TOP = {"emb": "token_embd", "blocks.0.ln0": "token_embd_norm", "ln_out": "output_norm", "head": "output"}
 
 
@@ -94,26 +87,20 @@ def to_gguf(weights: Tensors) -> Tensors:
     return made
 
 
-def write_gguf(
-    path: Path, weights: Tensors, *, architecture: str = "rwkv7", num_layers: int = 2,
-    quant_type: gguf.GGMLQuantizationType | None = None,
-) -> Path:
-    """quant_type: of the large matrices."""
+def write_gguf(path: Path, weights: Tensors, *, architecture: str = "rwkv7", num_layers: int = 2, q8: bool = False) -> Path:
+    """A GGUF file, with large matrices in Q8_0 if asked for."""
+    kind = gguf.GGMLQuantizationType.Q8_0
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(num_layers)
     writer.add_context_length(1 << 20)
     writer.add_layer_norm_eps(1e-5)
     writer.add_wkv_head_size(64)
     for name, tensor in weights.items():
-        if quant_type is not None and re.search(r"(key|value|receptance|output|embd)\.weight$", name):
-            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), quant_type), raw_dtype=quant_type)
+        if q8 and re.search(r"(key|value|receptance|output|embd)\.weight$", name):
+            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def write_pth(path: Path, weights: Tensors) -> Path:
@@ -136,7 +123,7 @@ def write_hub(path: Path, weights: Tensors) -> Path:
 LAYOUTS: dict[str, Callable[[Path, Tensors], Path]] = {
     "model.pth": write_pth, "model.safetensors": write_safetensors, "hub": write_hub,
     "model.gguf": lambda path, weights: write_gguf(path, to_gguf(weights)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -145,8 +132,8 @@ def test_every_layout_gives_the_same_model(layout: str, first_values: bool, tmp_
     made = blink_weights(TINY)
     if not first_values:
         made = {name: tensor for name, tensor in made.items() if not re.fullmatch(r"blocks\.0\.att\.v.", name)}
-    config, weights = read_model(LAYOUTS[layout](tmp_path / layout, made))
-    expected_config, expected = read_model(write_pth(tmp_path / "expected.pth", blink_weights(TINY)))
+    config, weights = read_rwkv7(LAYOUTS[layout](tmp_path / layout, made))
+    expected_config, expected = read_rwkv7(write_pth(tmp_path / "expected.pth", blink_weights(TINY)))
     longest = config.pop("max_position_embeddings", None)
     assert config == expected_config
     assert longest == {"hub": 2048, "model.gguf": 1 << 20}.get(layout)
@@ -156,31 +143,18 @@ def test_every_layout_gives_the_same_model(layout: str, first_values: bool, tmp_
     assert open_source(tmp_path / layout).path == tmp_path / layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_conversion(layout: str, tmp_path: Path) -> None:
-    path = LAYOUTS[layout](tmp_path / layout, blink_weights(TINY))
-    ModelConverter(ConversionConfig(dtype="float32")).convert(path, tmp_path / "out")
-    config, weights = read_model(path)
-    loader = WeightLoader(tmp_path / "out")
-    assert loader.config == config
-    assert {name: tensor.tolist() for name, tensor in loader.load_weights().items()} == {
-        name: tensor.tolist() for name, tensor in weights.items()
-    }
-
-
 def test_generation_config_is_kept(tmp_path: Path) -> None:
     path = write_hub(tmp_path / "hub", blink_weights(TINY))
     assert open_source(path).generation_config is None
     stated = {"eos_token_id": [5, 7], "temperature": 0.8}
     (path / "generation_config.json").write_text(json.dumps(stated))
-    ModelConverter(ConversionConfig(dtype="float32")).convert(path, tmp_path / "out")
-    assert read_metadata(tmp_path / "out").generation_config == stated
+    assert convert(path, tmp_path / "out", dtype="float32").metadata.generation_config == stated
 
 
 def test_keep_quantized_gguf(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), quant_type=gguf.GGMLQuantizationType.Q8_0)
-    ModelConverter(ConversionConfig(dtype="float32", keep_quantized=True)).convert(path, tmp_path / "out")
-    loader, (_, weights) = WeightLoader(tmp_path / "out"), read_model(path)
+    path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), q8=True)
+    loader = convert(path, tmp_path / "out", dtype="float32", keep_quantized=True)
+    _, weights = read_rwkv7(path)
     assert loader.get_buffers("model.layers.1.attn.r_proj.weight")[1] is not None
     assert set(loader.get_layer_names()) == set(weights)
     for name, tensor in weights.items():
@@ -189,12 +163,12 @@ def test_keep_quantized_gguf(tmp_path: Path) -> None:
 
 def test_blink_checkpoint_layout(tmp_path: Path) -> None:
     made = blink_weights(TINY)
-    config, weights = read_model(write_pth(tmp_path / "a.pth", made))
+    config, weights = read_rwkv7(write_pth(tmp_path / "a.pth", made))
     assert config == {
         "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 67, "hidden_size": 128,
         "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64, "norm_eps": 1e-5, "tie_word_embeddings": False,
         "decay_low_rank_dim": 8, "a_low_rank_dim": 6, "v_low_rank_dim": 4, "gate_low_rank_dim": 12,
-    }
+    }  # fmt: skip
     assert torch.equal(weights["model.layers.1.attn.w_lora.lora.0.weight"], made["blocks.1.att.w1"].t())
     assert torch.equal(weights["model.layers.0.attn.r_k"], made["blocks.0.att.r_k"].flatten())
     scale, offset = made["blocks.0.ln0.weight"], made["blocks.0.ln0.bias"]
@@ -203,18 +177,13 @@ def test_blink_checkpoint_layout(tmp_path: Path) -> None:
     assert not [name for name in weights if "pre_norm" in name or "layers.0.attn.v_lora" in name]
 
 
-def test_embedding_norm_is_applied_in_float32(tmp_path: Path) -> None:
-    made = blink_weights(TINY, dtype=torch.bfloat16)
-    weights = read_model(write_pth(tmp_path / "a.pth", made))[1]
-    assert weights["model.embeddings.weight"].dtype == torch.float32
-    assert weights["model.layers.0.attn.r_proj.weight"].dtype == torch.bfloat16
-
-
 def test_world_vocabulary_and_single_layer(tmp_path: Path) -> None:
     size = Size(1, 64, 64, 65536, TINY.ranks)
-    config, weights = read_model(write_pth(tmp_path / "a.pth", blink_weights(size, dtype=torch.bfloat16)))
+    config, weights = read_rwkv7(write_pth(tmp_path / "a.pth", blink_weights(size, dtype=torch.bfloat16)))
     assert config["eos_token_id"] == 0 and config["v_low_rank_dim"] == 0
     assert not [name for name in weights if "v_lora" in name]
+    assert weights["model.embeddings.weight"].dtype == torch.float32  # its norm is applied in float32
+    assert weights["model.layers.0.attn.r_proj.weight"].dtype == torch.bfloat16
 
 
 OLDER = {
@@ -237,16 +206,6 @@ def test_older_gguf_files_are_refused(architecture: str, tmp_path: Path) -> None
     path = write_gguf(tmp_path / "a.gguf", to_gguf(blink_weights(TINY)), architecture=architecture)
     with pytest.raises(UnsupportedModelError, match=f"{architecture}.*only RWKV-7"):
         open_source(path)
-
-
-@pytest.mark.parametrize("name", ["model.pth", "model.safetensors", "model.gguf"])
-@pytest.mark.parametrize("share", [0.001, 0.99])
-def test_truncated_file_is_refused(name: str, share: float, tmp_path: Path) -> None:
-    path = LAYOUTS[name](tmp_path / name, blink_weights(TINY))
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(CorruptFileError, match=name):
-        read_model(path)
 
 
 BREAKS: dict[str, tuple[Callable[[Tensors], Any], type[ArcherfishError], str]] = {

@@ -1,4 +1,7 @@
-from pathlib import Path
+"""Models of the Hugging Face hub."""
+
+from __future__ import annotations
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +19,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SENTENCE_MODEL = [
     "config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5", "rust_model.ot", "modules.json", "tokenizer.json",
     "vocab.txt", "1_Pooling/config.json", "onnx/model.onnx", "onnx/config.json", "openvino/x.json", "README.md",
-]
+]  # fmt: skip
 
 
 class FakeHub:
     """Stands for the two calls that are made of huggingface_hub."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-        self.place = place
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files = list(SENTENCE_MODEL)
         self.error: Exception | None = None
         self.asked: list[str] = []
@@ -37,7 +39,7 @@ class FakeHub:
 
     def snapshot_download(self, repo: str, *, revision: str, allow_patterns: list[str]) -> str:
         self.asked = allow_patterns
-        directory = self.place / f"models--{repo.replace('/', '--')}"
+        directory = names.hub_cache_path() / f"models--{repo.replace('/', '--')}"
         for name in allow_patterns:
             path = directory / "snapshots" / revision / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,28 +50,15 @@ class FakeHub:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
-    return tmp_path / "hf"
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, place: Path) -> FakeHub:
-    return FakeHub(monkeypatch, place)
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> HubConfig:
-    return HubConfig(cache_dir=str(tmp_path / "cache"))
+def fake(monkeypatch: pytest.MonkeyPatch, hub: HubConfig) -> FakeHub:
+    return FakeHub(monkeypatch)
 
 
 def test_only_needed_files_are_downloaded(fake: FakeHub, hub: HubConfig) -> None:
     seen: list[tuple[int, int]] = []
     path = resolve_model("org/name", hub, lambda done, total, what: seen.append((done, total)))
-    assert sorted(fake.asked) == [
-        "1_Pooling/config.json", "config.json", "model.safetensors", "modules.json", "tokenizer.json", "vocab.txt",
-    ]
+    wanted = {"1_Pooling/config.json", "config.json", "model.safetensors", "modules.json", "tokenizer.json", "vocab.txt"}
+    assert set(fake.asked) == wanted
     assert (path / "model.safetensors").exists()
     assert seen[-1] == (18, 18)
 
@@ -139,23 +128,10 @@ def test_single_file_of_a_repository(fake: FakeHub, hub: HubConfig) -> None:
 
 
 def test_choice_of_weights() -> None:
-    assert set(choose_files("r", ["config.json", "pytorch_model.bin", "training_args.bin"]).names) == {
-        "config.json", "pytorch_model.bin",
-    }
+    assert choose_files("r", ["config.json", "pytorch_model.bin", "training_args.bin"]) == ["config.json", "pytorch_model.bin"]
     sharded = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    assert set(choose_files("r", [*sharded, "consolidated.safetensors"]).names) == set(sharded)
+    assert set(choose_files("r", [*sharded, "consolidated.safetensors"])) == set(sharded)
     dense = ["model.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json"]
-    assert set(choose_files("r", dense).names) == set(dense)
+    assert set(choose_files("r", dense)) == set(dense)
     with pytest.raises(UnsupportedModelError, match="no weights"):
         choose_files("r", ["config.json", "onnx/model.onnx"])
-
-
-def test_hub_cache_path_equals_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert names.hub_cache_path() == Path("/x/huggingface/hub")
-    monkeypatch.setenv("HF_HOME", "/home")
-    assert names.hub_cache_path() == Path("/home/hub")
-    monkeypatch.setenv("HF_HUB_CACHE", "/cache")
-    assert names.hub_cache_path() == Path("/cache")

