@@ -245,7 +245,7 @@ class KeptProcess:
 
 def engine_process(
     config: HostConfig, *, on_change: Callable[[bool], None] = lambda is_serving: None,
-    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.engine_process"),
+    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.host"),
     clock: Callable[[], float] = time.monotonic,
 ) -> KeptProcess:
     check_address(config)

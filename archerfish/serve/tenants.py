@@ -1,4 +1,4 @@
-"""API keys and the tenants that they belong to.
+"""API keys, the tenants that they belong to, what a tenant may do, and its rate limits.
 
 A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import math
 import os
@@ -37,7 +38,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionError, WriteError, did_you_mean
+from archerfish.errors import (
+    CallerError,
+    InputTooLargeError,
+    InvalidOptionError,
+    ServiceError,
+    UnknownOptionError,
+    WriteError,
+    did_you_mean,
+)
 
 logger = logging.getLogger("archerfish.serve")
 
@@ -49,6 +58,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
 ENVIRONMENT = "env:"  # instead of a path: the prefix of the name of an environment variable with keys
 RELOAD_INTERVAL_S = 1.0  # how often a changed file is looked for
+MAX_KNOWN_BUCKETS = 2048
 
 
 class UnauthorizedError(CallerError):
@@ -65,6 +75,12 @@ class ForbiddenError(CallerError):
     default_hint = "Use a key of an operator."
 
 
+class NotAllowedError(CallerError):
+    """Only front ends and operators may do this."""
+
+    status, code = 403, "not_allowed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
     """A user of the service and its limits. Holds nothing secret; 0 means no limit."""
@@ -76,9 +92,6 @@ class Tenant:
     weight: float = 1.0  # its share of the batch, relative to the weights of the others
     max_priority: int = 0  # higher priorities are lowered to this
     is_operator: bool = False  # whether it may use the admin routes
-
-    def capped(self, priority: int) -> int:
-        return min(priority, self.max_priority)
 
     def require_operator(self) -> None:
         if not self.is_operator:
@@ -152,7 +165,8 @@ class Tenants:
 
     def find(self, key: str | None) -> Tenant:
         """The tenant of a key, or UnauthorizedError. On a server without keys: ANONYMOUS for any key."""
-        self._reload_if_changed()
+        if self._path is not None:
+            self._reload_if_changed(self._path)
         if self._table is None:
             return ANONYMOUS
         if not key:
@@ -164,7 +178,8 @@ class Tenants:
 
     def named(self, name: str) -> Tenant | None:
         """The tenant of a name, which a trusted process has sent."""
-        self._reload_if_changed()
+        if self._path is not None:
+            self._reload_if_changed(self._path)
         if self._table is None:
             return ANONYMOUS if name in ("", ANONYMOUS.name) else None
         return self._table.by_name.get(name)
@@ -179,21 +194,18 @@ class Tenants:
             self._table = _read(self._path)
             self.error = None
 
-    def _reload_if_changed(self) -> None:
-        if self._path is None or self._clock() - self._looked_at < RELOAD_INTERVAL_S:
+    def _reload_if_changed(self, path: Path) -> None:
+        if self._clock() - self._looked_at < RELOAD_INTERVAL_S:
             return
         self._looked_at = self._clock()
-        if _stamp(self._path) == self._stamp:
+        if _stamp(path) == self._stamp:
             return
         try:
             self.reload()
-            logger.info("The file of keys %s was read again: %d tenants.", self._path, len(self.all()))
+            logger.info("The file of keys %s was read again: %d tenants.", path, len(self.all()))
         except InvalidOptionError as error:
             self.error = str(error)
             logger.error("The file of keys has changed and is not used: %s", error)
-
-    def __repr__(self) -> str:
-        return f"Tenants({[tenant.name for tenant in self.all()]})"
 
 
 def bearer_key(authorization: str | None, x_api_key: str | None = None) -> str | None:
@@ -331,3 +343,131 @@ def _make_tenant(tenant: Tenant, limits: Mapping[str, Any], what: str) -> Tenant
             raise InvalidOptionError(f"{option} of {what} must be a number {least}, not {value:g}.")
         tenant = replace(tenant, **{option: kind(value)})
     return tenant
+
+
+class Callers:
+    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials.
+
+    front_end_pass: front ends send it as credentials. is_private: whether the socket can be reached by front ends only.
+    """
+
+    def __init__(self, tenants: Tenants, front_end_pass: str, *, is_private: bool) -> None:
+        self.tenants = tenants
+        self._pass = front_end_pass.encode()
+        self._is_private = is_private and not self._pass
+
+    def is_front_end(self, credentials: str) -> bool:
+        return bool(self._pass) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), self._pass)
+
+    def find(self, credentials: str, tenant: str) -> Tenant:
+        """The tenant of a request. Requests share cached contexts with requests of the same tenant only."""
+        if self.is_front_end(credentials):
+            return replace(self.tenants.named(tenant) or ANONYMOUS, name=tenant)
+        if tenant:
+            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
+        if self.tenants.has_keys:
+            return self.tenants.find(credentials)
+        # Without a file of API keys, each key is a tenant of its own, whose name is the hash of the key.
+        key = credentials.encode(errors="surrogatepass")
+        return replace(ANONYMOUS, name=hashlib.sha256(key).hexdigest()[:32] if key else "")
+
+    def check_operator(self, credentials: str) -> None:
+        """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
+        if not self._is_private and not self.is_front_end(credentials):
+            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
+
+
+# Rate limits
+
+
+class RefusedError(ServiceError):
+    """A request was refused; the client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        wait = retry_after(retry_after_s)
+        seconds = "1 second" if wait == "1" else f"{wait} seconds"
+        super().__init__(message, hint=f"Try again in {seconds}." if hint is None else hint)
+
+
+class RateLimitedError(RefusedError):
+    """A tenant is over its own limit."""
+
+    status, code = 429, "rate_limit_exceeded"
+
+
+class OverLimitError(InputTooLargeError):
+    """A single request asks for more than its tenant may use in a minute: trying again does not help."""
+
+    code = "request_over_limit"
+
+
+def retry_after(seconds: float) -> str:
+    """The value of the Retry-After header: whole seconds, rounded up, at least 1."""
+    return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Lets through at most one minute's amount at once, and that amount per minute on average."""
+
+    debt: float = 0.0  # what was taken and has not been refilled by `at`
+    at: float = 0.0
+
+    def refill(self, per_minute: float, now: float) -> None:
+        self.debt = max(0.0, self.debt - per_minute / 60 * max(0.0, now - self.at))
+        self.at = max(self.at, now)
+
+    def wait_s(self, amount: float, per_minute: float) -> float:
+        """Seconds until `amount` can be taken, counted from the last refill."""
+        return max(0.0, (self.debt + amount - max(1.0, per_minute)) * 60 / per_minute)
+
+
+class RateLimits:
+    """Requests and tokens per minute of all tenants. Tenants carry their limits, so that changed limits apply at once.
+
+    The tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what
+    its running requests were underestimated; it pays for that before its next request.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+
+    def take(self, tenant: Tenant, num_tokens: int) -> None:
+        """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
+        per_minute = max(1.0, tenant.tokens_per_minute)
+        if tenant.tokens_per_minute and num_tokens > per_minute:
+            raise OverLimitError(
+                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
+                hint="Shorten the prompt or lower max_tokens.",
+            )
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            wait_s = self._bucket(tenant, kind, limit).wait_s(amount, limit) if limit else 0.0
+            if wait_s > 1e-9:
+                details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
+                message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
+                raise RateLimitedError(message, wait_s)
+        self.give_back(tenant, -num_tokens, num_requests=-1)
+
+    def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
+        """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            if limit and amount:
+                bucket = self._bucket(tenant, kind, limit)
+                bucket.debt = max(0.0, bucket.debt - amount)
+
+    def _bucket(self, tenant: Tenant, kind: str, per_minute: float) -> TokenBucket:
+        now = self._clock()
+        bucket = self._buckets.get((tenant.name, kind))
+        if bucket is None:
+            if len(self._buckets) >= MAX_KNOWN_BUCKETS:
+                hour_ago = now - 3600
+                self._buckets = {key: kept for key, kept in self._buckets.items() if kept.debt and kept.at > hour_ago}
+            bucket = self._buckets[tenant.name, kind] = TokenBucket(at=now)
+        bucket.refill(per_minute, now)
+        return bucket

@@ -107,18 +107,15 @@ def add_llm(
 
     def load(lane: Lane) -> Hosted:
         made.append(LLMEngine(tiny_config(model, **options), executor=lane, text_thread=host.writer))
-        return HostedLLM(made[0], lane, host, host.figures, host.llm_controller(made[0]))
+        return HostedLLM(made[0], lane, host)
 
     host.models.add(ModelEntry(name, "generation", load))
     return made[0]
 
 
-def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start", **options: Any) -> None:
-    def load(lane: Lane) -> Hosted:
-        return HostedEncoder(encoder, lane, host, host.figures, host.encoder_controller(), **options)
-
+def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
-    host.models.add(ModelEntry(encoder.model_name, kind, load, loads))
+    host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(encoder, lane, host), loads))
 
 
 def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.runtime.runner import QueuedStep
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.health import LONGEST_FACTOR, NEW_FACTOR, NEW_JOBS, HangWatch
+from archerfish.serve.compute import LONGEST_FACTOR, NEW_FACTOR, NEW_JOBS, ComputeThread, HangWatch, Lane
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import ModelEntry
 from archerfish.serve.processes import MAX_GAP_S, Stall
@@ -163,8 +162,7 @@ def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
     engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
     launch = engine.runner.launch
     engine.runner.launch = lambda step: QueuedStep(launch(step).result)  # type: ignore[method-assign]
-    controller = host.llm_controller(engine)
-    host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, controller)))
+    host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host)))
     beats: list[float] = []
     hangs: list[float] = []
     host.on_beat, host.on_hang = lambda: beats.append(clock.now), lambda: hangs.append(clock.now)

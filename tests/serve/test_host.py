@@ -278,7 +278,7 @@ def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> 
     add_llm(host, tmp_path, max_len=4096)
 
     async def test(client: AsyncClient) -> None:
-        params = {**LONG, "max_tokens": 600}
+        params = {**LONG, "max_tokens": 200}
         stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
         await anext(stream)
         host.stop()
@@ -287,7 +287,7 @@ def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> 
         assert error.retry_after_s is not None
         parts = [part async for part in stream]
         assert isinstance(parts[-1], Generated)
-        assert parts[-1].num_output_tokens == 600
+        assert parts[-1].num_output_tokens == 200
 
     talk(host, test)
 

@@ -14,8 +14,7 @@ import zmq
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.health import NEW_FACTOR
+from archerfish.serve.compute import NEW_FACTOR, ComputeThread, Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import family_of, read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
@@ -162,7 +161,7 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(one for one in host.models if isinstance(one, HostedEncoder))
+        hosted = next(one for one in host.models.loaded if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
         hosted.job_tokens = MIN_JOB_TOKENS
         texts: list[str | list[int]] = [f"{i} " * MIN_JOB_TOKENS for i in range(200)]  # a job each
@@ -454,7 +453,7 @@ def test_idle_models_are_loaded_in_idle_time(tmp_path: Path) -> None:
     async def test(client: AsyncClient) -> None:
         while not all(entry.hosted is not None for entry in host.models.entries):
             await client.ask(Ping(request_id=""))
-        assert sorted(one.name for one in host.models) == ["a", "b"]
+        assert sorted(one.name for one in host.models.loaded) == ["a", "b"]
 
     assert all(entry.hosted is None for entry in host.models.entries)
     talk(host, test)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.serve import limits
-from archerfish.serve.limits import OverLimitError, RateLimitedError, RateLimits, TokenBucket, retry_after
-from archerfish.serve.tenants import ANONYMOUS, Tenant
+from archerfish.serve import tenants
+from archerfish.serve.tenants import ANONYMOUS, OverLimitError, RateLimitedError, RateLimits, Tenant, TokenBucket, retry_after
 
 ALICE = Tenant(name="alice", namespace="a", requests_per_minute=3, tokens_per_minute=600)
 TOKENS = replace(ALICE, requests_per_minute=0.0)
@@ -155,7 +154,7 @@ def test_tenants_do_not_affect_each_other(requests: list[tuple[str, float, int]]
 
 
 def test_full_buckets_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_KNOWN_BUCKETS", 8)
+    monkeypatch.setattr(tenants, "MAX_KNOWN_BUCKETS", 8)
     rates, clock = make_limits()
     for number in range(200):
         rates.take(replace(ALICE, name=f"t{number}"), 600)

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError
-from archerfish.serve.limits import OverLimitError, RateLimitedError, RateLimits, RefusedError
 from archerfish.serve.overload import (
     AdmissionLimits,
     AdmittedRequest,
@@ -27,7 +26,7 @@ from archerfish.serve.overload import (
     StepCost,
     TooLateError,
 )
-from archerfish.serve.tenants import ANONYMOUS, Tenant
+from archerfish.serve.tenants import ANONYMOUS, OverLimitError, RateLimitedError, RateLimits, RefusedError, Tenant
 
 CPU = (0.02, 0.0008, 0.0015)  # seconds of a step, a prompt token and an output token: SmolLM2-135M on two cores
 SLOW_CPU = (0.004, 0.0009, 0.0004)
@@ -136,9 +135,9 @@ class SimulatedEngine:
         self.clock.now += seconds * (1 + self.noise * self._random.random())
         self.running += started
         self._tokens_done = [self._tokens_done[0] + num_prompt, self._tokens_done[1] + len(self.running)]
-        self.controller.observe_totals(*self._tokens_done)
+        self.controller.observe(*self._tokens_done)
         for job in started:
-            job.admitted.start()
+            self.controller.start(job.admitted)
         for job in self.running:
             job.admitted.num_output_tokens += 1
             job.num_output_left -= 1
@@ -152,7 +151,7 @@ class SimulatedEngine:
         job.is_late = self.clock.now > job.deadline
         job.admitted.is_complete = not job.is_late
         job.ended_at = self.clock.now
-        job.admitted.end()
+        self.controller.end(job.admitted)
         self.ended.append(job)
 
     def run(self) -> None:
@@ -206,7 +205,7 @@ def test_estimates_of_an_idle_server_are_within_a_factor_of_1_5(
             continue  # much longer than any prompt before: nothing has shown what it costs
         for num_output in (2, 16, 400):
             size = Backlog(num_requests=1, num_sequences=1, num_prompt_tokens=num_prompt, num_output_tokens=num_output)
-            expected = engine.controller.estimate(ANONYMOUS, size).total_s
+            expected = sum(engine.controller.estimate(ANONYMOUS, size))
             began = engine.clock.now
             assert engine.submit(num_prompt, num_output) is not None
             engine.run()
@@ -274,7 +273,7 @@ def test_estimates_of_a_busy_server_are_near_the_truth(num_running: int) -> None
     for _ in range(num_running):
         engine.submit(64, 30)
     size = Backlog(num_requests=1, num_sequences=1, num_prompt_tokens=64, num_output_tokens=30)
-    expected, began = engine.controller.estimate(ANONYMOUS, size).total_s, engine.clock.now
+    expected, began = sum(engine.controller.estimate(ANONYMOUS, size)), engine.clock.now
     job = engine.submit(64, 30)
     engine.run()
     assert job is not None
@@ -338,8 +337,8 @@ def test_sizes_over_the_limits_are_refused() -> None:
         admit(controller, num_sequences=3)
     request = admit(controller, 100, is_tokenized=False)  # an estimate is no reason to refuse
     with pytest.raises(InputTooLargeError, match="90 tokens"):
-        request.set_prompt_tokens(90)
-    request.end()
+        controller.set_prompt_tokens(request, 90)
+    controller.end(request)
     assert controller.queue.num_requests == 0
 
 
@@ -350,7 +349,7 @@ def test_tokens_are_settled_with_what_was_used() -> None:
     with pytest.raises(RateLimitedError):
         admit(controller, 5, 20, tenant)
     request.num_output_tokens = 10
-    request.end()
+    controller.end(request)
     admit(controller, 5, 20, tenant)
 
 
@@ -361,7 +360,7 @@ def test_a_refused_request_costs_no_tokens() -> None:
     for _ in range(5):
         with pytest.raises(BusyError):
             admit(controller, tenant=tenant)
-    first.end()
+    controller.end(first)
     admit(controller, tenant=tenant)
     with pytest.raises(OverLimitError):
         admit(controller, 101, tenant=tenant)
@@ -372,7 +371,7 @@ def test_an_open_answer_does_not_reserve_all_tokens_of_a_minute() -> None:
     controller = make_controller(Clock())
     for request in [admit(controller, 100, None, tenant) for _ in range(2)]:
         request.num_output_tokens = 1500
-        request.end()
+        controller.end(request)
     with pytest.raises(RateLimitedError) as caught:  # 3,200 were used, which are paid for now
         admit(controller, 100, None, tenant)
     assert caught.value.retry_after_s == pytest.approx((3200 - 2000 + 612) * 60 / 2000)
@@ -384,7 +383,7 @@ def test_an_open_answer_does_not_reserve_all_tokens_of_a_minute() -> None:
 def test_a_full_queue_refuses_with_the_time_of_the_next_place() -> None:
     controller, _ = measured(max_queued=2)
     first = admit(controller, 10)
-    first.start()
+    controller.start(first)
     for _ in range(2):
         admit(controller, 100)
     with pytest.raises(BusyError, match="2 of 2 places") as caught:
@@ -392,7 +391,7 @@ def test_a_full_queue_refuses_with_the_time_of_the_next_place() -> None:
     # 200 prompt tokens take 0.3 s and 30 output tokens of 3 sequences 10 steps of 0.1 s. One of three leaves.
     assert caught.value.retry_after_s == pytest.approx((0.3 + 1.0) / 3, rel=0.05)
     assert (caught.value.status, caught.value.code) == (503, "overloaded")
-    first.end()
+    controller.end(first)
     with pytest.raises(BusyError):
         admit(controller)
 
@@ -407,7 +406,7 @@ def test_a_tenant_cannot_fill_the_queue_of_others() -> None:
         admit(controller, 1, tenant=flood)
     assert caught.value.status == 429
     admit(controller, 1, tenant=heavy)
-    held.end()
+    controller.end(held)
     assert controller.queue.num_requests == 11
 
 
@@ -416,7 +415,7 @@ def test_an_encoder_counts_texts_and_a_lone_long_list_is_admitted() -> None:
     big = controller.admit(ANONYMOUS, num_prompt_tokens=500, num_places=50)
     with pytest.raises(BusyError, match="50 of 10 places"):
         controller.admit(ANONYMOUS, num_prompt_tokens=10)
-    big.end()
+    controller.end(big)
     controller.admit(ANONYMOUS, num_prompt_tokens=10)
 
 
@@ -426,8 +425,7 @@ def test_an_encoder_counts_texts_and_a_lone_long_list_is_admitted() -> None:
 def test_deadlines_of_a_busy_server() -> None:
     controller, _ = measured()
     size = Backlog(num_requests=1, num_places=1, num_sequences=1, num_prompt_tokens=500, num_output_tokens=20)
-    expected = controller.estimate(ANONYMOUS, size)
-    assert [expected.wait_s, expected.service_s] == pytest.approx([0.0, 2.6], rel=0.02)
+    assert controller.estimate(ANONYMOUS, size) == pytest.approx((0.0, 2.6), rel=0.02)
     admit(controller, 500, 20, deadline_s=0.1)  # an idle server admits it: its prompt may be cached
     admit(controller, 500, 20, deadline_s=6.0)
     with pytest.raises(TooLateError, match=r"expected in 3\.\d s, after the deadline of 3\.5 s") as caught:
@@ -472,7 +470,7 @@ def test_fair_shares_make_only_the_flooding_tenant_wait() -> None:
         for _ in range(100):
             admit(controller, 50, tenant=make_tenant("flood"))
         for name in ("flood", "trickle"):
-            waits[name, order] = controller.estimate(make_tenant(name), size).wait_s
+            waits[name, order] = controller.estimate(make_tenant(name), size)[0]
     assert waits["trickle", "arrival"] == waits["flood", "arrival"] == waits["flood", "fair-share"]
     assert waits["trickle", "fair-share"] < waits["flood", "fair-share"] / 30
 
@@ -489,11 +487,11 @@ def test_short_answers_are_expected_after_short_answers() -> None:
     controller, _ = measured()
     for _ in range(200):
         request = admit(controller, 1, 100)
-        request.start()
+        controller.start(request)
         request.num_output_tokens, request.is_complete = 20, True
-        request.end()
+        controller.end(request)
     for _ in range(50):
-        admit(controller, 1, 100).end()  # without an answer: counts for nothing
+        controller.end(admit(controller, 1, 100))  # without an answer: counts for nothing
     assert admit(controller, 1, 100).size.num_output_tokens == 20
 
 
@@ -503,7 +501,7 @@ def test_idle_time_does_not_count_as_slowness() -> None:
     clock.now = 1000.0
     controller.begin_work()
     clock.now += 1.0
-    controller.observe_totals(10, 1)
+    controller.observe(10, 1)
     assert controller.stats()["prefill_tokens_per_second"] == pytest.approx(10.0)
 
 
@@ -520,6 +518,7 @@ def test_counts_balance_whatever_happens(history: list[tuple[str, int, str]]) ->
     controller = make_controller(clock, "fair-share", max_queued=10)
     waiting: list[AdmittedRequest] = []
     running: list[AdmittedRequest] = []
+    done = (0, 0)
     for action, number, name in history:
         clock.now += 0.1
         if action == "admit":
@@ -528,19 +527,20 @@ def test_counts_balance_whatever_happens(history: list[tuple[str, int, str]]) ->
             except RefusedError as error:
                 assert error.retry_after_s >= 0
         elif action == "tokenize" and waiting:
-            waiting[number % len(waiting)].set_prompt_tokens(number)
+            controller.set_prompt_tokens(waiting[number % len(waiting)], number)
         elif action == "start" and waiting:
             running.append(waiting.pop(number % len(waiting)))
-            running[-1].start()
+            controller.start(running[-1])
         elif action == "step" and running:
-            controller.observe(number, len(running))
+            done = done[0] + number, done[1] + len(running)
+            controller.observe(*done)
             for request in running:
                 request.num_output_tokens += 1
         elif action == "end" and (running or waiting):
             ended = (running or waiting).pop(0)
             for _ in range(2):
-                ended.end()
-                ended.start()
+                controller.end(ended)
+                controller.start(ended)
         queue = controller.queue
         assert (queue.num_requests, controller.running) == (len(waiting), set(running))
         assert queue.num_prompt_tokens == sum(request.size.num_prompt_tokens for request in waiting)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from archerfish.observe.collector import MetricsCollector
+from archerfish.serve.compute import PendingRequest
+from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import ALONE_FACTOR, Array, HostedEncoder
-from archerfish.serve.limits import RateLimits
-from archerfish.serve.overload import OverloadController
-from archerfish.serve.pending_request import PendingRequest
+from archerfish.serve.tenants import RateLimits
 from archerfish.serve.wire import EmbedRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
@@ -42,8 +42,8 @@ class SimulatedMachine:
         self.ends_at = 0.0
         self.outbox: list[tuple[PendingRequest, Any]] = []
         self.num_good = self.num_late = self.num_refused = 0
-        controller = OverloadController(rates=RateLimits(self.clock), order="round-robin", clock=self.clock)
-        self.hosted = HostedEncoder(self, self, self, MetricsCollector(), controller)  # type: ignore[arg-type]
+        self.config, self.rates, self.figures = HostConfig(), RateLimits(self.clock), MetricsCollector()
+        self.hosted = HostedEncoder(self, self, self)  # type: ignore[arg-type]
 
     def clock(self) -> float:
         return self.now

@@ -116,7 +116,7 @@ def test_texts_whose_deadline_passes_in_the_queue_are_answered(tmp_path: Path) -
         await entered(encoder)
         body = {"input": "second", "deadline_s": 5.0}
         late = asyncio.create_task(client.post("/v1/embeddings", json=body))
-        hosted: Any = next(iter(host.models))
+        hosted: Any = host.models.loaded[0]
         while not hosted._queue:
             await asyncio.sleep(0)
         clock.now = 6.0
@@ -146,7 +146,7 @@ def test_what_cannot_be_done_by_its_deadline_is_not_begun(tmp_path: Path) -> Non
             asyncio.create_task(client.post("/v1/embeddings", json={"input": word, "deadline_s": deadline_s}))
             for word, deadline_s in (("second", 5.5), ("third", 60.0))
         ]
-        hosted: Any = next(iter(host.models))
+        hosted: Any = host.models.loaded[0]
         while len(hosted._queue) < 2:
             await asyncio.sleep(0)
         clock.now = 5.0

@@ -346,7 +346,7 @@ class Service:
         return found
 
     def engine_pid(self) -> int:
-        return next((pid for pid, command in self.children().items() if "engine_process" in command), 0)
+        return next((pid for pid, command in self.children().items() if "serve.host" in command), 0)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)

@@ -83,7 +83,7 @@ def test_without_keys_everyone_is_the_anonymous_operator() -> None:
         for key in (None, "", "anything"):
             tenant = tenants.find(key)
             assert tenant is ANONYMOUS and tenant.is_operator and tenant.namespace == ""
-            assert tenant.capped(1000) == 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
+            assert tenant.max_priority >= 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
         assert tenants.named("") is ANONYMOUS and tenants.named("alice") is None and tenants.all() == [ANONYMOUS]
 
 
@@ -101,10 +101,9 @@ def test_namespace_depends_on_tenant_and_file(path: Path, tmp_path: Path) -> Non
     assert Tenants.from_file(elsewhere).find(stranger).namespace != namespace
 
 
-def test_priority_cap_and_operator_check(path: Path) -> None:
-    add_key(path, "alice", max_priority=1)
+def test_operator_check(path: Path) -> None:
+    add_key(path, "alice")
     (alice,) = Tenants.from_file(path).all()
-    assert [alice.capped(priority) for priority in (-5, 0, 1, 2)] == [-5, 0, 1, 1]
     with pytest.raises(ForbiddenError, match="alice"):
         alice.require_operator()
     ANONYMOUS.require_operator()

@@ -52,7 +52,7 @@ def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
 def add_speaker(host: EngineHost, model: Path) -> None:
     def load(lane: Lane) -> Hosted:
         engine = LLMEngine(options(model), executor=lane, text_thread=host.writer)
-        return HostedLLM(engine, lane, host, host.figures, host.llm_controller(engine))
+        return HostedLLM(engine, lane, host)
 
     host.models.add(ModelEntry("speaker", "generation", load))
 
