@@ -79,28 +79,25 @@ class ModelHost(Protocol):
         """Have the loop call `work`."""
 
 
+def attempt(host: ModelHost, pending: PendingRequest, act: Callable[[], None]) -> None:
+    """Call `act`, unless the request is over. An error fails the request."""
+    if not pending.is_over:
+        try:
+            act()
+        except Exception as error:
+            host.fail(pending, error)
+
+
 def read_in_thread(
     host: ModelHost, pending: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
 ) -> None:
     """Call `work` in another thread and then, in the loop, the function that it returned, unless the request is over."""
 
     def run() -> None:
-        if not pending.is_over:
-            try:
-                act = work()
-            except BaseException as error:
-                host.fail(pending, error)
-            else:
-                host.post(partial(finish, act))
+        act = work()
+        host.post(lambda: attempt(host, pending, act))
 
-    def finish(act: Callable[[], None]) -> None:
-        if not pending.is_over:
-            try:
-                act()
-            except Exception as error:
-                host.fail(pending, error)
-
-    (executor or host.reader).submit(run)
+    (executor or host.reader).submit(attempt, host, pending, run)
 
 
 class Waker:
@@ -226,35 +223,31 @@ class ComputeThread:
         next_lane = 0
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.is_closed or any(lane.waiting for lane in self.lanes))
-                order = [*self.lanes[next_lane:], *self.lanes[:next_lane]]
-                lane = next((lane for lane in order if lane.waiting), None)
-                if lane is None:
-                    return
+                while not (waiting := [lane for lane in self.lanes if lane.waiting]):
+                    if self.is_closed:
+                        return
+                    self.changed.wait()
+                lane = next((lane for lane in self.lanes[next_lane:] if lane.waiting), waiting[0])
                 next_lane = self.lanes.index(lane) + 1
                 self.running_lane, (future, work) = lane, lane.waiting.popleft()
             started = self.running_since = self.clock()
+            result = error = None
             try:
                 result = work()
-            except BaseException as error:
-                self._count(lane, started, has_failed=True)
-                future.set_exception(error)
-            else:
-                self._count(lane, started, has_failed=False)
+            except BaseException as raised:
+                error = raised
+            now = self.clock()
+            self.running_since = self.running_lane = None
+            self.num_done += 1
+            lane.num_done += 1
+            lane.busy_s += now - started
+            if error is None:
+                lane.last_done, lane.longest_s = now, max(lane.longest_s, now - started)
                 future.set_result(result)
-                del result
-            del future, work
+            else:
+                future.set_exception(error)
+            del future, work, result, error  # they may hold large arrays while the thread waits
             self._on_done()
-
-    def _count(self, lane: Lane, started: float, *, has_failed: bool) -> None:
-        now = self.clock()
-        self.running_since = self.running_lane = None
-        self.num_done += 1
-        lane.num_done += 1
-        lane.busy_s += now - started
-        if not has_failed:
-            lane.last_done = now
-            lane.longest_s = max(lane.longest_s, now - started)
 
 
 class HangWatch:

@@ -29,7 +29,7 @@ from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, 
 from archerfish.observe.collector import MetricsCollector
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
-from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor
+from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor, attempt
 from archerfish.serve.host_config import HostConfig, check_address, read_tenants
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
@@ -54,7 +54,7 @@ class Listener:
 
     def __init__(self, config: HostConfig) -> None:
         self._config = config
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self.sockets: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._authenticator: ThreadAuthenticator | None = None
         self._clients: dict[int, bytes] = {}  # by the file descriptor of their connection
@@ -80,10 +80,10 @@ class Listener:
         opened.setsockopt(zmq.MAXMSGSIZE, self._config.max_message_bytes)
         if self._config.secret_key and address.startswith("tcp:"):
             opened.setsockopt(zmq.CURVE_SERVER, 1)
-            set_keys(opened, CURVE_PUBLICKEY=self._config.public_key, CURVE_SECRETKEY=self._config.secret_key)
+            set_keys(opened, CURVE_SECRETKEY=self._config.secret_key)
             if self._config.client_keys:
                 opened.setsockopt(zmq.ZAP_DOMAIN, b"archerfish")
-        self._sockets.append(opened)
+        self.sockets.append(opened)
         self._monitors.append(opened.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         try:
             opened.bind(address)
@@ -99,7 +99,7 @@ class Listener:
 
     def receive(self, ready: dict[Any, int]) -> Iterator[tuple[bytes, bytes]]:
         """Yield the client and the payload of messages, at most MAX_RECEIVED of a socket. ready: what a poll has found."""
-        for number, socket in enumerate(self._sockets):
+        for number, socket in enumerate(self.sockets):
             for _ in range(MAX_RECEIVED if socket in ready else 0):
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -125,22 +125,14 @@ class Listener:
                     if client is not None:
                         self.disconnected.append(client)
 
-    def send(self, client: bytes, payload: bytes) -> bool:
-        """Return False if the client is gone, or reads so slowly that its queue is full."""
-        try:
-            self._sockets[client[0]].send_multipart([client[1:], b"", payload], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
-
     def close(self, linger_ms: int) -> None:
-        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+        for socket, monitor in zip(self.sockets, self._monitors, strict=True):
             socket.disable_monitor()
             monitor.close(0)
             socket.close(linger_ms)
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._sockets, self._monitors, self._authenticator = [], [], None
+        self.sockets, self._monitors, self._authenticator = [], [], None
 
 
 class EngineHost:
@@ -319,7 +311,9 @@ class EngineHost:
         except (TypeError, ValueError, OverflowError) as error:
             payload = wire.encode(wire.Failed.of(message.request_id, error))
             logger.error("An answer cannot be encoded.", exc_info=error)
-        if not self._listener.send(client, payload):
+        try:
+            self._listener.sockets[client[0]].send_multipart([client[1:], b"", payload], zmq.NOBLOCK)
+        except zmq.ZMQError:  # the client is gone, or reads so slowly that its queue is full
             self._drop_client(client)
 
     def _end(self, pending: PendingRequest) -> None:
@@ -440,10 +434,7 @@ class EngineHost:
 
         for hosted in list(left):
             step = PendingRequest(b"", wire.Ping(request_id=""), arrived=self.clock(), on_end=partial(end, hosted))
-            try:
-                hosted.probe(step)
-            except Exception as error:
-                self.fail(step, error)
+            attempt(self, step, partial(hosted.probe, step))
 
 
 def main() -> int:

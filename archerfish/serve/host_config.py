@@ -51,7 +51,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process.
 
     front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change options.
-    public_key, secret_key: the CURVE keys of the process, for TCP. client_keys: the public keys that may connect, or empty.
+    secret_key: the CURVE key of the process, for TCP. client_keys: the public keys that may connect, or empty.
     """
 
     address: str = ""  # where the front ends connect
@@ -59,7 +59,6 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelSpec, ...] = ()
     hub: dict[str, Any] = {}
     front_end_pass: str = ""
-    public_key: str = ""
     secret_key: str = ""
     client_keys: tuple[str, ...] = ()
     api_keys_file: str = ""  # API keys and limits of tenants
@@ -92,8 +91,6 @@ def read_tenants(api_keys_file: str) -> Tenants:
 
 def check_address(config: HostConfig) -> None:
     """Refuse addresses that other machines can reach without encryption."""
-    if bool(config.public_key) != bool(config.secret_key):
-        raise InvalidOptionError("The ZMQ server needs both CURVE keys, the public and the secret one, or none.")
     if config.client_keys and not config.secret_key:
         raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
     for address in (config.address, config.open_address) if config.open_address else (config.address,):

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
-from archerfish.serve.overload import (
-    AdmissionLimits,
-    AdmittedRequest,
-    OverloadController,
-    StepCost,
-    TooLateError,
-    estimate_tokens,
-)
+from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
@@ -31,20 +25,6 @@ MAX_JOB_TEXTS = 2048
 ALONE_FACTOR = 4.0  # a job may take so many times the latency budget while no other model computes: fewer jobs cost less
 ALONE_AFTER_S = 1.0  # a model that has computed within this time may go on
 MAX_INLINE_SIZE = 1024  # characters and ids that the loop itself tokenises: less work than to pass them to another thread
-
-
-class Encoder(Protocol):
-    """What a HostedEncoder needs of an engine; ArrowEngine has it."""
-
-    model_name: str
-
-    @property
-    def is_cross_encoder(self) -> bool: ...
-    def tokenize(self, texts: Sequence[Any], /) -> list[TokenizedText]: ...
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = ..., /) -> Array: ...
-    def get_embedding_dimension(self) -> int: ...
-    def get_max_seq_length(self) -> int: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -75,13 +55,14 @@ class HostedEncoder:
     job has as many tokens as take `latency_s`, and more while no other model computes.
     """
 
-    def __init__(self, engine: Encoder, lane: Lane, host: ModelHost) -> None:
+    def __init__(self, engine: ArrowEngine, lane: Lane, host: ModelHost) -> None:
         self.engine, self.lane = engine, lane
         self.name = engine.model_name
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
-        max_wait_s = host.config.admission.get("max_wait_s", 0.0)
-        limits = AdmissionLimits(max_queued=host.config.max_queue_texts, max_wait_s=max_wait_s)
-        self.controller = OverloadController(rates=host.rates, limits=limits, order="round-robin", clock=host.clock)
+        self.controller = OverloadController(
+            rates=host.rates, max_queued=host.config.max_queue_texts, max_wait_s=host.config.admission.get("max_wait_s", 0.0),
+            order="round-robin", clock=host.clock,
+        )  # fmt: skip
         self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
         self.num_texts = self.num_tokens = 0  # computed
@@ -292,12 +273,12 @@ class HostedEncoder:
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise InvalidInputError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
         self.latency_s = options.get("latency_budget_ms", self.latency_s * 1000) / 1000
-        self.controller.set_max_queued(int(options.get("max_queue_texts", self.controller.limits.max_queued)))
-        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.limits.max_queued}
+        self.controller.max_queued = int(options.get("max_queue_texts", self.controller.max_queued))
+        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
 
     def stats(self) -> dict[str, Any]:
         return {
-            "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.limits.max_queued,
+            "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.max_queued,
             "num_texts": self.num_texts, "num_tokens": self.num_tokens,
             "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,

@@ -19,7 +19,7 @@ from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.model_cards import is_tts
-from archerfish.serve.overload import AdmissionLimits, AdmittedRequest, OverloadController, estimate_tokens
+from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
@@ -40,8 +40,8 @@ class HostedLLM:
         self.name = engine.model_name
         self.controller = OverloadController(
             rates=host.rates, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=host.clock,
-            limits=AdmissionLimits(**{**host.config.admission, "max_queued": engine.config.max_queue_size}),
             order="fair-share" if isinstance(engine.scheduler.policy, FairShare) else "arrival",
+            max_queued=engine.config.max_queue_size, **host.config.admission,
         )  # fmt: skip
         self._ids = itertools.count()
         self._is_warm = False
@@ -85,11 +85,15 @@ class HostedLLM:
             return
         if not isinstance(message, GenerationRequest):
             raise InvalidInputError(f"{self.name} generates text; it has no vectors.", hint="Name an embedding model.")
-        generation = Generation(self, request, message)
-        if request.on_end is None:
-            admitted = generation.admitted = self._admit(request, message)
+        try:
+            params = SamplingParams.of(message.params)
+        except TypeError as error:
+            raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
+        generation = Generation(self, request, message, params)
+        if request.on_end is None:  # no health check
+            admitted = generation.admitted = self._admit(request, message, params)
             request.release = lambda: self.controller.end(admitted)
-        ids, has_grammar = message.token_ids, "grammar" in message.params
+        ids, has_grammar = message.token_ids, params.grammar is not None
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
             self._start(self._prepare(generation), generation)
             return
@@ -99,26 +103,20 @@ class HostedLLM:
 
         read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
 
-    def _admit(self, request: PendingRequest, message: GenerationRequest) -> AdmittedRequest:
-        """Before any work is spent on the text. Invalid parameters are reported later, when they are read."""
-        ids, max_tokens, num_sequences = message.token_ids, max_tokens_of(message.params), message.params.get("n", 1)
+    def _admit(self, request: PendingRequest, message: GenerationRequest, params: SamplingParams) -> AdmittedRequest:
+        """Before any work is spent on the text."""
+        ids, left_s = message.token_ids, request.left_s(self.host.clock())
         if message.deadline_s is not None and message.deadline_s > 0:
-            self.controller.check_deadline(message.deadline_s, 0, max_tokens)
-        left_s = request.left_s(self.host.clock())
+            self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
         return self.controller.admit(
             request.tenant, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
-            is_tokenized=ids is not None, max_tokens=max_tokens,
-            num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
+            is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
             deadline_s=left_s if left_s is None or left_s > 0 else None,
         )  # fmt: skip
 
     def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
-        message, request = generation.message, generation.request
-        try:
-            params = SamplingParams.of(message.params)
-        except TypeError as error:
-            raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
+        message, request, params = generation.message, generation.request, generation.params
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
@@ -143,7 +141,7 @@ class HostedLLM:
         generation.live, admitted = live, generation.admitted
         if not self.engine.has_work:
             self.controller.begin_work()
-        if admitted is not None:
+        if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
         self.engine.submit(live)
 
@@ -226,7 +224,7 @@ class HostedLLM:
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
-        self.controller.set_max_queued(self.engine.config.max_queue_size)
+        self.controller.max_queued = self.engine.config.max_queue_size
         return changed
 
     def stats(self) -> dict[str, Any]:
@@ -246,6 +244,7 @@ class Generation:
     model: HostedLLM
     request: PendingRequest
     message: GenerationRequest
+    params: SamplingParams
     live: Request | None = None
     admitted: AdmittedRequest | None = None  # None for a health check
     last_token_at: float = 0.0
@@ -335,16 +334,6 @@ def prompt_size(message: GenerationRequest) -> int:
     if message.messages is not None:
         return sum(len(str(part.get("content", ""))) for part in message.messages)
     return len(message.prompt or "")
-
-
-def max_tokens_of(params: dict[str, Any]) -> int | None:
-    """The longest output of one sequence by parameters that have not been checked; None if they leave it open."""
-    stages = params.get("stages")
-    if isinstance(stages, list) and stages:
-        counts = [stage.get("num_tokens") for stage in stages if isinstance(stage, dict)]
-        return sum(count for count in counts if type(count) is int and count > 0) or None
-    found = params.get("max_tokens", SamplingParams.max_tokens)
-    return found if type(found) is int and found > 0 else None
 
 
 def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:

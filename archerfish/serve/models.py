@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
-from archerfish.serve.compute import ComputeThread, Lane, ModelHost, PendingRequest
+from archerfish.serve.compute import ComputeThread, Lane, ModelHost, PendingRequest, attempt
 from archerfish.serve.host_config import ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
@@ -99,7 +100,7 @@ class ModelTable:
             if not found:
                 hint = hint_for(name, [entry.name for entry in self.entries])
                 raise UnknownModelError(f"The model {name!r} is not served here.", hint=hint)
-        return min(found, key=lambda one: one[0])[1]  # a full name wins over the short name of another model
+        return min(found, key=itemgetter(0))[1]  # a full name wins over the short name of another model
 
     def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""
@@ -157,11 +158,7 @@ class ModelTable:
         self._make_room(keeps=entry)
         waiting, entry.waiting = entry.waiting, []
         for request in waiting:
-            if not request.is_over:
-                try:
-                    hosted.submit(request)
-                except Exception as error:
-                    self._host.fail(request, error)
+            attempt(self._host, request, partial(hosted.submit, request))
 
     def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
         self._compute.remove(lane)

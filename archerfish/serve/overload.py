@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -150,16 +150,6 @@ def estimate_tokens(num_characters: int) -> int:
 # Admission
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdmissionLimits:
-    """Bounds of one model; 0 stands for no limit."""
-
-    max_queued: int = 4096  # requests, or texts of an encoder
-    max_prompt_tokens: int = 0
-    max_output_tokens: int = 0  # of all n sequences together
-    max_wait_s: float = 0.0  # expected wait of a request without a deadline
-
-
 @dataclass(slots=True)
 class Backlog:
     """A request that waits, all waiting requests of a tenant, or a part of them."""
@@ -201,7 +191,10 @@ class OverloadController:
     """
 
     rates: RateLimits
-    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    max_queued: int = 4096  # requests, or texts of an encoder; may be changed. Here and in what follows, 0 stands for no limit
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0  # of all n sequences together
+    max_wait_s: float = 0.0  # expected wait of a request without a deadline
     max_running: int = 1  # sequences that run at once
     max_tokens: int = 0  # the longest possible output of one sequence
     # The order in which waiting requests are served: by arrival, by shares of tenants, or one text of each request in turn.
@@ -232,7 +225,7 @@ class OverloadController:
         if is_tokenized:
             self._check_prompt_tokens(num_prompt_tokens)
         max_output = num_sequences * (self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
-        limit = self.limits.max_output_tokens
+        limit = self.max_output_tokens
         if limit and max_output > limit:
             raise InputTooLargeError(
                 f"max_tokens, of all sequences together, is {max_output:,}; the limit is {limit:,}.",
@@ -270,13 +263,13 @@ class OverloadController:
             raise ImpossibleDeadlineError(message, hint=hint)
 
     def _check_prompt_tokens(self, num_prompt_tokens: int) -> None:
-        limit = self.limits.max_prompt_tokens
+        limit = self.max_prompt_tokens
         if limit and num_prompt_tokens > limit:
             message = f"The prompt has {num_prompt_tokens:,} tokens; the limit is {limit:,}."
             raise InputTooLargeError(message, hint="Shorten it.")
 
     def _check_queue(self, tenant: Tenant, num_places: int) -> None:
-        most, queue = self.limits.max_queued, self.queue
+        most, queue = self.max_queued, self.queue
         if not most or not queue.num_places:
             return
         next_place_s = self.drain_s() / (len(self.running) + queue.num_places)
@@ -292,7 +285,7 @@ class OverloadController:
 
     def _check_time(self, tenant: Tenant, size: Backlog, deadline_s: float | None) -> None:
         wait_s, service_s = self.estimate(tenant, size)
-        total_s, max_wait_s = wait_s + service_s, self.limits.max_wait_s
+        total_s, max_wait_s = wait_s + service_s, self.max_wait_s
         if deadline_s is not None and SAFETY_FACTOR * total_s > deadline_s:
             hint = None
             if service_s > deadline_s:
@@ -408,10 +401,6 @@ class OverloadController:
             seconds, self._step_began = now - self._step_began, now
             self.cost.observe(num_prompt, num_output, seconds)
             self._recent_steps.append(seconds)
-
-    def set_max_queued(self, max_queued: int) -> None:
-        """Change the bound of the queue; requests that already wait stay."""
-        self.limits = replace(self.limits, max_queued=max_queued)
 
     # Figures
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import json
 import logging
 import math
 import os
@@ -58,7 +59,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
 ENVIRONMENT = "env:"  # instead of a path: the prefix of the name of an environment variable with keys
 RELOAD_INTERVAL_S = 1.0  # how often a changed file is looked for
-MAX_KNOWN_BUCKETS = 2048
+MAX_KNOWN_DEBTS = 2048  # of tenants, before those that were paid are forgotten
 
 
 class UnauthorizedError(CallerError):
@@ -123,7 +124,6 @@ class Tenants:
         self._clock = clock
         self._looked_at = clock()
         self._stamp = _stamp(path) if path is not None else None
-        self.error: str | None = None  # why the changed file could not be read
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
@@ -192,7 +192,6 @@ class Tenants:
         if self._path is not None:
             self._stamp = _stamp(self._path)
             self._table = _read(self._path)
-            self.error = None
 
     def _reload_if_changed(self, path: Path) -> None:
         if self._clock() - self._looked_at < RELOAD_INTERVAL_S:
@@ -204,7 +203,6 @@ class Tenants:
             self.reload()
             logger.info("The file of keys %s was read again: %d tenants.", path, len(self.all()))
         except InvalidOptionError as error:
-            self.error = str(error)
             logger.error("The file of keys has changed and is not used: %s", error)
 
 
@@ -221,33 +219,17 @@ def digest_of(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=salt, person=b"af-key").digest()
 
 
-def namespace_of(name: str, salt: bytes) -> str:
-    """The namespace of a tenant: the same in every process that reads the same keys; reveals neither key nor name."""
-    return hashlib.blake2b(name.encode(), digest_size=16, key=salt, person=b"af-namespace").hexdigest()
-
-
-def new_key() -> str:
-    """A random key. It is shown once, because only its hash is stored."""
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-
-
 def add_key(path: str | Path, name: str, **limits: Any) -> str:
     """Add a tenant, or another key of one, to a file of keys, which is created if necessary. Returns the key."""
     place = Path(path).expanduser()
     text = _read_text(place) if place.exists() else f'salt = "{secrets.token_hex(SALT_BYTES)}"\n'
     salt, entries = _parse(text, str(place))
-    key = new_key()
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)  # it is shown once, because only its hash is stored
     entry = {"name": name, "key_hash": digest_of(key, salt).hex(), **limits}
     _make_table(salt, [*entries, entry], str(place))  # so that no faulty file is written
-    lines = [f"{option} = {_toml(value)}" for option, value in entry.items()]
+    lines = [f"{option} = {json.dumps(value)}" for option, value in entry.items()]  # JSON's plain values are TOML's
     _write(place, text.rstrip("\n") + "\n\n[[tenant]]\n" + "\n".join(lines) + "\n")
     return key
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _write(path: Path, text: str) -> None:
@@ -319,7 +301,9 @@ def _make_table(salt: bytes, entries: Iterable[Mapping[str, Any]], where: str) -
             raise InvalidOptionError(f"The name of {what} is missing or not allowed.", hint=hint)
         limits = {option: value for option, value in entry.items() if option not in ("name", "key_hash")}
         if name not in tenants:
-            tenants[name] = _make_tenant(Tenant(name=name, namespace=namespace_of(name, salt)), limits, what)
+            # The same in every process that reads the same keys; reveals neither key nor name.
+            namespace = hashlib.blake2b(name.encode(), digest_size=16, key=salt, person=b"af-namespace").hexdigest()
+            tenants[name] = _make_tenant(Tenant(name=name, namespace=namespace), limits, what)
         elif limits:
             hint = "Limits stand with the first key of a tenant."
             raise InvalidOptionError(f"{what} has limits, and its name was there before.", hint=hint)
@@ -407,32 +391,17 @@ def retry_after(seconds: float) -> str:
     return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
 
 
-@dataclass(slots=True)
-class TokenBucket:
-    """Lets through at most one minute's amount at once, and that amount per minute on average."""
-
-    debt: float = 0.0  # what was taken and has not been refilled by `at`
-    at: float = 0.0
-
-    def refill(self, per_minute: float, now: float) -> None:
-        self.debt = max(0.0, self.debt - per_minute / 60 * max(0.0, now - self.at))
-        self.at = max(self.at, now)
-
-    def wait_s(self, amount: float, per_minute: float) -> float:
-        """Seconds until `amount` can be taken, counted from the last refill."""
-        return max(0.0, (self.debt + amount - max(1.0, per_minute)) * 60 / per_minute)
-
-
 class RateLimits:
-    """Requests and tokens per minute of all tenants. Tenants carry their limits, so that changed limits apply at once.
+    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
 
-    The tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what
-    its running requests were underestimated; it pays for that before its next request.
+    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
+    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
+    running requests were underestimated; it pays for that before its next request.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[tuple[str, str], TokenBucket] = {}
+        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
 
     def take(self, tenant: Tenant, num_tokens: int) -> None:
         """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
@@ -445,11 +414,11 @@ class RateLimits:
         for kind, limit, amount in (
             ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
         ):
-            wait_s = self._bucket(tenant, kind, limit).wait_s(amount, limit) if limit else 0.0
-            if wait_s > 1e-9:
+            excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
+            if excess > 1e-9 * limit:
                 details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
                 message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
-                raise RateLimitedError(message, wait_s)
+                raise RateLimitedError(message, excess * 60 / limit)
         self.give_back(tenant, -num_tokens, num_requests=-1)
 
     def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
@@ -458,16 +427,11 @@ class RateLimits:
             ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
         ):
             if limit and amount:
-                bucket = self._bucket(tenant, kind, limit)
-                bucket.debt = max(0.0, bucket.debt - amount)
+                debt, now = self._debt(tenant.name, kind, limit), self._clock()
+                if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
+                    self._debts = {key: kept for key, kept in self._debts.items() if kept[0] and kept[1] > now - 3600}
+                self._debts[tenant.name, kind] = max(0.0, debt - amount), now
 
-    def _bucket(self, tenant: Tenant, kind: str, per_minute: float) -> TokenBucket:
-        now = self._clock()
-        bucket = self._buckets.get((tenant.name, kind))
-        if bucket is None:
-            if len(self._buckets) >= MAX_KNOWN_BUCKETS:
-                hour_ago = now - 3600
-                self._buckets = {key: kept for key, kept in self._buckets.items() if kept.debt and kept.at > hour_ago}
-            bucket = self._buckets[tenant.name, kind] = TokenBucket(at=now)
-        bucket.refill(per_minute, now)
-        return bucket
+    def _debt(self, name: str, kind: str, per_minute: float) -> float:
+        debt, at = self._debts.get((name, kind), (0.0, 0.0))
+        return max(0.0, debt - per_minute / 60 * (self._clock() - at))

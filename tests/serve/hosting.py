@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def add_llm(
 
 def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
-    host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(encoder, lane, host), loads))
+    host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
 
 
 def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:

@@ -471,7 +471,7 @@ def test_address_beyond_this_machine_needs_keys(tmp_path: Path, address: str) ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"public_key": "x"}, {"client_keys": ("x",)}]
+    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"client_keys": ("x",)}]
 )
 def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError):
@@ -485,9 +485,7 @@ def keys() -> tuple[str, str]:
 
 def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
-    host = make_host(
-        tmp_path, open_address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
-    )
+    host = make_host(tmp_path, open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],))
     add_encoder(host, WordEncoder())
 
     async def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.config import EngineConfig, HubConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -22,7 +22,7 @@ from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
 from archerfish.serve.models import ModelEntry
-from archerfish.serve.run import story_spec
+from archerfish.serve.run import models_of
 from archerfish.serve.wire import EmbedRequest, Ping, Query, Report, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
@@ -80,7 +80,8 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
 
 
 def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path) -> None:
-    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story_spec(EngineConfig(num_threads=1))))
+    story = models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
+    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story))
     host.load_models()
     params = {"max_tokens": 12, "temperature": 0.0}
 

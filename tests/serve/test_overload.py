@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError
 from archerfish.serve.overload import (
-    AdmissionLimits,
     AdmittedRequest,
     Backlog,
     BusyError,
@@ -42,8 +41,7 @@ class Clock:
 
 def make_controller(clock: Clock, order: Any = "arrival", max_running: int = 256, **limits: Any) -> OverloadController:
     return OverloadController(
-        rates=RateLimits(clock), limits=AdmissionLimits(**limits), max_running=max_running, max_tokens=8192, order=order,
-        clock=clock,
+        rates=RateLimits(clock), max_running=max_running, max_tokens=8192, order=order, clock=clock, **limits
     )  # fmt: skip
 
 

@@ -273,7 +273,7 @@ def test_zmq_options_open_a_second_address_with_keys(parts: Parts, tmp_path: Pat
     run.serve(config, ENGINE, announce=texts.append)
     host = parts.engines[0].config
     assert (host.open_address, host.client_keys) == ("tcp://0.0.0.0:5555", ("one", "two"))
-    assert (host.public_key.encode(), host.secret_key.encode()) == zmq.auth.load_certificate(secret_file)
+    assert host.secret_key.encode() == zmq.auth.load_certificate(secret_file)[1]
     assert "ZMQ clients connect to tcp://0.0.0.0:5555." in texts[0]
 
 
