@@ -58,10 +58,8 @@ class RemoteError(ArcherfishError):
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
-        return cls(
-            failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s,
-        )
+        fields = ("message", "code", "status", "hint", "param", "retry_after_s")
+        return cls(**{name: getattr(failed, name) for name in fields})
 
 
 class Backend(Protocol):

@@ -36,6 +36,14 @@ LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": Tru
 ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
 
 
+class FakeClock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class WordEncoder:
     """Vectors that depend on words alone. `jobs` has the texts of every pass; a pass waits for `gate`; `poison` breaks one."""
 
@@ -143,10 +151,19 @@ async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Genera
     return [part for part in parts if isinstance(part, Chunk)], last
 
 
-async def stats(client: AsyncClient, **fields: Any) -> dict[str, Any]:
-    report = await client.ask(Query(request_id="", about="stats", **fields))
+async def report_of(client: AsyncClient, message: Any) -> dict[str, Any]:
+    report = await client.ask(message)
     assert isinstance(report, Report)
     return report.values
+
+
+async def stats(client: AsyncClient, **fields: Any) -> dict[str, Any]:
+    return await report_of(client, Query(request_id="", about="stats", **fields))
+
+
+async def cards(client: AsyncClient) -> dict[str, dict[str, Any]]:
+    """What the host says of its models, by name."""
+    return {card["id"]: card for card in (await report_of(client, Query(request_id="", about="models")))["models"]}
 
 
 async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]:

@@ -96,21 +96,10 @@ def test_each_request_gets_its_own_answers(address: str) -> None:
         async with AsyncClient(address) as client:
             words = ["one", "two", "three"] * 10
             assert await asyncio.gather(*(texts_of(client, word) for word in words)) == words
+            assert [message.prompt for message in engine.received] == words  # sent in order
             assert isinstance(await client.ask(Ping(request_id="mine")), Pong)
             assert engine.received[-1].request_id == "mine"
         engine.die()
-
-    run(test)
-
-
-def test_requests_are_sent_in_order(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, echo)
-        async with AsyncClient(address) as client:
-            words = ["first", "second", "third"]
-            await asyncio.gather(*(texts_of(client, word) for word in words))
-        engine.die()
-        assert [message.prompt for message in engine.received] == words
 
     run(test)
 

@@ -20,16 +20,8 @@ from archerfish.serve.models import ModelEntry
 from archerfish.serve.processes import MAX_GAP_S, Stall
 from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.serve.hosting import ENDLESS, LIMIT_S, WordEncoder, add_encoder, make_host, talk
+from tests.serve.hosting import ENDLESS, LIMIT_S, FakeClock, WordEncoder, add_encoder, make_host, talk
 from tests.serve.test_compute import held
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @settings(max_examples=200, deadline=None)

@@ -295,47 +295,47 @@ def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> 
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("message", "status"),
-    [
-        (GenerationRequest(request_id="", model="nobody", token_ids=[1]), 404),
-        (GenerationRequest(request_id="", model="words", token_ids=[1]), 400),
-        (GenerationRequest(request_id=""), 400),
-        (GenerationRequest(request_id="", token_ids=[1], prompt="x"), 400),
-        (GenerationRequest(request_id="", prompt="no tokenizer here"), 400),
-        (GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
-        (GenerationRequest(request_id="", token_ids=[]), 400),
-        (GenerationRequest(request_id="", token_ids=[96]), 400),
-        (GenerationRequest(request_id="", token_ids=[-1]), 400),
-        (GenerationRequest(request_id="", token_ids=[1] * 300), 413),
-        (GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
-        (GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
-        (EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
-        (EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
-        (EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
-        (ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
-        (ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
-        (ExplainRequest(request_id="", model="tiny"), 400),
-        (Query(request_id="", about="secrets"), 400),
-        (Configure(request_id="", model="tiny", options={"model": "other"}), 400),
-        (Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
-        (Configure(request_id="", model="words", options={"max_queue_texts": "many"}), 400),
-        (Ping(request_id="", probe="nobody"), 404),
-    ],
-)
-def test_bad_requests_fail_with_the_right_status(tmp_path: Path, message: Any, status: int) -> None:
+BAD_REQUESTS: list[tuple[Any, int]] = [
+    (GenerationRequest(request_id="", model="nobody", token_ids=[1]), 404),
+    (GenerationRequest(request_id="", model="words", token_ids=[1]), 400),
+    (GenerationRequest(request_id=""), 400),
+    (GenerationRequest(request_id="", token_ids=[1], prompt="x"), 400),
+    (GenerationRequest(request_id="", prompt="no tokenizer here"), 400),
+    (GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
+    (GenerationRequest(request_id="", token_ids=[]), 400),
+    (GenerationRequest(request_id="", token_ids=[96]), 400),
+    (GenerationRequest(request_id="", token_ids=[-1]), 400),
+    (GenerationRequest(request_id="", token_ids=[1] * 300), 413),
+    (GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
+    (GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
+    (GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
+    (GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
+    (GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
+    (EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
+    (EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
+    (EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
+    (ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
+    (ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
+    (ExplainRequest(request_id="", model="tiny"), 400),
+    (Query(request_id="", about="secrets"), 400),
+    (Configure(request_id="", model="tiny", options={"model": "other"}), 400),
+    (Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
+    (Configure(request_id="", model="words", options={"max_queue_texts": "many"}), 400),
+    (Ping(request_id="", probe="nobody"), 404),
+]
+
+
+def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
     add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
 
     async def test(client: AsyncClient) -> None:
-        error = await failure(client, message)
-        assert (error.status, error.message != "") == (status, True)
-        assert (await stats(client))["host"]["live_requests"] == 1
+        for message, status in BAD_REQUESTS:
+            error = await failure(client, message)
+            assert (error.status, error.message != "") == (status, True), message
+            assert (await stats(client))["host"]["live_requests"] == 1
 
     talk(host, test)
 

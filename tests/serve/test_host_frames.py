@@ -28,18 +28,7 @@ from archerfish.serve.wire import (
     ScoreRequest,
     Vectors,
 )
-from tests.serve.hosting import (
-    GREEDY,
-    Raw,
-    WordEncoder,
-    add_encoder,
-    add_llm,
-    make_host,
-    stats,
-    talk,
-    until_free,
-    whole,
-)
+from tests.serve.hosting import GREEDY, Raw, WordEncoder, add_encoder, add_llm, make_host, stats, talk, until_free, whole
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 

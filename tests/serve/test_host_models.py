@@ -20,27 +20,20 @@ from archerfish.serve.metrics import family_of, read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.wire import (
-    Configure,
-    EmbedRequest,
-    GenerationRequest,
-    Ping,
-    Pong,
-    Query,
-    Report,
-    ScoreRequest,
-    Vectors,
-)
+from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
 from tests.engine.tiny_llama import prompts
 from tests.serve.hosting import (
     GREEDY,
     LIMIT_S,
     LONG,
+    FakeClock,
     WordEncoder,
     add_encoder,
     add_llm,
+    cards,
     failure,
     make_host,
+    report_of,
     stats,
     talk,
     until_free,
@@ -200,14 +193,6 @@ def spy_on(lane: Any, order: list[str]) -> None:
 # Health
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
@@ -279,9 +264,7 @@ def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
     add_encoder(host, WordEncoder())
 
     async def test(client: AsyncClient) -> None:
-        report = await client.ask(Query(request_id="", about="models"))
-        assert isinstance(report, Report)
-        tiny, words = report.values["models"]
+        tiny, words = (await cards(client)).values()
         assert (tiny["id"], tiny["kind"], tiny["max_length"], tiny["vocab_size"]) == ("tiny", "generation", 256, 288)
         assert (tiny["directory"], tiny["has_chat_template"]) == (str(tmp_path / "tiny"), False)
         assert (words["id"], words["kind"], words["dimension"]) == ("words", "embedding", 8)
@@ -298,9 +281,7 @@ def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
         for _ in range(3):
             await whole(client, token_ids=list(range(5, 45)), stream=True)
         await client.ask(EmbedRequest(request_id="", texts=["a", "b c"]))
-        report = await client.ask(Query(request_id="", about="metrics"))
-        assert isinstance(report, Report)
-        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        families = await metric_families(client)
         assert value(families["vllm:generation_tokens"], model_name="tiny") == 24
         assert value(families["vllm:prompt_tokens"], model_name="tiny") == 120
         assert value(families["vllm:prefix_cache_hits"], model_name="tiny") > 0
@@ -327,14 +308,17 @@ def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
             if number:
                 client.end_sequence(str(number), 0)
             await parts.aclose()
-        report = await client.ask(Query(request_id="", about="metrics"))
-        assert isinstance(report, Report)
-        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        families = await metric_families(client)
         assert value(families["vllm:request_success"], finished_reason="stop", model_name="tiny") == 1
 
     talk(host, test)
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
+
+
+async def metric_families(client: AsyncClient) -> dict[str, Any]:
+    values = await report_of(client, Query(request_id="", about="metrics"))
+    return {family.name: family for family in map(family_of, read_metrics(values))}
 
 
 def value(family: Any, suffix: str = "", **labels: str) -> float:
@@ -360,15 +344,13 @@ def test_options_change_while_requests_run(tmp_path: Path) -> None:
             {"enable_prefix_caching": True, "logits_cache_mib": 3, "logits_cache_ttl_s": 5.0},
         ]  # fmt: skip
         for options in changes:
-            report = await client.ask(Configure(request_id="", model="tiny", options=options))
-            assert isinstance(report, Report)
-            assert {name: report.values[name] for name in options} == options
+            values = await report_of(client, Configure(request_id="", model="tiny", options=options))
+            assert values | options == values
         error = await failure(client, Configure(request_id="", model="tiny", options={"max_num_batched_tokens": 3}))
         assert error.status == 400
         assert (await running)[1].outputs[0].token_ids == expected
-        report = await client.ask(Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
-        assert isinstance(report, Report)
-        assert report.values["latency_budget_ms"] == 20
+        values = await report_of(client, Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
+        assert values["latency_budget_ms"] == 20
         await until_free(client)
 
     talk(host, test)
@@ -398,34 +380,6 @@ def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
 # Loading
 
 
-def test_models_are_loaded_on_demand_and_unloaded_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host(tmp_path)
-    encoders = [WordEncoder(name) for name in "abc"]
-    for encoder in encoders:
-        add_encoder(host, encoder, loads="demand")
-    monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: 10)
-    monkeypatch.setattr(host.models, "_memory_bytes", 25)
-
-    async def test(client: AsyncClient) -> None:
-        async def loaded() -> str:
-            report = await client.ask(Query(request_id="", about="models"))
-            assert isinstance(report, Report)
-            return "".join(card["id"] for card in report.values["models"] if card["is_loaded"])
-
-        assert await loaded() == ""
-        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
-        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
-        assert await loaded() == "ab"
-        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
-        await client.ask(EmbedRequest(request_id="", model="c", texts=["x"]))
-        assert await loaded() == "ac"
-        assert encoders[1].is_closed
-        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
-        assert await loaded() == "bc"
-
-    talk(host, test)
-
-
 def test_failed_load_fails_the_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
 
@@ -442,20 +396,6 @@ def test_failed_load_fails_the_request(tmp_path: Path) -> None:
             assert "fire" not in str(error)
         await client.ask(EmbedRequest(request_id="", model="words", texts=["x"]))
 
-    talk(host, test)
-
-
-def test_idle_models_are_loaded_in_idle_time(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    for name in "ab":
-        add_encoder(host, WordEncoder(name), loads="idle")
-
-    async def test(client: AsyncClient) -> None:
-        while not all(entry.hosted is not None for entry in host.models.entries):
-            await client.ask(Ping(request_id=""))
-        assert sorted(one.name for one in host.models.loaded) == ["a", "b"]
-
-    assert all(entry.hosted is None for entry in host.models.entries)
     talk(host, test)
 
 
@@ -515,24 +455,14 @@ def test_taken_address_is_an_error(tmp_path: Path) -> None:
         second.stop(0)
 
 
-def test_own_name_of_a_model_wins_over_a_short_name() -> None:
+def test_model_is_found_by_its_names_or_its_kind() -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
     table = ModelTable(ComputeThread(), cast(Any, None))
-    table.entries += [ModelEntry("lab/writer", "generation", never), ModelEntry("writer", "generation", never)]
-    assert table.find("writer", GENERATION).name == "writer"
-    assert table.find("lab/writer", GENERATION).name == "lab/writer"
-
-
-def test_request_without_a_model_name_gets_the_default_model() -> None:
-    def never(lane: Lane) -> Hosted:
-        raise AssertionError("not to be loaded")
-
-    table = ModelTable(ComputeThread(), cast(Any, None))
-    table.entries += [ModelEntry("words", "embedding", never), *(ModelEntry(name, "generation", never) for name in ("a", "b"))]
-    found = [table.find("", GENERATION), table.find("", SCORES), table.find("b", GENERATION)]
-    assert [entry.name for entry in found] == ["a", "words", "b"]
-    table.entries.clear()
     with pytest.raises(UnknownModelError, match="No generation model"):
         table.find("", GENERATION)
+    models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
+    table.entries += [ModelEntry(name, kind, never) for name, kind in models]
+    assert table.find("writer", GENERATION).name == "writer"  # not the short name of another
+    assert [table.find("", kinds).name for kinds in (GENERATION, SCORES)] == ["lab/writer", "words"]

@@ -21,15 +21,14 @@ from archerfish.serve.host_config import ModelSpec
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
-from archerfish.serve.models import ModelEntry
 from archerfish.serve.run import models_of
-from archerfish.serve.wire import EmbedRequest, Ping, Query, Report, Vectors
+from archerfish.serve.wire import EmbedRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import PASS, app_of, client_of
-from .hosting import LIMIT_S, WordEncoder, add_encoder, failure, make_host, stats, talk, whole
+from .hosting import LIMIT_S, FakeClock, WordEncoder, add_encoder, cards, failure, make_host, stats, talk, whole
 
 
 def tiny_spec(directory: Path) -> ModelSpec:
@@ -39,12 +38,6 @@ def tiny_spec(directory: Path) -> ModelSpec:
         byte_fallback(directory)
     engine = {"model": str(directory), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 1024, "num_threads": 1}
     return ModelSpec(kind="generation", options=engine, loads="demand")
-
-
-async def cards(client: AsyncClient) -> dict[str, dict[str, Any]]:
-    report = await client.ask(Query(request_id="", about="models"))
-    assert isinstance(report, Report)
-    return {card["id"]: card for card in report.values["models"]}
 
 
 async def loaded(client: AsyncClient) -> str:
@@ -59,7 +52,7 @@ def limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, eac
 # What is known before
 
 
-def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path) -> None:
+def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path / "tiny")
     host = make_host(tmp_path, models=(spec,))
     host.load_models()
@@ -79,7 +72,7 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
     assert describe(spec, HubConfig()).num_bytes == entry.num_bytes > 0
 
 
-def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path) -> None:
+def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:
     story = models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story))
     host.load_models()
@@ -100,7 +93,7 @@ def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path)
     talk(host, test)
 
 
-def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:
+def test_missing_model_fails_the_start(tmp_path: Path) -> None:
     spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "none")}, loads="demand")
     host = make_host(tmp_path, models=(spec,), hub={"offline": True})
     with pytest.raises(ModelNotFoundError):
@@ -108,7 +101,7 @@ def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:
     host.stop(0)
 
 
-def test_text_goes_to_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
+def test_http_request_loads_its_model(tmp_path: Path) -> None:
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), front_end_pass=PASS)
     host.load_models()
 
@@ -127,7 +120,7 @@ def test_text_goes_to_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
 # When
 
 
-def test_idle_time_loads_what_was_asked_for_most(tmp_path: Path) -> None:
+def test_idle_time_loads_the_most_requested_first(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     order: list[str] = []
     for name, num_requests in (("a", 1), ("b", 5), ("c", 3), ("d", 0)):
@@ -175,7 +168,7 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
     assert host.models.num_unloaded == 1
 
 
-def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_for_a_model_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.models.MAX_WAITING", 3)
     host, may_load = make_host(tmp_path), threading.Event()
     add_encoder(host, WordEncoder("slow"), loads="demand")
@@ -200,14 +193,8 @@ def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkey
     assert entry.num_requests == 5
 
 
-def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: Path) -> None:
-    class Clock:
-        now = 100.0
-
-        def __call__(self) -> float:
-            return self.now
-
-    clock, may_load = Clock(), threading.Event()
+def test_loading_time_counts_against_deadlines(tmp_path: Path) -> None:
+    clock, may_load = FakeClock(), threading.Event()
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), clock=clock)
     host.load_models()
     encoder = WordEncoder("words")
@@ -260,7 +247,7 @@ def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pyte
     assert seen == [("a", []), ("b", []), ("c", ["b"])]
 
 
-def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_a_request_in_a_reader_thread_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     may_read, is_reading = threading.Event(), threading.Event()
 
@@ -291,7 +278,7 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
     assert slow.is_closed
 
 
-def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloaded_engine_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path, models=tuple(tiny_spec(tmp_path / name) for name in "ab"))
     host.load_models()
     limit(host, monkeypatch, 10)
@@ -312,7 +299,7 @@ def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytes
     assert gc.isenabled()
 
 
-def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_model_may_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder, loads="demand")
@@ -325,4 +312,3 @@ def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.Mo
 
     talk(host, test)
     assert host.models.num_unloaded == 0
-    assert isinstance(host.models.entries[0], ModelEntry)

@@ -20,16 +20,10 @@ from archerfish.serve.tenants import (
     digest_of,
 )
 
+from .hosting import FakeClock
+
 SALT = bytes(range(32))
 KEYS = [f"af-{letter * 40}" for letter in "abc"]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -113,7 +107,7 @@ def test_operator_check(path: Path) -> None:
 
 
 def test_changed_file_is_reloaded(path: Path) -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     alice = add_key(path, "alice")
     tenants = Tenants.from_file(path, clock)
     bob = add_key(path, "bob")
@@ -133,7 +127,7 @@ def test_changed_file_is_reloaded(path: Path) -> None:
 
 
 def test_faulty_file_is_ignored_until_repaired(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+    clock = FakeClock(0.0)
     alice = add_key(path, "alice")
     good = path.read_text()
     tenants = Tenants.from_file(path, clock)
@@ -241,7 +235,7 @@ def test_unreadable_files(path: Path) -> None:
 
 def test_no_secret_in_repr_logs_or_errors(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    clock = Clock()
+    clock = FakeClock(0.0)
     key, other = add_key(path, "alice"), add_key(path, "bob")
     tenants = Tenants.from_file(path, clock)
     told = [repr(tenants), str(tenants), repr(tenants._table), repr(tenants.find(key)), repr(tenants.all())]
