@@ -126,15 +126,22 @@ def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") ->
     host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
 
 
-def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
+@asynccontextmanager
+async def talking(host: EngineHost) -> AsyncIterator[AsyncClient]:
+    """A client of a host, which serves meanwhile."""
+    with host:
+        async with asyncio.timeout(LIMIT_S), client_of(host) as client:
+            yield client
+
+
+def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]]) -> None:
     """Run a test against a host that serves meanwhile."""
 
     async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), AsyncClient(host.config.address, **options) as client:
+        async with talking(host) as client:
             await test(client)
 
-    with host:
-        asyncio.run(main())
+    asyncio.run(main())
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from archerfish.serve.wire import (
     Vectors,
 )
 
-LIMIT_S = 30
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
 
 
 class Scripted:
@@ -63,15 +63,6 @@ class Scripted:
         self._thread.join()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await test()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
-
-
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/socket"
@@ -90,21 +81,18 @@ async def texts_of(client: AsyncClient, prompt: str, request_id: str = "") -> st
     return "".join(part.text for part in parts if isinstance(part, Chunk))
 
 
-def test_each_request_gets_its_own_answers(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, echo)
-        async with AsyncClient(address) as client:
-            words = ["one", "two", "three"] * 10
-            assert await asyncio.gather(*(texts_of(client, word) for word in words)) == words
-            assert [message.prompt for message in engine.received] == words  # sent in order
-            assert isinstance(await client.ask(Ping(request_id="mine")), Pong)
-            assert engine.received[-1].request_id == "mine"
-        engine.die()
-
-    run(test)
+async def test_each_request_gets_its_own_answers(address: str) -> None:
+    engine = Scripted(address, echo)
+    async with AsyncClient(address) as client:
+        words = ["one", "two", "three"] * 10
+        assert await asyncio.gather(*(texts_of(client, word) for word in words)) == words
+        assert [message.prompt for message in engine.received] == words  # sent in order
+        assert isinstance(await client.ask(Ping(request_id="mine")), Pong)
+        assert engine.received[-1].request_id == "mine"
+    engine.die()
 
 
-def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> None:
+async def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> None:
     held: list[str] = []
 
     def act(message: Any) -> list[Message]:
@@ -119,201 +107,164 @@ def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> None:
             ]),
             Bundle(request_id="", answers=[Chunk(request_id=second, text="c"), Generated(request_id=second)]),
         ]  # fmt: skip
-
-    async def test() -> None:
-        engine = Scripted(address, act)
-        async with AsyncClient(address) as client:
-            asking = [texts_of(client, "", str(number)) for number in range(3)]
-            first, second, third = await asyncio.gather(*asking, return_exceptions=True)
-            assert (first, second) == ("a", "bc")
-            assert isinstance(third, RemoteError)
-            assert (third.status, third.code) == (418, "broken")
-            assert all(message.takes_bundles for message in engine.received)
-        engine.die()
-
-    run(test)
+    engine = Scripted(address, act)
+    async with AsyncClient(address) as client:
+        asking = [texts_of(client, "", str(number)) for number in range(3)]
+        first, second, third = await asyncio.gather(*asking, return_exceptions=True)
+        assert (first, second) == ("a", "bc")
+        assert isinstance(third, RemoteError)
+        assert (third.status, third.code) == (418, "broken")
+        assert all(message.takes_bundles for message in engine.received)
+    engine.die()
 
 
-def test_failed_answer_is_raised_with_all_its_fields(address: str) -> None:
+async def test_failed_answer_is_raised_with_all_its_fields(address: str) -> None:
     def act(message: Any) -> list[Message]:
         told: dict[str, Any] = {"code": "c", "message": "m", "status": 429, "hint": "h", "param": "p", "retry_after_s": 2.5}
         return [Failed(request_id=message.request_id, **told)]
-
-    async def test() -> None:
-        engine = Scripted(address, act)
-        async with AsyncClient(address) as client:
-            with pytest.raises(RemoteError) as caught:
-                await client.ask(EmbedRequest(request_id="", texts=[]))
-            error = caught.value
-            assert (error.code, error.message, error.status, error.hint, error.param, error.retry_after_s) == (
-                "c", "m", 429, "h", "p", 2.5
-            )  # fmt: skip
-            with pytest.raises(RemoteError):
-                await texts_of(client, "x")
-            await asyncio.to_thread(engine.has_received.acquire)
-        engine.die()
-        assert not any(isinstance(message, Cancel) for message in engine.received)
-
-    run(test)
+    engine = Scripted(address, act)
+    async with AsyncClient(address) as client:
+        with pytest.raises(RemoteError) as caught:
+            await client.ask(EmbedRequest(request_id="", texts=[]))
+        error = caught.value
+        assert (error.code, error.message, error.status, error.hint, error.param, error.retry_after_s) == (
+            "c", "m", 429, "h", "p", 2.5
+        )  # fmt: skip
+        with pytest.raises(RemoteError):
+            await texts_of(client, "x")
+        await asyncio.to_thread(engine.has_received.acquire)
+    engine.die()
+    assert not any(isinstance(message, Cancel) for message in engine.received)
 
 
 @pytest.mark.parametrize("way", ["leave", "cancel", "ask", "timeout"])
-def test_leaving_cancels_the_request(address: str, way: str) -> None:
+async def test_leaving_cancels_the_request(address: str, way: str) -> None:
     def act(message: Any) -> list[Message]:
         return [Chunk(request_id=message.request_id, text="a")] if isinstance(message, GenerationRequest) else []
-
-    async def test() -> None:
-        engine = Scripted(address, act)
-        async with AsyncClient(address) as client:
-            if way == "leave":
-                stream = client.generate(GenerationRequest(request_id="7", stream=True))
-                async for _ in stream:
-                    break
-                await stream.aclose()
-            elif way == "timeout":
-                with pytest.raises(RemoteError, match="has not answered"):
-                    await client.ask(Query(request_id="7"), timeout_s=0.01)
-            else:
-                work: Any = client.ask(Query(request_id="7")) if way == "ask" else texts_of(client, "", "7")
-                task = asyncio.create_task(work)
-                await asyncio.to_thread(engine.has_received.acquire)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                engine.has_received.release()
-            for _ in range(2):
-                await asyncio.to_thread(engine.has_received.acquire)
-            assert engine.received[-1] == Cancel(v=1, request_id="7")
-        engine.die()
-
-    run(test)
-
-
-def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [Pong(request_id="7")] if isinstance(message, Ping) else [])
-        async with AsyncClient(address) as client:
-            message = Query(request_id="7")
-            task = asyncio.create_task(client.ask(message))
+    engine = Scripted(address, act)
+    async with AsyncClient(address) as client:
+        if way == "leave":
+            stream = client.generate(GenerationRequest(request_id="7", stream=True))
+            async for _ in stream:
+                break
+            await stream.aclose()
+        elif way == "timeout":
+            with pytest.raises(RemoteError, match="has not answered"):
+                await client.ask(Query(request_id="7"), timeout_s=0.01)
+        else:
+            work: Any = client.ask(Query(request_id="7")) if way == "ask" else texts_of(client, "", "7")
+            task = asyncio.create_task(work)
             await asyncio.to_thread(engine.has_received.acquire)
-            with pytest.raises(InvalidInputError, match="live request"):
-                await client.ask(Query(request_id="7"))
-            assert message == Query(request_id="7")
-            pinging = asyncio.create_task(client.ask(Ping(request_id="8")))
-            assert await task == Pong(v=1, request_id="7")  # which the second one with this name has not taken away
-            pinging.cancel()
-            await asyncio.gather(pinging, return_exceptions=True)
-        engine.die()
-
-    run(test)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            engine.has_received.release()
+        for _ in range(2):
+            await asyncio.to_thread(engine.has_received.acquire)
+        assert engine.received[-1] == Cancel(v=1, request_id="7")
+    engine.die()
 
 
-def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_found(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
-        async with AsyncClient(address, retry_after_s=4.0) as client:
-            stream = client.generate(GenerationRequest(request_id="s", stream=True))
-            await anext(stream)
-            asking = [asyncio.create_task(client.ask(Query(request_id=""))) for _ in range(5)]
-            for _ in range(6):
-                await asyncio.to_thread(engine.has_received.acquire)
-            await asyncio.to_thread(engine.die)
-            answers = await asyncio.gather(*asking, anext(stream), return_exceptions=True)
-            for answer in answers:
-                assert isinstance(answer, RemoteError)
-                assert (answer.status, answer.retry_after_s) == (503, 4.0)
-            with pytest.raises(RemoteError, match="is not there"):
-                await client.ask(Ping(request_id=""))
-            engine = Scripted(address, echo)
-            while not client.is_connected:
-                await asyncio.sleep(0)
-            assert await texts_of(client, "again") == "again"
-            assert [message.request_id for message in engine.received] == ["#6"]  # nothing of before has been sent again
-        engine.die()
-
-    run(test)
+async def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address: str) -> None:
+    engine = Scripted(address, lambda message: [Pong(request_id="7")] if isinstance(message, Ping) else [])
+    async with AsyncClient(address) as client:
+        message = Query(request_id="7")
+        task = asyncio.create_task(client.ask(message))
+        await asyncio.to_thread(engine.has_received.acquire)
+        with pytest.raises(InvalidInputError, match="live request"):
+            await client.ask(Query(request_id="7"))
+        assert message == Query(request_id="7")
+        pinging = asyncio.create_task(client.ask(Ping(request_id="8")))
+        assert await task == Pong(v=1, request_id="7")  # which the second one with this name has not taken away
+        pinging.cancel()
+        await asyncio.gather(pinging, return_exceptions=True)
+    engine.die()
 
 
-def test_answers_received_before_the_disconnect_are_kept(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [Report(request_id=message.request_id, values={"a": 1})])
-        async with AsyncClient(address) as client:
-            await client.ask(Query(request_id=""))
-            task = asyncio.create_task(client.ask(Query(request_id="")))
+async def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_found(address: str) -> None:
+    engine = Scripted(address, lambda message: [Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
+    async with AsyncClient(address, retry_after_s=4.0) as client:
+        stream = client.generate(GenerationRequest(request_id="s", stream=True))
+        await anext(stream)
+        asking = [asyncio.create_task(client.ask(Query(request_id=""))) for _ in range(5)]
+        for _ in range(6):
+            await asyncio.to_thread(engine.has_received.acquire)
+        await asyncio.to_thread(engine.die)
+        answers = await asyncio.gather(*asking, anext(stream), return_exceptions=True)
+        for answer in answers:
+            assert isinstance(answer, RemoteError)
+            assert (answer.status, answer.retry_after_s) == (503, 4.0)
+        with pytest.raises(RemoteError, match="is not there"):
+            await client.ask(Ping(request_id=""))
+        engine = Scripted(address, echo)
+        while not client.is_connected:
             await asyncio.sleep(0)
-            engine.has_received.acquire()
-            engine.has_received.acquire()
-            engine.die()  # all of this before the event loop looks at the socket
-            assert await task == Report(v=1, request_id="#1", values={"a": 1})
-
-    run(test)
+        assert await texts_of(client, "again") == "again"
+        assert [message.request_id for message in engine.received] == ["#6"]  # nothing of before has been sent again
+    engine.die()
 
 
-def test_first_request_times_out_without_an_engine(address: str) -> None:
-    async def test() -> None:
-        async with AsyncClient(address, connect_s=0.05) as client:
-            with pytest.raises(RemoteError, match="Nothing answers") as caught:
-                await client.ask(Ping(request_id=""))
-            assert caught.value.status == 503
-            assert not client._answers
-
-    run(test)
-
-
-def test_first_request_waits_for_the_engine(address: str) -> None:
-    async def test() -> None:
-        async with AsyncClient(address) as client:
-            task = asyncio.create_task(client.ask(Ping(request_id="")))
-            await asyncio.sleep(0)
-            engine = Scripted(address, echo)
-            assert isinstance(await task, Pong)
-        engine.die()
-
-    run(test)
+async def test_answers_received_before_the_disconnect_are_kept(address: str) -> None:
+    engine = Scripted(address, lambda message: [Report(request_id=message.request_id, values={"a": 1})])
+    async with AsyncClient(address) as client:
+        await client.ask(Query(request_id=""))
+        task = asyncio.create_task(client.ask(Query(request_id="")))
+        await asyncio.sleep(0)
+        engine.has_received.acquire()
+        engine.has_received.acquire()
+        engine.die()  # all of this before the event loop looks at the socket
+        assert await task == Report(v=1, request_id="#1", values={"a": 1})
 
 
-def test_unknown_answer_type_is_an_error(address: str) -> None:
+async def test_first_request_times_out_without_an_engine(address: str) -> None:
+    async with AsyncClient(address, connect_s=0.05) as client:
+        with pytest.raises(RemoteError, match="Nothing answers") as caught:
+            await client.ask(Ping(request_id=""))
+        assert caught.value.status == 503
+        assert not client._answers
+
+
+async def test_first_request_waits_for_the_engine(address: str) -> None:
+    async with AsyncClient(address) as client:
+        task = asyncio.create_task(client.ask(Ping(request_id="")))
+        await asyncio.sleep(0)
+        engine = Scripted(address, echo)
+        assert isinstance(await task, Pong)
+    engine.die()
+
+
+async def test_unknown_answer_type_is_an_error(address: str) -> None:
     class Nonsense(Message, tag="nonsense"):
         pass
-
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [Nonsense(request_id=message.request_id)])
-        async with AsyncClient(address) as client:
-            with pytest.raises(RemoteError, match="no message of the protocol"):
-                await client.ask(Ping(request_id=""))
-        engine.die()
-
-    run(test)
-
-
-def test_closing_fails_waiting_requests(address: str) -> None:
-    async def test() -> None:
-        engine = Scripted(address, lambda message: [])
-        client = AsyncClient(address)
-        task = asyncio.create_task(client.ask(Query(request_id="")))
-        await asyncio.to_thread(engine.has_received.acquire)
-        await client.close()
-        with pytest.raises(RemoteError, match="closed"):
-            await task
-        with pytest.raises(StoppedError):
+    engine = Scripted(address, lambda message: [Nonsense(request_id=message.request_id)])
+    async with AsyncClient(address) as client:
+        with pytest.raises(RemoteError, match="no message of the protocol"):
             await client.ask(Ping(request_id=""))
-        await client.close()
-        engine.die()
-
-    run(test)
+    engine.die()
 
 
-def test_bad_options_are_refused(address: str) -> None:
-    async def test() -> None:
-        with pytest.raises(InvalidOptionError, match="server_key"):
-            AsyncClient(address, own_keys=("a", "b"))
-        for wrong in ("nonsense", "http://a"):
-            with pytest.raises(InvalidOptionError, match="no address"):
-                await AsyncClient(wrong).ask(Ping(request_id=""))
-        with pytest.raises(InvalidOptionError, match="no CURVE key"):
-            await AsyncClient(address, server_key="short").ask(Ping(request_id=""))
+async def test_closing_fails_waiting_requests(address: str) -> None:
+    engine = Scripted(address, lambda message: [])
+    client = AsyncClient(address)
+    task = asyncio.create_task(client.ask(Query(request_id="")))
+    await asyncio.to_thread(engine.has_received.acquire)
+    await client.close()
+    with pytest.raises(RemoteError, match="closed"):
+        await task
+    with pytest.raises(StoppedError):
+        await client.ask(Ping(request_id=""))
+    await client.close()
+    engine.die()
 
-    run(test)
+
+async def test_bad_options_are_refused(address: str) -> None:
+    with pytest.raises(InvalidOptionError, match="server_key"):
+        AsyncClient(address, own_keys=("a", "b"))
+    for wrong in ("nonsense", "http://a"):
+        with pytest.raises(InvalidOptionError, match="no address"):
+            await AsyncClient(wrong).ask(Ping(request_id=""))
+    with pytest.raises(InvalidOptionError, match="no CURVE key"):
+        await AsyncClient(address, server_key="short").ask(Ping(request_id=""))
 
 
 def test_client_without_an_event_loop(address: str) -> None:
@@ -334,7 +285,7 @@ def test_client_without_an_event_loop(address: str) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(LIMIT_S)
+            thread.join(30)
         assert sorted(found) == ["one", "three", "two"]
     client.close()
     engine.die()
@@ -350,6 +301,6 @@ def test_closing_the_iterator_of_the_client_cancels(address: str) -> None:
         next(stream)
         stream.close()
         for _ in range(2):
-            assert engine.has_received.acquire(timeout=LIMIT_S)
+            assert engine.has_received.acquire(timeout=30)
         assert engine.received[-1] == Cancel(v=1, request_id="7")
     engine.die()

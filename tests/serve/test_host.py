@@ -44,21 +44,22 @@ from tests.serve.hosting import (
     failure,
     make_host,
     stats,
-    talk,
+    talking,
     until_free,
     whole,
 )
 
+pytestmark = pytest.mark.anyio
+
 # Generation
 
 
-def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
+async def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     many = prompts(6, least=4)
     expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for prompt, tokens in zip(many, expected, strict=True):
             chunks, last = await whole(client, token_ids=prompt, stream=True)
             assert [token for chunk in chunks for token in chunk.token_ids] == tokens
@@ -70,8 +71,6 @@ def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) ->
             assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
             assert last.prompt_token_ids is None
             assert last.metrics["ttft_ms"] >= 0
-
-    talk(host, test)
 
 
 def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
@@ -92,15 +91,12 @@ def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
         ]
         assert found == expected
 
-    talk(host, test)
 
-
-def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
+async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         chunks, last = await whole(client, prompt="the cats", stream=True)
         assert "".join(chunk.text for chunk in chunks) == expected.text
         assert last.prompt_token_ids == expected.prompt_token_ids
@@ -109,19 +105,16 @@ def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
         _, last = await whole(client, prompt="the cats", wants_ids=True)
         assert (last.outputs[0].text, last.outputs[0].token_ids) == ("", expected.token_ids)
 
-    talk(host, test)
-
 
 @pytest.mark.parametrize("wants_ids", [False, True])
-def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
+async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
     stop = plain.text[4:7]
     expected = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40, "stop": stop}))[0]
     assert expected.outputs[0].stop_reason == stop
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         params = {**LONG, "max_tokens": 40, "stop": stop}
         chunks, last = await whole(client, prompt="the cats", stream=True, params=params, wants_ids=wants_ids)
         assert "".join(chunk.text for chunk in chunks) == ("" if wants_ids else expected.text)
@@ -130,14 +123,11 @@ def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, want
         assert [token for chunk in chunks for token in chunk.token_ids] == expected.token_ids
         await until_free(client)
 
-    talk(host, test)
 
-
-def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
+async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         params: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         params |= {"logprobs": 2, "prompt_logprobs": 1}
         chunks, last = await whole(client, token_ids=[5, 6, 7], stream=True, params=params)
@@ -154,33 +144,27 @@ def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
             [token for chunk in chunks if chunk.index == i for token in chunk.token_ids] for i in range(3)
         ]
 
-    talk(host, test)
 
-
-def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
+async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
     messages = [{"role": "user", "content": "the cat"}]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         _, last = await whole(client, messages=messages, template_options={"loud": True})
         assert last.prompt_token_ids == engine.render_chat(messages, loud=True)
         for name in ("tokenizer", "messages"):
             error = await failure(client, GenerationRequest(request_id="", messages=messages, template_options={name: 1}))
             assert error.status == 400
 
-    talk(host, test)
-
 
 # Cancellation and stopping
 
 
-def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
+async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(3):
             stream = client.generate(GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True))
             async for _ in stream:
@@ -189,19 +173,16 @@ def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 3
         assert found["host"]["live_requests"] == 1  # the query itself
-
-    talk(host, test)
     engine.scheduler.cache.check([])
 
 
-def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
+async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     gate = threading.Event()
     for _ in range(2):
         host.reader.submit(gate.wait)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         raw = Raw(host.config.address)
         raw.send_message(GenerationRequest(request_id="1", prompt="the cat", params=LONG))
         raw.send_message(Cancel(request_id="1"))
@@ -214,15 +195,12 @@ def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
         assert found["models"]["tiny"]["total_requests"] == 1
         raw.close()
 
-    talk(host, test)
-
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
+async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
             raw.send_message(GenerationRequest(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
@@ -233,23 +211,18 @@ def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool)
             pass
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 4
-
-    talk(host, test)
     engine.scheduler.cache.check([])
 
 
-def test_deadline_ends_a_request(tmp_path: Path) -> None:
+async def test_deadline_ends_a_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
         assert last.outputs[0].finish_reason == "deadline"
 
-    talk(host, test)
 
-
-def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host, may_end = make_host(tmp_path), threading.Event()
     engine = add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
@@ -259,8 +232,7 @@ def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: 
         raise InvalidInputError("The grammar is not valid.")
 
     monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         grammar = {"grammar": {"kind": "regex", "value": "a+"}}
         request = GenerationRequest(request_id="", prompt="a", params=grammar)
         slow = [asyncio.create_task(failure(client, request)) for _ in range(9)]
@@ -270,14 +242,11 @@ def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: 
         may_end.set()
         assert {error.status for error in await asyncio.gather(*slow)} == {400}
 
-    talk(host, test)
 
-
-def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+async def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, max_len=4096)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         params = {**LONG, "max_tokens": 200}
         stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
         await anext(stream)
@@ -288,8 +257,6 @@ def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> 
         parts = [part async for part in stream]
         assert isinstance(parts[-1], Generated)
         assert parts[-1].num_output_tokens == 200
-
-    talk(host, test)
 
 
 # Errors
@@ -325,41 +292,34 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
 ]
 
 
-def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
+async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
     add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for message, status in BAD_REQUESTS:
             error = await failure(client, message)
             assert (error.status, error.message != "") == (status, True), message
             assert (await stats(client))["host"]["live_requests"] == 1
 
-    talk(host, test)
 
-
-def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
+async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
     host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         error = await failure(client, EmbedRequest(request_id="", model="wrods", texts=["a"]))
         assert (error.code, error.param) == ("model_not_found", "model")
         assert "'words'" in error.hint
         assert (await failure(client, EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
 
-    talk(host, test)
 
-
-def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
+async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host):
         raw = Raw(host.config.address)
         encoder.gate.clear()
         raw.send_message(EmbedRequest(request_id="1", texts=["a"]))
@@ -372,18 +332,15 @@ def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> 
         raw.send_message(EmbedRequest(request_id="1", texts=["c"]))
         assert isinstance(raw.receive(), Vectors)
         raw.close()
-
-    talk(host, test)
     assert encoder.jobs == [["a"], ["c"]]
 
 
-def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
+async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
     host = make_host(tmp_path, max_queue_texts=3)
     add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         embeds = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -409,10 +366,8 @@ def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
         await client.ask(EmbedRequest(request_id="", texts=["a"] * 3))
         await until_free(client)
 
-    talk(host, test)
 
-
-def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     sample = engine.runner._sample
@@ -420,8 +375,7 @@ def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: p
     def break_once(*_: Any) -> Any:
         monkeypatch.setattr(engine.runner, "_sample", sample)
         raise RuntimeError("the secret is 1234")
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         monkeypatch.setattr(engine.runner, "_sample", break_once)
         error = await failure(client, GenerationRequest(request_id="", token_ids=[5, 6]))
         assert error.status == 500
@@ -429,18 +383,15 @@ def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: p
         await whole(client, token_ids=[5, 6])
         await until_free(client)
 
-    talk(host, test)
-
 
 # Tenants
 
 
-def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
+async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
     prompt = prompts(1, least=50)[0]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         async def ask(**fields: Any) -> Generated:
             return (await whole(client, token_ids=prompt, **fields))[1]
 
@@ -460,14 +411,11 @@ def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
         assert (await ask(credentials="key a")).num_cached_tokens > 40
         assert (await ask(credentials="the pass", tenant="c")).num_cached_tokens > 40
 
-    talk(host, test)
 
-
-def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
+async def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for credentials in ("", "the pas", "the pass "):
             for message in (
                 Query(request_id="", about="stats", credentials=credentials),
@@ -480,20 +428,17 @@ def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) ->
         await client.ask(Query(request_id="", about="models"))
         await stats(client, credentials="the pass")
 
-    talk(host, test)
-
 
 # Limits
 
 
-def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
+async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
     """Tokens are settled when a request ends, and a cancelled request gives its reservation back."""
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", tokens_per_minute=100)
     host = make_host(tmp_path, api_keys_file=str(file))
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         big = GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
         assert (await failure(client, replace(big, credentials="another"))).status == 401
         stream = client.generate(replace(big, stream=True))
@@ -505,8 +450,6 @@ def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
         async for part in client.generate(small):
             assert isinstance(part, Generated)
         await until_free(client)
-
-    talk(host, test)
     hosted = host.models.entries[0].hosted
     assert isinstance(hosted, HostedLLM)
     assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

@@ -35,19 +35,20 @@ from tests.serve.hosting import (
     make_host,
     report_of,
     stats,
-    talk,
+    talking,
     until_free,
     whole,
 )
 
+pytestmark = pytest.mark.anyio
+
 # Vectors
 
 
-def test_vectors_and_scores(tmp_path: Path) -> None:
+async def test_vectors_and_scores(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         answer = await client.ask(EmbedRequest(request_id="", texts=["a b", "c"]))
         assert isinstance(answer, Vectors)
         assert (answer.num_rows, answer.num_columns, answer.num_tokens) == (2, 8, 3)
@@ -63,27 +64,22 @@ def test_vectors_and_scores(tmp_path: Path) -> None:
             assert isinstance(answer, Vectors)
             assert (answer.num_rows, answer.data) == (0, b"")
 
-    talk(host, test)
 
-
-def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
+async def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     words, pairs = WordEncoder(), WordEncoder("pairs", is_cross_encoder=True)
     add_encoder(host, words)
     add_encoder(host, pairs)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["b", "c d"]))
         assert isinstance(answer, Vectors)
         assert np.frombuffer(answer.data, "<f4").tolist() == [2.0, 3.0]
         await client.ask(ScoreRequest(request_id="", model="words", query="a", documents=["b"]))
-
-    talk(host, test)
     assert pairs.jobs == [["a b", "a c d"]]
     assert words.jobs == [["a", "b"]]
 
 
-def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
+async def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
@@ -91,8 +87,7 @@ def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -106,8 +101,6 @@ def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
         rows = [np.frombuffer(answer.data, "<f4").reshape(-1, 8) for answer in answers if isinstance(answer, Vectors)]
         np.testing.assert_array_equal(rows[1], [WordEncoder.vector("short0"), WordEncoder.vector("short1")])
         np.testing.assert_array_equal(rows[2], [WordEncoder.vector(f"long{i}") for i in range(9)])
-
-    talk(host, test)
     assert encoder.jobs[0] == ["first"]
     assert set(encoder.jobs[1]) == {"long0", "short0", "long1", "short1"}
 
@@ -118,12 +111,11 @@ async def reached(client: AsyncClient, model: str, num_texts: int) -> None:
         pass
 
 
-def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
+async def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -138,10 +130,8 @@ def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.frombuffer(answers[2].data, "<f4"), WordEncoder.vector("d"))
         assert (await stats(client))["models"]["words"]["queue_texts"] == 0
 
-    talk(host, test)
 
-
-def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
+async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     encoder = WordEncoder()
@@ -149,8 +139,7 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     order: list[str] = []
     for lane in host.compute.lanes:
         spy_on(lane, order)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -166,8 +155,6 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         order.clear()
         encoder.gate.set()
         await asyncio.gather(blocker, burst, chat)
-
-    talk(host, test)
     steps = [place for place, name in enumerate(order) if name == "tiny"]
     assert len(steps) >= 20
     assert order.count("words") == 200
@@ -193,14 +180,13 @@ def spy_on(lane: Any, order: list[str]) -> None:
 # Health
 
 
-def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
+async def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     add_llm(host, tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         async def num_steps() -> int:
             found: int = (await stats(client))["models"]["tiny"]["num_steps"]
             return found
@@ -217,16 +203,13 @@ def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
         await client.ask(Ping(request_id="", probe="tiny"))
         assert (await num_steps(), len(encoder.jobs)) == (2, 1)
 
-    talk(host, test)
 
-
-def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
+async def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -237,47 +220,38 @@ def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
         encoder.gate.set()
         await job
 
-    talk(host, test)
 
-
-def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         monkeypatch.setattr(encoder, "compute", broken)
         assert (await failure(client, Ping(request_id="", probe=""))).status == 500
-
-    talk(host, test)
 
 
 # Figures and options
 
 
-def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
+async def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         tiny, words = (await cards(client)).values()
         assert (tiny["id"], tiny["kind"], tiny["max_length"], tiny["vocab_size"]) == ("tiny", "generation", 256, 288)
         assert (tiny["directory"], tiny["has_chat_template"]) == (str(tmp_path / "tiny"), False)
         assert (words["id"], words["kind"], words["dimension"]) == ("words", "embedding", 8)
 
-    talk(host, test)
 
-
-def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
+async def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(3):
             await whole(client, token_ids=list(range(5, 45)), stream=True)
         await client.ask(EmbedRequest(request_id="", texts=["a", "b c"]))
@@ -293,15 +267,12 @@ def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
         )}  # fmt: skip
         assert list(counts.values()) == [3, 21, 3, 3, 3]
 
-    talk(host, test)
 
-
-def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
+async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
     params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for number in range(2):
             parts = client.generate(GenerationRequest(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
             await anext(parts)
@@ -310,8 +281,6 @@ def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
             await parts.aclose()
         families = await metric_families(client)
         assert value(families["vllm:request_success"], finished_reason="stop", model_name="tiny") == 1
-
-    talk(host, test)
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
 
@@ -330,14 +299,13 @@ def value(family: Any, suffix: str = "", **labels: str) -> float:
     return found
 
 
-def test_options_change_while_requests_run(tmp_path: Path) -> None:
+async def test_options_change_while_requests_run(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
     prompt = prompts(1, least=40)[0]
     expected = engine.generate([prompt], SamplingParams(**LONG))[0].token_ids
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         running = asyncio.create_task(whole(client, token_ids=prompt, params=LONG))
         changes: list[dict[str, Any]] = [
             {"max_queue_size": 7, "logits_cache_mib": 0}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 40},
@@ -352,13 +320,11 @@ def test_options_change_while_requests_run(tmp_path: Path) -> None:
         values = await report_of(client, Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
         assert values["latency_budget_ms"] == 20
         await until_free(client)
-
-    talk(host, test)
     assert engine.scheduler.max_queue_size == 7
     engine.scheduler.cache.check([])
 
 
-def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
+async def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
     keys_file, clock = tmp_path / "keys.toml", FakeClock()
     add_key(keys_file, "alice", weight=2.0)
     host = make_host(tmp_path, api_keys_file=str(keys_file), front_end_pass="pass", clock=clock)
@@ -366,21 +332,18 @@ def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
     assert policy.weights == {"alice": 2.0}
     add_key(keys_file, "bob", weight=3.0)
     host.callers.tenants.reload()
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         await client.ask(Ping(request_id=""))
         clock.now += BEAT_S
         for _ in range(2):
             await client.ask(Ping(request_id=""))
         assert policy.weights == {"alice": 2.0, "bob": 3.0}
 
-    talk(host, test)
-
 
 # Loading
 
 
-def test_failed_load_fails_the_request(tmp_path: Path) -> None:
+async def test_failed_load_fails_the_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
 
     def load(_: Any) -> Any:
@@ -388,15 +351,12 @@ def test_failed_load_fails_the_request(tmp_path: Path) -> None:
 
     host.models.add(ModelEntry("gone", "embedding", load, "demand"))
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(2):
             error = await failure(client, EmbedRequest(request_id="", model="gone", texts=["x"]))
             assert error.status == 503
             assert "fire" not in str(error)
         await client.ask(EmbedRequest(request_id="", model="words", texts=["x"]))
-
-    talk(host, test)
 
 
 # Addresses and keys
