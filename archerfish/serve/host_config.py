@@ -62,7 +62,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: str = ""
     client_keys: tuple[str, ...] = ()
     api_keys_file: str = ""  # API keys and limits of tenants
-    admission: dict[str, Any] = {}  # options of AdmissionLimits
+    admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
     latency_budget_ms: float = 50.0  # duration of one job of embeddings
     max_queue_texts: int = 8192
     max_message_bytes: int = 64 << 20

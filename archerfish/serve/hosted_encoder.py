@@ -84,8 +84,9 @@ class HostedEncoder:
 
     def submit(self, request: PendingRequest) -> None:
         inputs, normalize, finish = self._read(request.message)
-        num_ids = sum(len(text) for text in inputs if isinstance(text, list))
-        num_characters = sum(text_size(text) for text in inputs)
+        texts = [text for one in inputs for text in (one if isinstance(one, tuple) else (one,))]  # both texts of a pair
+        num_ids = sum(len(text) for text in texts if isinstance(text, list))
+        num_characters = sum(len(text) for text in texts if isinstance(text, str))
         admitted: AdmittedRequest | None = None
         if request.on_end is None:  # no health check; before any work is spent on the texts
             deadline_s, num_tokens = request.message.deadline_s, num_ids + estimate_tokens(num_characters)
@@ -289,10 +290,3 @@ class HostedEncoder:
             self._host.fail(encoding.request, StoppedError("The model was stopped before its answer was complete."))
         self._queue.clear()
         self.engine.close()
-
-
-def text_size(text: Any) -> int:
-    """Characters of a text or of a pair of texts; 0 for token ids."""
-    if isinstance(text, str):
-        return len(text)
-    return sum(map(len, text)) if isinstance(text, tuple) else 0
