@@ -14,19 +14,6 @@ import pytest
 import zmq
 
 from archerfish.serve import wire
-from archerfish.serve.wire import (
-    Cancel,
-    Configure,
-    EmbedRequest,
-    ExplainRequest,
-    Failed,
-    GenerationRequest,
-    Ping,
-    Pong,
-    Query,
-    ScoreRequest,
-    Vectors,
-)
 from tests.serve.hosting import GREEDY, Raw, WordEncoder, add_encoder, add_llm, make_host, stats, talking, until_free, whole
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +46,7 @@ async def test_first_frame_of_a_client_is_its_answer(tmp_path: Path, kind: int) 
         encoder.gate.clear()
         asking, leaving = Raw(host.config.address, kind), Raw(host.config.address)
         for raw in (asking, leaving):
-            raw.send_message(EmbedRequest(request_id="mine", texts=["a"]))
+            raw.send_message(wire.EmbedRequest(request_id="mine", texts=["a"]))
         while (await stats(client))["host"]["live_requests"] < 3:
             pass
         leaving.close()
@@ -67,7 +54,7 @@ async def test_first_frame_of_a_client_is_its_answer(tmp_path: Path, kind: int) 
             pass
         encoder.gate.set()
         answer = await asyncio.to_thread(asking.receive)
-        assert isinstance(answer, Vectors) and answer.request_id == "mine"
+        assert isinstance(answer, wire.Vectors) and answer.request_id == "mine"
         asking.close()
 
 
@@ -75,16 +62,17 @@ async def test_frames_that_are_no_message_get_an_error(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     async with talking(host):
         raw = Raw(host.config.address)
-        for frames in ([b"", b"nonsense"], [b"nonsense"], [b""], [b"", b"", b""], [b"x", wire.encode(Ping(request_id="1"))]):
+        ping = wire.encode(wire.Ping(request_id="1"))
+        for frames in ([b"", b"nonsense"], [b"nonsense"], [b""], [b"", b"", b""], [b"x", ping]):
             raw.send(*frames)
             answer = raw.receive()
-            assert isinstance(answer, Failed)
+            assert isinstance(answer, wire.Failed)
             assert (answer.request_id, answer.code, answer.status) == ("", "undecodable_message", 400)
         payload = wire._encoder.encode({"type": "generate", "v": 99, "request_id": "7"})
         raw.send(b"", payload)
         assert raw.receive().request_id == "7"
-        raw.send_message(Ping(request_id="1"))
-        assert raw.receive() == Pong(v=1, request_id="1")
+        raw.send_message(wire.Ping(request_id="1"))
+        assert raw.receive() == wire.Pong(v=1, request_id="1")
         raw.close()
 
 
@@ -94,13 +82,13 @@ def fuzzed(count: int, seed: int) -> list[list[bytes]]:
     good = [
         wire.encode(message)
         for message in (
-            GenerationRequest(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
-            GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
-            GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2, "seed": 3}),
-            EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
-            ScoreRequest(request_id="5", query="q", documents=["d"]),
-            ExplainRequest(request_id="6", token_ids=[1]), Configure(request_id="7", options={"max_queue_size": 9}),
-            Cancel(request_id="1"), Query(request_id="8", about="models"), Ping(request_id="9", probe=""),
+            wire.GenerationRequest(request_id="1", token_ids=[1, 2], params={"max_tokens": 2}, stream=True),
+            wire.GenerationRequest(request_id="2", messages=[{"role": "user", "content": "a"}], template_options={"tools": []}),
+            wire.GenerationRequest(request_id="3", prompt="text", params={"logit_bias": {"1": 2}, "stop": ["a"], "n": 2}),
+            wire.EmbedRequest(request_id="4", texts=["a", [1, 2]], normalize=True),
+            wire.ScoreRequest(request_id="5", query="q", documents=["d"]),
+            wire.ExplainRequest(request_id="6", token_ids=[1]), wire.Configure(request_id="7", options={"max_queue_size": 9}),
+            wire.Cancel(request_id="1"), wire.Query(request_id="8", about="models"), wire.Ping(request_id="9", probe=""),
         )
     ]  # fmt: skip
     made = []
@@ -135,9 +123,9 @@ async def test_fuzzed_frames_do_not_end_the_host(tmp_path: Path, count: int) -> 
         for number, frames in enumerate(fuzzed(count, seed=count)):
             raw.send(*frames)
             if number % 200 == 199:
-                raw.send_message(Ping(request_id=f"mark {number}"))
-                while (answer := raw.receive()) != Pong(v=1, request_id=f"mark {number}"):
-                    if isinstance(answer, Failed):
+                raw.send_message(wire.Ping(request_id=f"mark {number}"))
+                while (answer := raw.receive()) != wire.Pong(v=1, request_id=f"mark {number}"):
+                    if isinstance(answer, wire.Failed):
                         statuses.add(answer.status)
         raw.close()
         await until_free(client)
