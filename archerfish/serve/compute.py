@@ -65,6 +65,7 @@ class ModelHost(Protocol):
     compiler: Executor  # threads that compile grammars, which may take seconds
     writer: Executor  # the thread that makes text of tokens
     clock: Callable[[], float]
+    compute: ComputeThread
     config: HostConfig
     figures: MetricsCollector
     callers: Callers
@@ -77,6 +78,9 @@ class ModelHost(Protocol):
 
     def post(self, work: Callable[[], None]) -> None:
         """Have the loop call `work`."""
+
+    def live_requests(self) -> list[PendingRequest]:
+        """All requests that are not over, those whose texts are being read included. For the loop."""
 
 
 def attempt(host: ModelHost, pending: PendingRequest, act: Callable[[], None]) -> None:

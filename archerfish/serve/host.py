@@ -149,8 +149,7 @@ class EngineHost:
         self.reader: Executor = WakingExecutor("read", 2, self.waker)
         self.compiler: Executor = WakingExecutor("grammars", 2, self.waker)
         self.writer: Executor = WakingExecutor("write", 1, self.waker)
-        memory_bytes = int(config.memory_gib * (1 << 30))
-        self.models = ModelTable(self.compute, self, memory_bytes=memory_bytes, clock=clock, live=self._live_requests)
+        self.models = ModelTable(self)
         self.watch = HangWatch(self.compute, config.hang_s)
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
@@ -174,7 +173,7 @@ class EngineHost:
         for spec in self.config.models:
             self.models.add(make_entry(spec, HubConfig(**self.config.hub), self))
 
-    def _live_requests(self) -> list[PendingRequest]:
+    def live_requests(self) -> list[PendingRequest]:
         return [pending for requests in self._pending.values() for pending in requests.values()]
 
     # For models, in any thread
@@ -262,7 +261,7 @@ class EngineHost:
 
     def _close(self) -> None:
         stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
-        for pending in self._live_requests():
+        for pending in self.live_requests():
             self.fail(pending, stopped)
         self._flush()
         for hosted in self.models.loaded:

@@ -6,8 +6,7 @@ import contextlib
 import ctypes
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -19,7 +18,7 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
-from archerfish.serve.compute import ComputeThread, Lane, ModelHost, PendingRequest, attempt
+from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
 from archerfish.serve.host_config import ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
@@ -67,26 +66,21 @@ class ModelEntry:
 class ModelTable:
     """All models of a process.
 
-    memory_bytes: a limit for loaded models together, 0 for none. Above it, idle models are unloaded, the least recently used
+    If the configuration limits the memory of loaded models, idle models are unloaded above the limit, the least recently used
     first, and loaded again when a request names them.
     """
 
-    def __init__(
-        self, compute: ComputeThread, host: ModelHost, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
-        live: Callable[[], Iterable[PendingRequest]] = tuple,
-    ) -> None:
-        """live: gives all requests that are not over, those whose texts are being read included."""
+    def __init__(self, host: ModelHost) -> None:
         self.entries: list[ModelEntry] = []
         self.loaded: list[Hosted] = []
-        self._live = live
-        self._compute, self._host, self._clock = compute, host, clock
-        self._memory_bytes = memory_bytes
         self.num_unloaded = 0
+        self._host = host
+        self._memory_bytes = int(host.config.memory_gib * (1 << 30))  # 0: no limit
 
     def add(self, entry: ModelEntry) -> None:
         self.entries.append(entry)
         if entry.loads == "start":
-            self._set_loaded(entry, entry.load(self._compute.lane(entry.name)))
+            self._set_loaded(entry, entry.load(self._host.compute.lane(entry.name)))
 
     def find(self, name: str, kinds: tuple[str, ...]) -> ModelEntry:
         """The model with this name; without a name, the first model of the first kind that is served."""
@@ -104,7 +98,7 @@ class ModelTable:
 
     def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""
-        entry.last_used = self._clock()
+        entry.last_used = self._host.clock()
         entry.num_requests += 1
         request.model_entry = entry
         if entry.hosted is not None:
@@ -126,7 +120,7 @@ class ModelTable:
             return
         entry.is_loading = True
         self._make_room(keeps=entry, num_bytes=entry.num_bytes)
-        lane = self._compute.lane(entry.name)
+        lane = self._host.compute.lane(entry.name)
 
         def run() -> None:
             try:
@@ -149,7 +143,7 @@ class ModelTable:
         entry.kind = hosted.kind
         entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
-        entry.last_used = self._clock()
+        entry.last_used = self._host.clock()
         if hosted.name != entry.name and hosted.name not in entry.aliases:
             entry.aliases = (*entry.aliases, hosted.name)
 
@@ -161,7 +155,7 @@ class ModelTable:
             attempt(self._host, request, partial(hosted.submit, request))
 
     def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
-        self._compute.remove(lane)
+        self._host.compute.remove(lane)
         entry.is_loading = False
         if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
             self._load(entry)
@@ -196,7 +190,7 @@ class ModelTable:
 
     def _unload_one(self, keeps: ModelEntry) -> bool:
         """Unload the idle model that was used least recently; False if all are busy."""
-        kept = {keeps, *(request.model_entry for request in self._live())}
+        kept = {keeps, *(request.model_entry for request in self._host.live_requests())}
         idle = [(entry, entry.hosted) for entry in self.entries if entry.hosted is not None and entry not in kept]
         idle = [(entry, hosted) for entry, hosted in idle if not hosted.has_work]
         if not idle:
@@ -204,7 +198,7 @@ class ModelTable:
         entry, hosted = min(idle, key=lambda one: one[0].last_used)
         logger.info("The model %s is unloaded because memory is short.", entry.name)
         hosted.close()
-        self._compute.remove(hosted.lane)
+        self._host.compute.remove(hosted.lane)
         self.loaded.remove(hosted)
         entry.hosted = None
         self.num_unloaded += 1

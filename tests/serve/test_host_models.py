@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ import zmq
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.compute import NEW_FACTOR, ComputeThread, Lane
+from archerfish.serve.compute import NEW_FACTOR, Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import family_of, read_metrics
-from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
+from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, UnknownModelError
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
@@ -415,11 +415,11 @@ def test_taken_address_is_an_error(tmp_path: Path) -> None:
         second.stop(0)
 
 
-def test_model_is_found_by_its_names_or_its_kind() -> None:
+def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    table = ModelTable(ComputeThread(), cast(Any, None))
+    table = make_host(tmp_path).models
     with pytest.raises(UnknownModelError, match="No generation model"):
         table.find("", GENERATION)
     models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
