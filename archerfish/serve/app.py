@@ -24,7 +24,6 @@ from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
-from archerfish.serve.limits import retry_after
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
 from archerfish.serve.middleware import RequestMiddleware, caller_of
@@ -34,7 +33,7 @@ from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.sharing import FrontEndSync
-from archerfish.serve.tenants import Tenants
+from archerfish.serve.tenants import Tenants, retry_after
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
 from archerfish.serve.wire import Configure, Ping, Pong, Report

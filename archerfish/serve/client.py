@@ -30,31 +30,14 @@ from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.errors import ArcherfishError, InvalidInputError, InvalidOptionError, StoppedError
 from archerfish.serve import wire
-from archerfish.serve.wire import (
-    Bundle,
-    Cancel,
-    Charge,
-    Chunk,
-    Configure,
-    EmbedRequest,
-    ExplainRequest,
-    Failed,
-    Generated,
-    GenerationRequest,
-    Message,
-    Ping,
-    Pong,
-    Query,
-    Report,
-    ScoreRequest,
-    Vectors,
-)
+from archerfish.serve.wire import Chunk, Failed, Generated, GenerationRequest
 
-Question = EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Query | Ping
-Answer = Vectors | Report | Pong
+Question = (
+    wire.EmbedRequest | wire.ScoreRequest | wire.ExplainRequest | wire.Configure | wire.Charge | wire.Query | wire.Ping
+)
+Answer = wire.Vectors | wire.Report | wire.Pong
 Part = Chunk | Generated
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 CONNECT_S = 10.0  # time that a first request waits for the connection
 HEARTBEAT_MS, SILENCE_MS = 2000, 15_000  # a peer that is silent for so long counts as disconnected
 MAX_PENDING_MESSAGES = 100_000  # to or from one peer
@@ -75,10 +58,8 @@ class RemoteError(ArcherfishError):
 
     @classmethod
     def of(cls, failed: Failed) -> RemoteError:
-        return cls(
-            failed.message, code=failed.code, status=failed.status, hint=failed.hint, param=failed.param,
-            retry_after_s=failed.retry_after_s,
-        )
+        fields = ("message", "code", "status", "hint", "param", "retry_after_s")
+        return cls(**{name: getattr(failed, name) for name in fields})
 
 
 class Backend(Protocol):
@@ -112,7 +93,7 @@ class AsyncClient:
         self.is_connected = False
         self._server_key, self._own_keys = server_key, own_keys
         self._connect_s, self._retry_after_s = connect_s, retry_after_s
-        self._answers: dict[str, asyncio.Queue[Message]] = {}  # of requests that wait, by request_id
+        self._answers: dict[str, asyncio.Queue[wire.Message]] = {}  # of requests that wait, by request_id
         self._ids = itertools.count()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -125,32 +106,28 @@ class AsyncClient:
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
         """Yield Chunks if request.stream, then one Generated. Closing the iterator cancels the request."""
-        named = self._named(request)
-        named.takes_bundles = True
-        return self._exchange(named)
+        return self._exchange(request, takes_bundles=True)
 
     async def ask(self, message: Question, timeout_s: float | None = None) -> Answer:
         """Return the one answer to any other request."""
         try:
-            async with asyncio.timeout(timeout_s), contextlib.aclosing(self._exchange(self._named(message))) as answers:
+            async with asyncio.timeout(timeout_s), contextlib.aclosing(self._exchange(message)) as answers:
                 answer: Answer = await anext(answers)
                 return answer
         except TimeoutError:
             raise RemoteError.of(self._unavailable(f"The engine process has not answered within {timeout_s:g} s.")) from None
 
-    def _named(self, message: M) -> M:
-        """A copy with a request_id. The caller's message stays unchanged."""
-        return msgspec.structs.replace(message, request_id=message.request_id or f"#{next(self._ids)}")
-
-    async def _exchange(self, message: Message) -> AsyncGenerator[Any, None]:
-        """Send a request and yield its answers; the last one is not a Chunk."""
-        await self._connect()
-        request_id, is_complete = message.request_id, False
+    async def _exchange(self, message: wire.Message, **fields: Any) -> AsyncGenerator[Any, None]:
+        """Send a copy of a request, with a request_id and other fields, and yield its answers; the last one is not a Chunk."""
+        request_id = message.request_id or f"#{next(self._ids)}"
+        if not self.is_connected:
+            await self._connect()
         if request_id in self._answers:
             raise InvalidInputError(f"There is a live request {request_id!r}.", hint="Choose another request_id.")
         answers = self._answers[request_id] = asyncio.Queue()
+        is_complete = False
         try:
-            self._send(message)
+            self._send(msgspec.structs.replace(message, request_id=request_id, **fields))
             while not is_complete:
                 answer = await answers.get()
                 is_complete = type(answer) is not Chunk
@@ -160,18 +137,18 @@ class AsyncClient:
         finally:
             del self._answers[request_id]
             if not is_complete:
-                self._cancel(Cancel(request_id=request_id))
+                self._cancel(request_id)
 
     def end_sequence(self, request_id: str, index: int) -> None:
         """End a sequence of a request, because the client found a stop string."""
-        self._cancel(Cancel(request_id=request_id, index=index))
+        self._cancel(request_id, index)
 
-    def _cancel(self, message: Cancel) -> None:
+    def _cancel(self, request_id: str, index: int | None = None) -> None:
         if self.is_connected:
             with contextlib.suppress(RemoteError):
-                self._send(message)
+                self._send(wire.Cancel(request_id=request_id, index=index))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         assert self._socket is not None
         try:
             self._socket.send_multipart([b"", wire.encode(message)], zmq.NOBLOCK)
@@ -206,18 +183,15 @@ class AsyncClient:
             raise RemoteError.of(self._refusal or self._unavailable("The connection was closed."))
 
     def _open(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
             opened = open_socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise RemoteError.of(self._unavailable(f"A new connection cannot be made now: {error}.")) from None
-        opened.setsockopt(zmq.RECONNECT_IVL, 20)
-        opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        if self._server_key:
-            public, secret = self._own_keys or (key.decode() for key in zmq.curve_keypair())
-            set_keys(opened, CURVE_SERVERKEY=self._server_key, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret)
-        loop = asyncio.get_running_loop()
-        self._socket = opened
-        try:
+            opened.setsockopt(zmq.RECONNECT_IVL, 20)
+            opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            if self._server_key:
+                public, secret = self._own_keys or (key.decode() for key in zmq.curve_keypair())
+                set_keys(opened, CURVE_SERVERKEY=self._server_key, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=secret)
+            self._socket = opened
             self._monitor = opened.get_monitor_socket(EVENTS)
             loop.add_reader(self._socket.FD, self._read)
             loop.add_reader(self._monitor.FD, self._read_events)
@@ -242,7 +216,7 @@ class AsyncClient:
             except wire.WireError as error:
                 self._fail_all(Failed(request_id="", code=error.code, message=error.message, status=502))
                 continue
-            for one in answer.answers if isinstance(answer, Bundle) else (answer,):
+            for one in answer.answers if isinstance(answer, wire.Bundle) else (answer,):
                 if one.request_id in self._answers:
                     self._answers[one.request_id].put_nowait(one)
 

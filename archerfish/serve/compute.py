@@ -1,8 +1,14 @@
-"""The one thread in which all models of a process compute, and how other threads wake the loop."""
+"""What the models of an engine process share: the requests they get, the host that they answer to, and the one thread in which
+all of them compute.
+
+The host's loop calls all methods of models, unless a name or a comment says otherwise. Slow work (text, computing) runs in
+other threads, and the loop takes its results.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -10,11 +16,92 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from archerfish.observe.collector import MetricsCollector
+from archerfish.serve.host_config import HostConfig
+from archerfish.serve.processes import Stall
+from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, Tenant
+from archerfish.serve.wire import Message
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Job = tuple[Future[Any], Callable[[], Any]]
+NEW_JOBS, NEW_FACTOR = 64, 5  # the first jobs of a model may compile kernels and get this many times hang_s
+LONGEST_FACTOR = 4  # a job may take this many times as long as the longest job before it
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """The host's record of a client's request, from its arrival to its last answer."""
+
+    client: bytes
+    message: Any
+    tenant: Tenant = ANONYMOUS
+    arrived: float = 0.0
+    takes_bundles: bool = False
+    is_over: bool = False
+    release: Callable[[], None] | None = None  # called once at the end, so that the model frees what the request holds
+    end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences
+    model_entry: Any = None  # the ModelEntry of its model
+    on_end: Callable[[Message], None] | None = None  # gets the last answer, for a request that the host made itself
+
+    @property
+    def deadline(self) -> float:
+        """The time of the deadline, or infinity."""
+        return math.inf if self.message.deadline_s is None else self.arrived + self.message.deadline_s
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until the deadline. An invalid (negative) deadline is returned unchanged."""
+        deadline_s: float | None = self.message.deadline_s
+        return deadline_s if deadline_s is None or deadline_s < 0 else max(0.0, deadline_s - (now - self.arrived))
+
+
+class ModelHost(Protocol):
+    """The host as a model sees it. `answer`, `fail` and `post` may be called in any thread."""
+
+    reader: Executor  # threads that tokenize; the loop wakes after each job
+    compiler: Executor  # threads that compile grammars, which may take seconds
+    writer: Executor  # the thread that makes text of tokens
+    clock: Callable[[], float]
+    compute: ComputeThread
+    config: HostConfig
+    figures: MetricsCollector
+    callers: Callers
+    rates: RateLimits
+
+    def answer(self, pending: PendingRequest, message: Message) -> None:
+        """Send an answer at the end of this round of the loop. Any answer but a Chunk is the last one."""
+
+    def fail(self, pending: PendingRequest, error: BaseException) -> None: ...
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have the loop call `work`."""
+
+    def live_requests(self) -> list[PendingRequest]:
+        """All requests that are not over, those whose texts are being read included. For the loop."""
+
+
+def attempt(host: ModelHost, pending: PendingRequest, act: Callable[[], None]) -> None:
+    """Call `act`, unless the request is over. An error fails the request."""
+    if not pending.is_over:
+        try:
+            act()
+        except Exception as error:
+            host.fail(pending, error)
+
+
+def read_in_thread(
+    host: ModelHost, pending: PendingRequest, work: Callable[[], Callable[[], None]], executor: Executor | None = None
+) -> None:
+    """Call `work` in another thread and then, in the loop, the function that it returned, unless the request is over."""
+
+    def run() -> None:
+        act = work()
+        host.post(lambda: attempt(host, pending, act))
+
+    (executor or host.reader).submit(attempt, host, pending, run)
 
 
 class Waker:
@@ -46,20 +133,17 @@ class Waker:
         self._writer.close()
 
 
-class WakingExecutor(Executor):
+class WakingExecutor(ThreadPoolExecutor):
     """A pool of threads that wakes the loop after each job."""
 
     def __init__(self, name: str, num_threads: int, waker: Waker) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"archerfish-{name}")
+        super().__init__(num_threads, thread_name_prefix=f"archerfish-{name}")
         self._waker = waker
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future = self._threads.submit(fn, *args, **kwargs)
+        future = super().submit(fn, *args, **kwargs)
         future.add_done_callback(lambda _: self._waker.wake())
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
 
 
 @dataclass(eq=False)
@@ -76,12 +160,20 @@ class Lane(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
-        self.compute.add(self, (future, lambda: fn(*args, **kwargs)))
+        with self.compute.changed:
+            if self.compute.is_closed:
+                raise RuntimeError("The compute thread has been closed.")
+            self.waiting.append((future, partial(fn, *args, **kwargs)))
+            self.compute.changed.notify()
         return future
 
     def are_others_active(self, within_s: float) -> bool:
         """Whether other models compute now, or did within so many seconds."""
-        return self.compute.are_others_active(self, within_s)
+        compute = self.compute
+        since = compute.clock() - within_s
+        with compute.changed:
+            others = [other for other in compute.lanes if other is not self]
+            return any(other.waiting or other is compute.running_lane or other.last_done > since for other in others)
 
 
 class ComputeThread:
@@ -95,92 +187,95 @@ class ComputeThread:
         self.running_since: float | None = None
         self.running_lane: Lane | None = None
         self.num_done = 0
-        self._on_done, self._clock = on_done, clock
-        self._next_lane = 0
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._on_done = on_done
         self._thread = threading.Thread(target=self._run, name="archerfish-compute", daemon=True)
         self._thread.start()
 
     def lane(self, name: str) -> Lane:
         """A new lane for a model."""
         lane = Lane(self, name)
-        with self._changed:
+        with self.changed:
             self.lanes.append(lane)
         return lane
 
     def remove(self, lane: Lane) -> None:
         """Remove a lane, which must be empty."""
-        with self._changed:
+        with self.changed:
             self.lanes.remove(lane)
-
-    def add(self, lane: Lane, job: Job) -> None:
-        with self._changed:
-            if self._is_closed:
-                raise RuntimeError("The compute thread has been closed.")
-            lane.waiting.append(job)
-            self._changed.notify()
 
     @property
     def has_work(self) -> bool:
-        with self._changed:
+        with self.changed:
             return self.running_lane is not None or any(lane.waiting for lane in self.lanes)
-
-    def are_others_active(self, lane: Lane, within_s: float) -> bool:
-        """See `Lane.are_others_active`."""
-        since = self._clock() - within_s
-        with self._changed:
-            others = [other for other in self.lanes if other is not lane]
-            return any(other.waiting or other is self.running_lane or other.last_done > since for other in others)
 
     def running_s(self) -> float:
         """How long the current job has been running; 0 without one."""
         since = self.running_since
-        return 0.0 if since is None else self._clock() - since
+        return 0.0 if since is None else self.clock() - since
 
     def close(self) -> None:
         """Run the waiting jobs, then end."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        while (found := self._next()) is not None:
-            lane, (future, work) = found
-            started = self.running_since = self._clock()
+        next_lane = 0
+        while True:
+            with self.changed:
+                while not (waiting := [lane for lane in self.lanes if lane.waiting]):
+                    if self.is_closed:
+                        return
+                    self.changed.wait()
+                lane = next((lane for lane in self.lanes[next_lane:] if lane.waiting), waiting[0])
+                next_lane = self.lanes.index(lane) + 1
+                self.running_lane, (future, work) = lane, lane.waiting.popleft()
+            started = self.running_since = self.clock()
+            result = error = None
             try:
                 result = work()
-            except BaseException as error:
-                self._count(lane, started, has_failed=True)
-                future.set_exception(error)
-            else:
-                self._count(lane, started, has_failed=False)
+            except BaseException as raised:
+                error = raised
+            now = self.clock()
+            self.running_since = self.running_lane = None
+            self.num_done += 1
+            lane.num_done += 1
+            lane.busy_s += now - started
+            if error is None:
+                lane.last_done, lane.longest_s = now, max(lane.longest_s, now - started)
                 future.set_result(result)
-                del result
-            del found, future, work
+            else:
+                future.set_exception(error)
+            del future, work, result, error  # they may hold large arrays while the thread waits
             self._on_done()
 
-    def _count(self, lane: Lane, started: float, *, has_failed: bool) -> None:
-        now = self._clock()
-        self.running_since = self.running_lane = None
-        self.num_done += 1
-        lane.num_done += 1
-        lane.busy_s += now - started
-        if not has_failed:
-            lane.last_done = now
-            lane.longest_s = max(lane.longest_s, now - started)
 
-    def _next(self) -> tuple[Lane, Job] | None:
-        """The oldest job of the next lane that has one; waits for it. None after `close`."""
-        with self._changed:
-            while True:
-                for offset in range(len(self.lanes)):
-                    lane = self.lanes[(self._next_lane + offset) % len(self.lanes)]
-                    if lane.waiting:
-                        self._next_lane = (self._next_lane + offset + 1) % len(self.lanes)
-                        self.running_lane = lane
-                        return lane, lane.waiting.popleft()
-                if self._is_closed:
-                    return None
-                self._changed.wait()
+class HangWatch:
+    """Tells whether the compute thread hangs. hang_s: the time limit of a job, unless its model has needed longer before."""
+
+    def __init__(self, compute: ComputeThread, hang_s: float) -> None:
+        self._compute, self._hang_s = compute, hang_s
+        self._stall = Stall()
+
+    def check(self, now: float, *, has_work: bool, is_loading: bool, num_moves: int = 0) -> str:
+        """Return why the process hangs, or "". has_work: of the models, even if no job was made of it yet.
+
+        num_moves: how often models made progress, which a GPU model does without jobs of the compute thread.
+        """
+        has_work = has_work or self._compute.has_work
+        seconds = self._stall.check(now, self._compute.num_done + num_moves, has_work=has_work)
+        return self.problem(seconds, is_loading=is_loading)
+
+    def problem(self, seconds: float, *, is_loading: bool = False) -> str:
+        """Return what is wrong after so many seconds without progress, or ""."""
+        lane = self._compute.running_lane
+        is_new = is_loading or (lane is not None and lane.num_done < NEW_JOBS)
+        longest_s = 0.0 if lane is None else lane.longest_s
+        if seconds <= max(self._hang_s * (NEW_FACTOR if is_new else 1), LONGEST_FACTOR * longest_s):
+            return ""
+        what = "There is work, but no job" if lane is None else f"A job of {lane.name} runs and none"
+        return f"{what} has ended for {seconds:.0f} s."

@@ -25,7 +25,7 @@ from archerfish.errors import (
     ModelNotFoundError,
     did_you_mean,
 )
-from archerfish.serve.limits import retry_after
+from archerfish.serve.tenants import retry_after
 
 logger = logging.getLogger("archerfish.serve")
 CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}

@@ -1,21 +1,16 @@
-"""How the processes of a service are configured, and who may use an engine process."""
+"""How the processes of a service are configured."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from archerfish.config import EmbedConfig, EngineConfig
-from archerfish.errors import CallerError, InvalidOptionError, did_you_mean, nearest
-from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants
+from archerfish.errors import InvalidOptionError, did_you_mean, nearest
+from archerfish.serve.tenants import Tenants
 
 Kind = Literal["generation", "embedding", "cross-encoder"]
 GRACE_S = 30.0  # running requests may take this long after SIGTERM
@@ -56,7 +51,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of an engine process.
 
     front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change options.
-    public_key, secret_key: the CURVE keys of the process, for TCP. client_keys: the public keys that may connect, or empty.
+    secret_key: the CURVE key of the process, for TCP. client_keys: the public keys that may connect, or empty.
     """
 
     address: str = ""  # where the front ends connect
@@ -64,11 +59,10 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelSpec, ...] = ()
     hub: dict[str, Any] = {}
     front_end_pass: str = ""
-    public_key: str = ""
     secret_key: str = ""
     client_keys: tuple[str, ...] = ()
     api_keys_file: str = ""  # API keys and limits of tenants
-    admission: dict[str, Any] = {}  # options of AdmissionLimits
+    admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
     latency_budget_ms: float = 50.0  # duration of one job of embeddings
     max_queue_texts: int = 8192
     max_message_bytes: int = 64 << 20
@@ -97,8 +91,6 @@ def read_tenants(api_keys_file: str) -> Tenants:
 
 def check_address(config: HostConfig) -> None:
     """Refuse addresses that other machines can reach without encryption."""
-    if bool(config.public_key) != bool(config.secret_key):
-        raise InvalidOptionError("The ZMQ server needs both CURVE keys, the public and the secret one, or none.")
     if config.client_keys and not config.secret_key:
         raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
     for address in (config.address, config.open_address) if config.open_address else (config.address,):
@@ -119,60 +111,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def start_authenticator(client_keys: tuple[str, ...]) -> ThreadAuthenticator:
-    """Start a thread that lets only clients with these public keys connect to the sockets of this process."""
-    known = frozenset(client_keys)
-
-    class Keys:
-        def callback(self, domain: str, key: bytes) -> bool:
-            return key.decode() in known
-
-    authenticator = ThreadAuthenticator(zmq.Context.instance())
-    authenticator.start()
-    authenticator.configure_curve_callback(domain="archerfish", credentials_provider=Keys())
-    return authenticator
-
-
-# Credentials of messages
-
-
-class NotAllowedError(CallerError):
-    """Only front ends and operators may do this."""
-
-    status, code = 403, "not_allowed"
-
-
-def tenant_of_key(credentials: str) -> str:
-    """The tenant name of an API key where no file of API keys says otherwise: the hash of the key."""
-    return hashlib.sha256(credentials.encode(errors="surrogatepass")).hexdigest()[:32] if credentials else ""
-
-
-class Callers:
-    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials."""
-
-    def __init__(self, config: HostConfig) -> None:
-        self.tenants = read_tenants(config.api_keys_file)
-        self._pass = config.front_end_pass.encode()
-        self._is_private = not self._pass and not config.open_address and config.address.startswith(("ipc:", "inproc:"))
-
-    def is_front_end(self, credentials: str) -> bool:
-        return bool(self._pass) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), self._pass)
-
-    def find(self, credentials: str, tenant: str) -> tuple[str, Tenant]:
-        """The tenant whose cached contexts a request may share, and the limits of its sender."""
-        if self.is_front_end(credentials):
-            return tenant, self.tenants.named(tenant) or replace(ANONYMOUS, name=tenant)
-        if tenant:
-            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
-        if self.tenants.has_keys:
-            caller = self.tenants.find(credentials)
-            return caller.name, caller
-        own = tenant_of_key(credentials)
-        return own, replace(ANONYMOUS, name=own)
-
-    def check_operator(self, credentials: str) -> None:
-        """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
-        if not self._is_private and not self.is_front_end(credentials):
-            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")

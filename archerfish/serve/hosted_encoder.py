@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.errors import InvalidInputError, StoppedError, UnknownOptionError, UnsupportedModelError
-from archerfish.observe.collector import MetricsCollector
-from archerfish.serve.compute import Lane
-from archerfish.serve.limits import RefusedError
+from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.overload import AdmittedRequest, OverloadController, StepCost, TooLateError, estimate_tokens
-from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 from archerfish.text.tokenizer import TokenizedText
 
@@ -28,20 +27,6 @@ ALONE_AFTER_S = 1.0  # a model that has computed within this time may go on
 MAX_INLINE_SIZE = 1024  # characters and ids that the loop itself tokenises: less work than to pass them to another thread
 
 
-class Encoder(Protocol):
-    """What a HostedEncoder needs of an engine; ArrowEngine has it."""
-
-    model_name: str
-
-    @property
-    def is_cross_encoder(self) -> bool: ...
-    def tokenize(self, texts: Sequence[Any], /) -> list[TokenizedText]: ...
-    def compute(self, texts: Sequence[TokenizedText], normalize: bool | None = ..., /) -> Array: ...
-    def get_embedding_dimension(self) -> int: ...
-    def get_max_seq_length(self) -> int: ...
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False, slots=True)
 class EncodingRequest:
     """The texts of one request and their results so far."""
@@ -50,7 +35,6 @@ class EncodingRequest:
     texts: list[TokenizedText]
     normalize: bool | None
     finish: Callable[[Array], Array]
-    admitted: AdmittedRequest | None
     rows: Array | None = None
     num_taken: int = 0  # texts that jobs have taken
     num_done: int = 0
@@ -71,23 +55,21 @@ class HostedEncoder:
     job has as many tokens as take `latency_s`, and more while no other model computes.
     """
 
-    def __init__(
-        self, engine: Encoder, lane: Lane, host: ModelHost, figures: MetricsCollector, controller: OverloadController, *,
-        latency_s: float = 0.05,
-    ) -> None:
-        self.engine, self.lane, self.controller = engine, lane, controller
+    def __init__(self, engine: ArrowEngine, lane: Lane, host: ModelHost) -> None:
+        self.engine, self.lane = engine, lane
+        self.name = engine.model_name
         self.kind = "cross-encoder" if engine.is_cross_encoder else "embedding"
-        self.latency_s = latency_s
+        self.controller = OverloadController(
+            rates=host.rates, max_queued=host.config.max_queue_texts, max_wait_s=host.config.admission.get("max_wait_s", 0.0),
+            order="round-robin", clock=host.clock,
+        )  # fmt: skip
+        self.latency_s = host.config.latency_budget_ms / 1000
         self.job_tokens = FIRST_JOB_TOKENS
         self.num_texts = self.num_tokens = 0  # computed
-        self._host, self._figures, self._clock = host, figures, host.clock
+        self._host, self._clock = host, host.clock
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
         self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
-
-    @property
-    def name(self) -> str:
-        return self.engine.model_name
 
     @property
     def has_work(self) -> bool:
@@ -102,37 +84,30 @@ class HostedEncoder:
 
     def submit(self, request: PendingRequest) -> None:
         inputs, normalize, finish = self._read(request.message)
-        num_ids = sum(len(text) for text in inputs if isinstance(text, list))
-        num_characters = sum(text_size(text) for text in inputs)
+        texts = [text for one in inputs for text in (one if isinstance(one, tuple) else (one,))]  # both texts of a pair
+        num_ids = sum(len(text) for text in texts if isinstance(text, list))
+        num_characters = sum(len(text) for text in texts if isinstance(text, str))
         admitted: AdmittedRequest | None = None
-        if request.on_end is None:
-            admitted = self._admit(request, len(inputs), num_ids + estimate_tokens(num_characters))
-            request.release = admitted.end
+        if request.on_end is None:  # no health check; before any work is spent on the texts
+            deadline_s, num_tokens = request.message.deadline_s, num_ids + estimate_tokens(num_characters)
+            if deadline_s is not None:
+                if not deadline_s > 0:
+                    raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
+                self.controller.check_deadline(deadline_s, num_tokens, 0)
+            admitted = self.controller.admit(
+                request.tenant, num_prompt_tokens=num_tokens, is_tokenized=False, num_places=len(inputs),
+                deadline_s=request.left_s(self._clock()),
+            )  # fmt: skip
+            request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
-            encoding = EncodingRequest(request, self.engine.tokenize(inputs), normalize, finish, admitted)
-            return lambda: self._enqueue(encoding)
+            encoding = EncodingRequest(request, self.engine.tokenize(inputs), normalize, finish)
+            return partial(self._enqueue, encoding, admitted)
 
         if num_characters + num_ids <= MAX_INLINE_SIZE:
             read()()
         else:
             read_in_thread(self._host, request, read)
-
-    def _admit(self, request: PendingRequest, num_texts: int, num_tokens: int) -> AdmittedRequest:
-        """Before any work is spent on the texts."""
-        deadline_s = request.message.deadline_s
-        if deadline_s is not None:
-            if not deadline_s > 0:
-                raise InvalidInputError(f"deadline_s must be above 0, not {deadline_s:g}.")
-            self.controller.check_deadline(deadline_s, num_tokens, 0)
-        try:
-            return self.controller.admit(
-                request.caller, num_prompt_tokens=num_tokens, is_tokenized=False, num_places=num_texts,
-                deadline_s=request.left_s(self._clock()),
-            )
-        except RefusedError as error:
-            self._figures.refused(self.name, error.code)
-            raise
 
     def _read(self, message: Any) -> tuple[list[Any], bool | None, Callable[[Array], Array]]:
         """The inputs of a request, whether to normalise their rows, and how to turn rows into the answer."""
@@ -153,9 +128,9 @@ class HostedEncoder:
             raise UnsupportedModelError(f"{self.name} gives {rows.shape[1]} labels per pair; ranking needs one.")
         return rows
 
-    def _enqueue(self, encoding: EncodingRequest) -> None:
-        if encoding.admitted is not None:
-            encoding.admitted.set_prompt_tokens(encoding.num_tokens)
+    def _enqueue(self, encoding: EncodingRequest, admitted: AdmittedRequest | None) -> None:
+        if admitted is not None:
+            self.controller.set_prompt_tokens(admitted, encoding.num_tokens)
         if not encoding.texts:
             message = encoding.request.message
             self._host.answer(encoding.request, Vectors(request_id=message.request_id, model=self.name))
@@ -172,38 +147,34 @@ class HostedEncoder:
             request.message = EmbedRequest(request_id="", texts=["health"])
         self.submit(request)
 
-    def explain(self, request: PendingRequest) -> None:
-        raise InvalidInputError(f"{self.name} has no prefix cache.", hint="Name a generation model.")
-
     # Jobs
 
     def advance(self) -> bool:
         """Collect the job that is done and start the next; whether there was anything to do."""
         computed: tuple[Job, Array] | None = None
-        has_ended = False
+        has_moved = False
         if self._running is not None and self._running[1].done():
-            (job, future), self._running, has_ended = self._running, None, True
+            (job, future), self._running, has_moved = self._running, None, True
             if (error := future.exception()) is not None:
                 self._retry(job, error)
             else:
                 rows, seconds = future.result()
-                self._observe(job, seconds)
+                num_tokens = sum(len(encoding.texts[index].token_ids) for encoding, index in job)
+                self.num_texts += len(job)
+                self.num_tokens += num_tokens
+                self._job_cost.observe(num_tokens, 0, seconds)
+                self.controller.observe(self.num_tokens, 0)
                 computed = job, rows
-        has_started = self._running is None and self._start_job()
-        if computed is not None:
-            self._take_rows(*computed)  # while the next job is computed
-        return has_started or has_ended
-
-    def _start_job(self) -> bool:
-        if self._queue:
+        if self._running is None and self._queue:
             self._choose_job_tokens()
             self._drop_expired()
-        if not self._queue:
-            return False
-        job = self._next_job()
-        texts = [encoding.texts[index] for encoding, index in job]
-        self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
-        return True
+            if self._queue:
+                job, has_moved = self._next_job(), True
+                texts = [encoding.texts[index] for encoding, index in job]
+                self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
+        if computed is not None:
+            self._take_rows(*computed)  # while the next job is computed
+        return has_moved
 
     def _compute(self, texts: list[TokenizedText], normalize: bool | None) -> tuple[Array, float]:
         """In the compute thread."""
@@ -231,7 +202,6 @@ class HostedEncoder:
             if encoding.num_taken or request.deadline > end:
                 kept.append(encoding)
                 continue
-            self._figures.refused(self.name, TooLateError.code)
             message = "The deadline of this request would pass before its texts are computed."
             self._host.fail(request, TooLateError(message, self.controller.retry_after_s()))
         self._queue = kept
@@ -247,9 +217,7 @@ class HostedEncoder:
             if job and size > room:
                 break
             queue.popleft()
-            if encoding is not first and (
-                encoding.is_alone or first.is_alone or encoding.normalize is not first.normalize
-            ):
+            if encoding is not first and (encoding.is_alone or first.is_alone or encoding.normalize is not first.normalize):
                 skipped.append(encoding)
                 continue
             job.append((encoding, encoding.num_taken))
@@ -259,13 +227,6 @@ class HostedEncoder:
                 queue.append(encoding)
         queue.extendleft(reversed(skipped))
         return job
-
-    def _observe(self, job: Job, seconds: float) -> None:
-        num_tokens = sum(len(encoding.texts[index].token_ids) for encoding, index in job)
-        self.num_texts += len(job)
-        self.num_tokens += num_tokens
-        self._job_cost.observe(num_tokens, 0, seconds)
-        self.controller.observe(num_tokens, 0)
 
     def _take_rows(self, job: Job, rows: Array) -> None:
         for row, (encoding, index) in zip(rows, job, strict=True):
@@ -285,7 +246,7 @@ class HostedEncoder:
         except Exception as error:
             self._host.fail(request, error)
             return
-        self._figures.embedded(self.name, self._clock() - request.arrived)
+        self._host.figures.embedded(self.name, self._clock() - request.arrived)
         self._host.answer(request, Vectors(
             request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
             data=found.tobytes(), num_tokens=encoding.num_tokens,
@@ -302,9 +263,6 @@ class HostedEncoder:
             encoding.rows, encoding.num_taken, encoding.num_done, encoding.is_alone = None, 0, 0, True
             self._queue.append(encoding)
 
-    def use_idle_time(self) -> bool:
-        return False
-
     # Options and figures
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -316,14 +274,14 @@ class HostedEncoder:
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise InvalidInputError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}.")
         self.latency_s = options.get("latency_budget_ms", self.latency_s * 1000) / 1000
-        self.controller.set_max_queued(int(options.get("max_queue_texts", self.controller.limits.max_queued)))
-        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.limits.max_queued}
+        self.controller.max_queued = int(options.get("max_queue_texts", self.controller.max_queued))
+        return {"latency_budget_ms": self.latency_s * 1000, "max_queue_texts": self.controller.max_queued}
 
     def stats(self) -> dict[str, Any]:
         return {
-            "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.limits.max_queued,
+            "queue_texts": self.controller.queue.num_places, "queue_capacity": self.controller.max_queued,
             "num_texts": self.num_texts, "num_tokens": self.num_tokens,
-            "tokens_per_second": self._job_cost.prompt_tokens_per_s, "job_tokens": self.job_tokens,
+            "tokens_per_second": self._job_cost.tokens_per_s()[0], "job_tokens": self.job_tokens,
             "drain_seconds": self.controller.drain_s(), "jobs": self.lane.num_done, "busy_s": self.lane.busy_s,
         }  # fmt: skip
 
@@ -332,10 +290,3 @@ class HostedEncoder:
             self._host.fail(encoding.request, StoppedError("The model was stopped before its answer was complete."))
         self._queue.clear()
         self.engine.close()
-
-
-def text_size(text: Any) -> int:
-    """Characters of a text or of a pair of texts; 0 for token ids."""
-    if isinstance(text, str):
-        return len(text)
-    return sum(map(len, text)) if isinstance(text, tuple) else 0

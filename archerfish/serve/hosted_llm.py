@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput, TextDelta
-from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
-from archerfish.observe.collector import MetricsCollector
+from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
+from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
-from archerfish.serve.compute import Lane
-from archerfish.serve.limits import RefusedError
+from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
 from archerfish.serve.model_cards import is_tts
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
-from archerfish.serve.pending_request import ModelHost, PendingRequest, read_in_thread
+from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
 
-PROBE_TENANT = "\0probe"  # cannot be the name of a tenant
+PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
 RESERVED_TEMPLATE_OPTIONS = ("self", "tokenizer", "messages")
 METRICS = ("queue_ms", "prefill_ms", "decode_ms", "ttft_ms", "tokens_per_second", "num_preemptions")
@@ -35,19 +35,25 @@ class HostedLLM:
 
     kind = "generation"
 
-    def __init__(
-        self, engine: LLMEngine, lane: Lane, host: ModelHost, figures: MetricsCollector, controller: OverloadController
-    ) -> None:
-        self.engine, self.lane, self.controller = engine, lane, controller
-        self.host, self.figures = host, figures
+    def __init__(self, engine: LLMEngine, lane: Lane, host: ModelHost) -> None:
+        self.engine, self.lane, self.host = engine, lane, host
+        self.name = engine.model_name
+        self.controller = OverloadController(
+            rates=host.rates, max_running=engine.config.max_num_seqs, max_tokens=engine.facts.max_len, clock=host.clock,
+            order="fair-share" if isinstance(engine.scheduler.policy, FairShare) else "arrival",
+            max_queued=engine.config.max_queue_size, **host.config.admission,
+        )  # fmt: skip
         self._ids = itertools.count()
         self._is_warm = False
         self._num_output_tokens = 0
         self.deltas: list[tuple[Generation, TextDelta]] | None = None  # of the current `advance`
+        self.read_weights()
 
-    @property
-    def name(self) -> str:
-        return self.engine.model_name
+    def read_weights(self) -> None:
+        """Give a fair-share scheduler the current weights of the tenants."""
+        policy = self.engine.scheduler.policy
+        if isinstance(policy, FairShare):
+            policy.set_weights({tenant.name: tenant.weight for tenant in self.host.callers.tenants.all()})
 
     @property
     def has_work(self) -> bool:
@@ -73,45 +79,44 @@ class HostedLLM:
 
     def submit(self, request: PendingRequest) -> None:
         """Accept a GenerationRequest: at once if it has token ids, else after a reader thread has tokenised its text."""
-        message: GenerationRequest = request.message
+        message = request.message
+        if isinstance(message, ExplainRequest):
+            self._explain(request, message)
+            return
         if not isinstance(message, GenerationRequest):
             raise InvalidInputError(f"{self.name} generates text; it has no vectors.", hint="Name an embedding model.")
-        generation = Generation(self, request, message)
-        if request.on_end is None:
-            generation.admitted = self._admit(request, message)
-            request.release = generation.admitted.end
-        ids, has_grammar = message.token_ids, "grammar" in message.params
+        try:
+            params = SamplingParams.of(message.params)
+        except TypeError as error:
+            raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
+        generation = Generation(self, request, message, params)
+        if request.on_end is None:  # no health check
+            admitted = generation.admitted = self._admit(request, message, params)
+            request.release = lambda: self.controller.end(admitted)
+        ids, has_grammar = message.token_ids, params.grammar is not None
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
             self._start(self._prepare(generation), generation)
             return
 
         def read() -> Callable[[], None]:
-            live = self._prepare(generation)
-            return lambda: self._start(live, generation)
+            return partial(self._start, self._prepare(generation), generation)
 
         read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
 
-    def _admit(self, request: PendingRequest, message: GenerationRequest) -> AdmittedRequest:
-        """Before any work is spent on the text. Invalid parameters are reported later, when they are read."""
-        ids, max_tokens, num_sequences = message.token_ids, max_tokens_of(message.params), message.params.get("n", 1)
+    def _admit(self, request: PendingRequest, message: GenerationRequest, params: SamplingParams) -> AdmittedRequest:
+        """Before any work is spent on the text."""
+        ids, left_s = message.token_ids, request.left_s(self.host.clock())
         if message.deadline_s is not None and message.deadline_s > 0:
-            self.controller.check_deadline(message.deadline_s, 0, max_tokens)
-        left_s = request.left_s(self.host.clock())
-        try:
-            return self.controller.admit(
-                request.caller, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
-                is_tokenized=ids is not None, max_tokens=max_tokens,
-                num_sequences=num_sequences if type(num_sequences) is int and num_sequences > 0 else 1,
-                deadline_s=left_s if left_s is None or left_s > 0 else None,
-            )  # fmt: skip
-        except RefusedError as error:
-            self.figures.refused(self.name, error.code)
-            raise
+            self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
+        return self.controller.admit(
+            request.tenant, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
+            is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
+            deadline_s=left_s if left_s is None or left_s > 0 else None,
+        )  # fmt: skip
 
     def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
-        message, request = generation.message, generation.request
-        params = read_params(message.params)
+        message, request, params = generation.message, generation.request, generation.params
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(message, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
@@ -128,29 +133,26 @@ class HostedLLM:
         assert prompt is not None
         return self.engine.prepare_request(
             prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
-            request_id=f"host-{next(self._ids)}", priority=request.caller.capped(message.priority),
-            namespace=Namespace(request.tenant), deadline_s=request.left_s(self.host.clock()),
+            request_id=f"host-{next(self._ids)}", priority=min(message.priority, request.tenant.max_priority),
+            namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()),
         )  # fmt: skip
 
     def _start(self, live: Request, generation: Generation) -> None:
         generation.live, admitted = live, generation.admitted
         if not self.engine.has_work:
             self.controller.begin_work()
-        try:
-            if admitted is not None:
-                admitted.set_prompt_tokens(len(live.prompt_token_ids))
-            self.engine.submit(live)
-        except OverloadedError as error:
-            self.figures.refused(self.name, error.code)
-            raise
-        generation.is_sent_by_loop = not live.collector.has_text
-        generation.request.end_sequence = lambda index: self.engine.abort(live.request_id, index)
-        generation.request.release = lambda: self._release(live.request_id, admitted)
+        if admitted is not None and generation.message.token_ids is None:  # the length was estimated
+            self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
+        self.engine.submit(live)
 
-    def _release(self, request_id: str, admitted: AdmittedRequest | None) -> None:
-        self.engine.abort(request_id)
-        if admitted is not None:
-            admitted.end()
+        def release() -> None:
+            self.engine.abort(live.request_id)
+            if admitted is not None:
+                self.controller.end(admitted)
+
+        generation.is_sent_by_loop = not live.collector.has_text
+        generation.request.end_sequence = partial(self.engine.abort, live.request_id)
+        generation.request.release = release
 
     def probe(self, request: PendingRequest) -> None:
         """Answer after a real step: one token for a prompt that no cache holds."""
@@ -161,16 +163,15 @@ class HostedLLM:
         request.tenant = PROBE_TENANT
         self.submit(request)
 
-    def explain(self, request: PendingRequest) -> None:
-        message: ExplainRequest = request.message
+    def _explain(self, request: PendingRequest, message: ExplainRequest) -> None:
         prompt = message.prompt if message.prompt is not None else message.token_ids
         if prompt is None or (message.prompt is not None and message.token_ids is not None):
             raise InvalidInputError("Give one of prompt and token_ids.")
 
         def read() -> Callable[[], None]:
-            record = self.engine.explain(prompt, Namespace(request.tenant))
+            record = self.engine.explain(prompt, Namespace(request.tenant.name))
             report = Report(request_id=message.request_id, values={**asdict(record), "text": record.explain()})
-            return lambda: self.host.answer(request, report)
+            return partial(self.host.answer, request, report)
 
         read_in_thread(self.host, request, read)
 
@@ -183,46 +184,47 @@ class HostedLLM:
             has_moved = self.engine.advance()
         finally:
             self.deltas = None
-            self._send(deltas)
+            if deltas:
+                self._send(deltas)
         if has_moved:
-            done = self.engine.scheduler.tokens_done
-            if done[1] != self._num_output_tokens:  # a step has succeeded; on a GPU it was no job of the lane
-                self._num_output_tokens, self.lane.last_done = done[1], self.host.clock()
-            self.controller.observe_totals(*done)
+            num_prompt, num_output = self.engine.scheduler.tokens_done
+            if num_output != self._num_output_tokens:  # a step has succeeded; on a GPU it was no job of the lane
+                self._num_output_tokens, self.lane.last_done = num_output, self.host.clock()
+            self.controller.observe(num_prompt, num_output)
         return has_moved
 
     def _send(self, deltas: list[tuple[Generation, TextDelta]]) -> None:
         """Send everything that a step brought, with one look at the clock and one lock."""
-        if deltas:
-            now, gaps, answer = self.host.clock(), list[float](), self.host.answer
-            for generation, delta in deltas:
-                last, admitted = generation.last_token_at, generation.admitted
-                is_plain = last and admitted is not None and generation.message.stream
-                if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
-                    generation.send(delta, now, gaps)
-                elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
-                    assert admitted is not None
-                    admitted.num_output_tokens += len(delta.token_ids)
-                    gaps.append(now - last)
-                    generation.last_token_at = now
-                    chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
-                    answer(generation.request, chunk)
-            self.figures.gaps(self.name, gaps)
+        now, gaps, answer = self.host.clock(), list[float](), self.host.answer
+        for generation, delta in deltas:
+            last, admitted = generation.last_token_at, generation.admitted
+            is_plain = last and admitted is not None and generation.message.stream
+            if not is_plain or delta.finish_reason is not None or delta.logprobs is not None:
+                generation.send(delta, now, gaps)
+            elif not generation.request.is_over:  # most tokens: as `send`, at a third of the cost
+                assert admitted is not None
+                admitted.num_output_tokens += len(delta.token_ids)
+                gaps.append(now - last)
+                generation.last_token_at = now
+                chunk = Chunk(request_id=generation.message.request_id, index=delta.index, token_ids=delta.token_ids)
+                answer(generation.request, chunk)
+        self.host.figures.gaps(self.name, gaps)
 
     def use_idle_time(self) -> bool:
+        """Do some work in advance; whether there is more of it."""
+
+        def read_vocabulary() -> None:
+            with contextlib.suppress(ArcherfishError):  # a model that cannot have grammars reports it when one comes
+                self.engine.grammars.warm_up()
+
         if not self._is_warm:
             self._is_warm = True
-            in_background(self._warm_up, "grammar-warm-up", daemon=True)
+            in_background(read_vocabulary, "grammar-warm-up", daemon=True)
         return self.engine.use_idle_time()
-
-    def _warm_up(self) -> None:
-        """Read the vocabulary for the first grammar. A model that cannot have grammars reports it when one comes."""
-        with contextlib.suppress(ArcherfishError):
-            self.engine.grammars.warm_up()
 
     def configure(self, options: dict[str, Any]) -> dict[str, Any]:
         changed = self.engine.configure(**options)
-        self.controller.set_max_queued(self.engine.config.max_queue_size)
+        self.controller.max_queued = self.engine.config.max_queue_size
         return changed
 
     def stats(self) -> dict[str, Any]:
@@ -242,8 +244,9 @@ class Generation:
     model: HostedLLM
     request: PendingRequest
     message: GenerationRequest
+    params: SamplingParams
     live: Request | None = None
-    admitted: AdmittedRequest | None = None
+    admitted: AdmittedRequest | None = None  # None for a health check
     last_token_at: float = 0.0
     is_sent_by_loop: bool = False  # a request without text: its deltas are sent at the end of a step
 
@@ -255,62 +258,54 @@ class Generation:
         else:
             gaps: list[float] = []
             self.send(delta, self.model.host.clock(), gaps)
-            self.model.figures.gaps(self.model.name, gaps)
+            self.model.host.figures.gaps(self.model.name, gaps)
 
     def send(self, delta: TextDelta, now: float, gaps: list[float]) -> None:
         """Answer with new tokens. gaps: gets the seconds since the tokens before."""
-        request, host = self.request, self.model.host
+        request, message, model, admitted = self.request, self.message, self.model, self.admitted
         if request.is_over:
             return
         is_first = not self.last_token_at
-        if delta.token_ids:
-            if self.admitted is not None:
-                self.admitted.num_output_tokens += len(delta.token_ids)
-                if is_first:
-                    host.post(self.admitted.start)
-            if request.on_end is None:
-                if is_first:
-                    self.model.figures.token(self.model.name, now - request.arrived, is_first=True)
+        if delta.token_ids and admitted is not None:
+            admitted.num_output_tokens += len(delta.token_ids)
+            if not is_first:
+                gaps.append(now - self.last_token_at)
+            else:
+                model.host.figures.token(model.name, now - request.arrived, is_first=True)
+                if self.is_sent_by_loop:
+                    model.controller.start(admitted)
                 else:
-                    gaps.append(now - self.last_token_at)
-                self.last_token_at = now
-        if self.message.stream:
-            host.answer(request, self._chunk(delta, is_first))
+                    model.host.post(partial(model.controller.start, admitted))
+            self.last_token_at = now
+        if message.stream:
+            chunk = Chunk(
+                request_id=message.request_id, index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason, text="" if message.wants_ids else delta.text,
+            )  # fmt: skip
+            if delta.logprobs is not None:
+                chunk.logprobs = as_tuples(delta.logprobs)
+            if is_first and self.live is not None and 0 in self.live.collector.sequences:
+                chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
+            if delta.finish_reason == "deadline" and not self.last_token_at:
+                chunk.retry_after_s = model.controller.retry_after_s()
+            model.host.answer(request, chunk)
         if delta.output is not None:
             self._end(delta.output)
 
-    def _chunk(self, delta: TextDelta, is_first: bool) -> Chunk:
-        chunk = Chunk(
-            request_id=self.message.request_id, index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-        )
-        if not self.message.wants_ids:
-            chunk.text = delta.text
-        if delta.logprobs is not None:
-            chunk.logprobs = as_tuples(delta.logprobs)
-        if is_first and self.live is not None and 0 in self.live.collector.sequences:
-            chunk.num_cached_tokens = self.live.collector.sequences[0].num_cached
-        if delta.finish_reason == "deadline" and not self.last_token_at:
-            chunk.retry_after_s = self.model.controller.retry_after_s()
-        return chunk
-
     def _end(self, result: RequestOutput) -> None:
         reasons = {output.finish_reason for output in result.outputs}
+        message, host = self.message, self.model.host
         if self.admitted is not None:
             self.admitted.is_complete = result.finish_reason in ("stop", "length")
-        if self.request.on_end is None:
-            self.model.figures.ended(self.model.name, result)
+            host.figures.ended(self.model.name, result)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
-            self.model.host.fail(self.request, error or RuntimeError("a sequence ended with an error"))
-        elif "abort" in reasons:  # by the engine: after a cancellation the request would be over
+            host.fail(self.request, error or RuntimeError("a sequence ended with an error"))
+            return
+        if "abort" in reasons:  # by the engine: after a cancellation the request would be over
             stopped = StoppedError("The engine was stopped before the answer was complete.", hint="Send the request again.")
-            self.model.host.fail(self.request, stopped)
-        else:
-            self.model.host.answer(self.request, self._result(result, has_deadline_passed="deadline" in reasons))
-
-    def _result(self, result: RequestOutput, *, has_deadline_passed: bool) -> Generated:
-        message = self.message
+            host.fail(self.request, stopped)
+            return
         answer = Generated(
             request_id=message.request_id, model=self.model.name, num_prompt_tokens=len(result.prompt_token_ids),
             num_output_tokens=result.metrics.num_output_tokens, num_cached_tokens=result.num_cached_tokens,
@@ -325,13 +320,13 @@ class Generation:
                 shown.token_ids, shown.text = output.token_ids, "" if message.wants_ids else output.text
                 shown.logprobs = None if output.logprobs is None else as_tuples(output.logprobs)
             answer.outputs.append(shown)
-        if has_deadline_passed and not self.last_token_at:
+        if "deadline" in reasons and not self.last_token_at:
             answer.retry_after_s = self.model.controller.retry_after_s()
         if message.token_ids is None:
             answer.prompt_token_ids = result.prompt_token_ids
         if result.prompt_logprobs is not None:
             answer.prompt_logprobs = as_tuples(result.prompt_logprobs)
-        return answer
+        host.answer(self.request, answer)
 
 
 def prompt_size(message: GenerationRequest) -> int:
@@ -341,22 +336,5 @@ def prompt_size(message: GenerationRequest) -> int:
     return len(message.prompt or "")
 
 
-def max_tokens_of(params: dict[str, Any]) -> int | None:
-    """The longest output of one sequence by parameters that have not been checked; None if they leave it open."""
-    stages = params.get("stages")
-    if isinstance(stages, list) and stages:
-        counts = [stage.get("num_tokens") for stage in stages if isinstance(stage, dict)]
-        return sum(count for count in counts if type(count) is int and count > 0) or None
-    found = params.get("max_tokens", SamplingParams.max_tokens)
-    return found if type(found) is int and found > 0 else None
-
-
 def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:
     return [(one.token_id, one.logprob, one.rank, one.top) for one in logprobs]
-
-
-def read_params(given: dict[str, Any]) -> SamplingParams:
-    try:
-        return SamplingParams.of(given)
-    except TypeError as error:
-        raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None

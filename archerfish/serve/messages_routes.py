@@ -23,7 +23,6 @@ from archerfish.serve.bodies import (
     wrong_value,
 )
 from archerfish.serve.catalog import chat_size
-from archerfish.serve.charges import charge, set_right
 from archerfish.serve.chat_bodies import (
     CONTENT,
     OBJECTS,
@@ -37,6 +36,7 @@ from archerfish.serve.chat_bodies import (
 from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response, json_type
 from archerfish.serve.formats import nested_grammar
 from archerfish.serve.generation import Choice, ChoiceDelta, Generation, TextService, checked_params, new_id
+from archerfish.serve.sharing import charge, set_right
 from archerfish.serve.sse import MARK, TextEvent, named_event
 
 Block = answers.TextBlock | answers.ToolUseBlock

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,18 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
-from archerfish.observe.collector import MetricsCollector
-from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.host_config import Kind, ModelSpec, hint_for, names_of
+from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
+from archerfish.serve.host_config import ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
-from archerfish.serve.overload import BusyError, OverloadController
-from archerfish.serve.pending_request import ModelHost, PendingRequest
+from archerfish.serve.overload import BusyError
 
 logger = logging.getLogger("archerfish.serve")
 Hosted = HostedLLM | HostedEncoder
-Load = Callable[[Lane], Hosted]
-GENERATION: tuple[Kind, ...] = ("generation",)
-VECTORS: tuple[Kind, ...] = ("embedding",)
-SCORES: tuple[Kind, ...] = ("cross-encoder", "embedding")
+GENERATION: tuple[str, ...] = ("generation",)
+VECTORS: tuple[str, ...] = ("embedding",)
+SCORES: tuple[str, ...] = ("cross-encoder", "embedding")
 MAX_WAITING = 1024  # requests for a model that is being loaded
 LOADING_RETRY_S = 5.0
 
@@ -49,11 +46,10 @@ class ModelEntry:
 
     name: str
     kind: str
-    load: Load
+    load: Callable[[Lane], Hosted]
     loads: str = "start"
     aliases: tuple[str, ...] = ()
     hosted: Hosted | None = None
-    lane: Lane | None = None
     is_loading: bool = False
     error: BaseException | None = None  # of the last attempt to load it
     waiting: list[PendingRequest] = field(default_factory=list)  # requests until it is loaded
@@ -61,14 +57,6 @@ class ModelEntry:
     num_requests: int = 0
     num_bytes: int = 0  # that it takes, or would take
     known: dict[str, Any] = field(default_factory=dict)  # its card while it is not loaded
-
-    @property
-    def names(self) -> list[str]:
-        return names_of(self.name, self.aliases)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.hosted is not None and not self.hosted.has_work and not self.waiting
 
     def card(self) -> dict[str, Any]:
         shown = {"id": self.name, "kind": self.kind, "max_length": 0, "aliases": list(self.aliases), **self.known}
@@ -78,127 +66,99 @@ class ModelEntry:
 class ModelTable:
     """All models of a process.
 
-    memory_bytes: a limit for loaded models together, 0 for none. Above it, idle models are unloaded, the least recently used
+    If the configuration limits the memory of loaded models, idle models are unloaded above the limit, the least recently used
     first, and loaded again when a request names them.
     """
 
-    def __init__(
-        self, compute: ComputeThread, host: ModelHost, *, memory_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
-        live: Callable[[], Iterable[PendingRequest]] = tuple,
-    ) -> None:
-        """live: gives all requests that are not over, those whose texts are being read included."""
+    def __init__(self, host: ModelHost) -> None:
         self.entries: list[ModelEntry] = []
-        self._live = live
-        self._compute, self._host, self._clock = compute, host, clock
-        self._memory_bytes = memory_bytes
+        self.loaded: list[Hosted] = []
         self.num_unloaded = 0
-
-    def __iter__(self) -> Iterator[Hosted]:
-        return iter([entry.hosted for entry in self.entries if entry.hosted is not None])
+        self._host = host
+        self._memory_bytes = int(host.config.memory_gib * (1 << 30))  # 0: no limit
 
     def add(self, entry: ModelEntry) -> None:
         self.entries.append(entry)
         if entry.loads == "start":
-            lane = self._compute.lane(entry.name)
-            self._set_loaded(entry, lane, entry.load(lane))
+            self._set_loaded(entry, entry.load(self._host.compute.lane(entry.name)))
 
-    def find(self, name: str, kinds: tuple[Kind, ...]) -> ModelEntry:
+    def find(self, name: str, kinds: tuple[str, ...]) -> ModelEntry:
         """The model with this name; without a name, the first model of the first kind that is served."""
-        if name:
-            found = [entry for entry in self.entries if name in entry.names]
+        if not name:
+            found = [(kinds.index(entry.kind), entry) for entry in self.entries if entry.kind in kinds]
+            if not found:
+                raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
+        else:
+            names = [(names_of(entry.name, entry.aliases), entry) for entry in self.entries]
+            found = [(own.index(name), entry) for own, entry in names if name in own]
             if not found:
                 hint = hint_for(name, [entry.name for entry in self.entries])
                 raise UnknownModelError(f"The model {name!r} is not served here.", hint=hint)
-            return min(found, key=lambda entry: entry.names.index(name))  # a full name wins over the short name of another
-        for kind in kinds:
-            for entry in self.entries:
-                if entry.kind == kind:
-                    return entry
-        raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
+        return min(found, key=itemgetter(0))[1]  # a full name wins over the short name of another model
 
-    def submit(self, entry: ModelEntry, request: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
+    def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""
-        entry.last_used = self._clock()
+        entry.last_used = self._host.clock()
         entry.num_requests += 1
         request.model_entry = entry
         if entry.hosted is not None:
-            self._pass_on(entry.hosted, request, act)
+            entry.hosted.submit(request)
             return
         if len(entry.waiting) >= MAX_WAITING:
             entry.waiting = [one for one in entry.waiting if not one.is_over]
         if len(entry.waiting) >= MAX_WAITING:
             message = f"The model {entry.name} is being loaded, and {MAX_WAITING:,} requests wait for it."
             raise BusyError(message, LOADING_RETRY_S)
-        request.model_work = act
         entry.waiting.append(request)
-        self.load(entry)
-
-    def _pass_on(self, hosted: Hosted, request: PendingRequest, act: Callable[[Hosted, PendingRequest], None]) -> None:
-        request.retry_after_s = hosted.controller.retry_after_s
-        act(hosted, request)
+        self._load(entry)
 
     # Loading
 
-    def load(self, entry: ModelEntry) -> None:
+    def _load(self, entry: ModelEntry) -> None:
         """Load a model in a thread of its own; requests that wait for it go on afterwards."""
-        if entry.is_loading or entry.hosted is not None:
+        if entry.is_loading:
             return
         entry.is_loading = True
         self._make_room(keeps=entry, num_bytes=entry.num_bytes)
-        lane = self._compute.lane(entry.name)
+        lane = self._host.compute.lane(entry.name)
 
         def run() -> None:
             try:
                 hosted = entry.load(lane)
             except BaseException as error:
-                raised = error
-                self._host.post(lambda: self._fail(entry, lane, raised))
+                self._host.post(partial(self._fail, entry, lane, error))
             else:
-                self._host.post(lambda: self._finish_loading(entry, lane, hosted))
+                self._host.post(partial(self._finish_loading, entry, hosted))
 
         in_background(run, f"load-{entry.name}", daemon=True)
-
-    def load_next(self) -> None:
-        """Start to load the most requested model for idle times that has room, if no model is being loaded."""
-        if self.is_loading:
-            return
-        left = [
-            entry for entry in self.entries
-            if entry.loads == "idle" and entry.hosted is None and entry.error is None and self._has_room(entry.num_bytes)
-        ]  # fmt: skip
-        if left:
-            self.load(max(left, key=lambda entry: entry.num_requests))
 
     @property
     def is_loading(self) -> bool:
         return any(entry.is_loading for entry in self.entries)
 
-    def _set_loaded(self, entry: ModelEntry, lane: Lane, hosted: Hosted) -> None:
-        entry.hosted, entry.lane, entry.error = hosted, lane, None
+    def _set_loaded(self, entry: ModelEntry, hosted: Hosted) -> None:
+        self.loaded.append(hosted)
+        entry.hosted, entry.error = hosted, None
         entry.is_loading = False
         entry.kind = hosted.kind
         entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
-        entry.last_used = self._clock()
+        entry.last_used = self._host.clock()
         if hosted.name != entry.name and hosted.name not in entry.aliases:
             entry.aliases = (*entry.aliases, hosted.name)
 
-    def _finish_loading(self, entry: ModelEntry, lane: Lane, hosted: Hosted) -> None:
-        self._set_loaded(entry, lane, hosted)
+    def _finish_loading(self, entry: ModelEntry, hosted: Hosted) -> None:
+        self._set_loaded(entry, hosted)
         self._make_room(keeps=entry)
         waiting, entry.waiting = entry.waiting, []
         for request in waiting:
-            if not request.is_over and request.model_work is not None:
-                try:
-                    self._pass_on(hosted, request, request.model_work)
-                except Exception as error:
-                    self._host.fail(request, error)
+            attempt(self._host, request, partial(hosted.submit, request))
 
     def _fail(self, entry: ModelEntry, lane: Lane, error: BaseException) -> None:
-        self._compute.remove(lane)
+        self._host.compute.remove(lane)
         entry.is_loading = False
         if isinstance(error, OutOfMemoryError | MemoryError) and self._unload_one(keeps=entry):
-            self.load(entry)
+            self._load(entry)
             return
         logger.error("The model %s could not be loaded: %s", entry.name, error)
         entry.error = error
@@ -208,17 +168,21 @@ class ModelTable:
 
     # Memory
 
-    def keep_within_memory(self) -> None:
-        """In idle times: unload models that were busy when memory was needed."""
-        if not self._has_room():
+    def use_idle_time(self) -> bool:
+        """Do some work in advance: unload, load, and what models have to do; return whether there is more of it."""
+        if not self._has_room():  # models were busy when memory was needed
             self._make_room(keeps=max(self.entries, key=lambda entry: entry.last_used))
+        left = [
+            entry for entry in self.entries
+            if entry.loads == "idle" and entry.hosted is None and entry.error is None and self._has_room(entry.num_bytes)
+        ]  # fmt: skip
+        if left and not self.is_loading:
+            self._load(max(left, key=lambda entry: entry.num_requests))
+        return any(isinstance(hosted, HostedLLM) and hosted.use_idle_time() for hosted in self.loaded)
 
     def _has_room(self, num_bytes: int = 0) -> bool:
-        return not self._memory_bytes or self.num_bytes + num_bytes <= self._memory_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries if entry.hosted is not None)
+        num_loaded = sum(entry.num_bytes for entry in self.entries if entry.hosted is not None)
+        return not self._memory_bytes or num_loaded + num_bytes <= self._memory_bytes
 
     def _make_room(self, keeps: ModelEntry, num_bytes: int = 0) -> None:
         while not self._has_room(num_bytes) and self._unload_one(keeps):
@@ -226,23 +190,20 @@ class ModelTable:
 
     def _unload_one(self, keeps: ModelEntry) -> bool:
         """Unload the idle model that was used least recently; False if all are busy."""
-        busy = {request.model_entry for request in self._live()}
-        idle = [entry for entry in self.entries if entry is not keeps and entry.is_idle and entry not in busy]
+        kept = {keeps, *(request.model_entry for request in self._host.live_requests())}
+        idle = [(entry, entry.hosted) for entry in self.entries if entry.hosted is not None and entry not in kept]
+        idle = [(entry, hosted) for entry, hosted in idle if not hosted.has_work]
         if not idle:
             return False
-        entry = min(idle, key=lambda entry: entry.last_used)
-        assert entry.hosted is not None and entry.lane is not None
+        entry, hosted = min(idle, key=lambda one: one[0].last_used)
         logger.info("The model %s is unloaded because memory is short.", entry.name)
-        entry.hosted.close()
-        self._compute.remove(entry.lane)
-        entry.hosted = entry.lane = None
+        hosted.close()
+        self._host.compute.remove(hosted.lane)
+        self.loaded.remove(hosted)
+        entry.hosted = None
         self.num_unloaded += 1
         free_memory()
         return True
-
-    def close(self) -> None:
-        for hosted in self:
-            hosted.close()
 
 
 def free_memory() -> None:
@@ -254,19 +215,16 @@ def free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def make_entry(
-    spec: ModelSpec, hub: HubConfig, host: ModelHost, figures: MetricsCollector, writer: Executor, *, latency_s: float,
-    llm_controller: Callable[[LLMEngine], OverloadController], encoder_controller: Callable[[], OverloadController],
-) -> ModelEntry:
+def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
     """The entry of a model that the configuration names."""
 
     def load(lane: Lane) -> Hosted:
         if spec.kind == "generation":
-            engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=writer)
-            return HostedLLM(engine, lane, host, figures, llm_controller(engine))
+            engine = LLMEngine(EngineConfig(**spec.options), hub=hub, executor=lane, text_thread=host.writer)
+            return HostedLLM(engine, lane, host)
         config = EmbedConfig(**spec.options)
         encoder = ArrowEngine(config, hub=hub)
-        hosted = HostedEncoder(encoder, lane, host, figures, encoder_controller(), latency_s=latency_s)
+        hosted = HostedEncoder(encoder, lane, host)
         if hosted.kind != spec.kind:
             raise InvalidInputError(f"{hosted.name} is no {spec.kind} model.", hint=f"Its kind is {hosted.kind!r}.")
         lane.submit(encoder.core.ops.start_thread, config.num_threads).result()

@@ -10,17 +10,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import InputTooLargeError, InvalidInputError
-from archerfish.serve.limits import RateLimits, RefusedError
-from archerfish.serve.tenants import Tenant
+from archerfish.serve.tenants import RateLimits, RefusedError, Tenant
 
 Array = npt.NDArray[np.float64]
+Steps = deque[tuple[int, int, float]]  # prompt tokens, output tokens and seconds of each step
 MAX_RETRY_AFTER_S = 60.0
 OPEN_OUTPUT_TOKENS = 512  # output that is reserved for a request without max_tokens
 CHARACTERS_PER_TOKEN = 4  # of a text that has not been tokenised
@@ -56,12 +56,6 @@ class ImpossibleDeadlineError(InvalidInputError):
     code = "deadline_impossible"
     param = "deadline_s"
 
-    def __init__(self, deadline_s: float, alone_s: float, *, hint: str = "") -> None:
-        super().__init__(
-            f"A deadline of {deadline_s:g} s cannot be met: this takes about {alone_s:.2g} s even when nothing else runs.",
-            hint=f"Give it more time (deadline_s){hint}.",
-        )
-
 
 # Estimates
 
@@ -75,8 +69,8 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._with_prompt: deque[tuple[int, int, float]] = deque(maxlen=STEPS_KEPT)
-        self._without_prompt: deque[tuple[int, int, float]] = deque(maxlen=STEPS_KEPT)
+        self._with_prompt: Steps = deque(maxlen=STEPS_KEPT)
+        self._without_prompt: Steps = deque(maxlen=STEPS_KEPT)
         self._fitted: tuple[float, float, float] | None = (0.0, 0.0, 0.0)
 
     def observe(self, num_prompt_tokens: int, num_output_tokens: int, seconds: float) -> None:
@@ -87,10 +81,19 @@ class StepCost:
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
-        """step_s, prompt_token_s and output_token_s; zeros before the first step. For any thread."""
+        """step_s, prompt_token_s and output_token_s; zeros before the first step. For any thread.
+
+        A first fit weighs each step by the inverse of its time, which is too low where times vary. The second fit weighs it by
+        the inverse of the expected time.
+        """
         found = self._fitted
         if found is None:
-            found = self._fitted = fit_steps([*self._with_prompt, *self._without_prompt])
+            values = np.array([*self._with_prompt, *self._without_prompt], dtype=np.float64)
+            rows, seconds = np.column_stack([np.ones(len(values)), values[:, :2]]), values[:, 2]
+            expected = rows @ least_squares(rows / seconds[:, None], np.ones(len(rows)))
+            slowness = np.minimum(seconds / expected, MAX_SLOWNESS)
+            step_s, prompt_token_s, output_token_s = least_squares(rows / expected[:, None], slowness)
+            found = self._fitted = float(step_s), float(prompt_token_s), float(output_token_s)
         return found
 
     def step_s(self, num_output_tokens: float) -> float:
@@ -113,30 +116,16 @@ class StepCost:
     @property
     def single_step_s(self) -> float:
         """A step that brings one token to one sequence; 0 unless such a step was measured."""
-        is_known = any(step[1] == 1 for step in list(self._without_prompt))
-        return self.step_s(1) if is_known else 0.0
+        return self.step_s(1) if any(step[1] == 1 for step in list(self._without_prompt)) else 0.0
 
-    @property
-    def prompt_tokens_per_s(self) -> float:
-        return tokens_per_s(list(self._with_prompt), 0)
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return tokens_per_s(list(self._without_prompt), 1)
-
-
-def fit_steps(steps: list[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """step_s, prompt_token_s and output_token_s that fit measured steps.
-
-    A first fit weighs each step by the inverse of its time, which is too low where times vary. The second fit weighs it by the
-    inverse of the expected time.
-    """
-    values = np.array(steps, dtype=np.float64)
-    rows, seconds = np.column_stack([np.ones(len(values)), values[:, :2]]), values[:, 2]
-    expected = rows @ least_squares(rows / seconds[:, None], np.ones(len(rows)))
-    slowness = np.minimum(seconds / expected, MAX_SLOWNESS)
-    step_s, prompt_token_s, output_token_s = least_squares(rows / expected[:, None], slowness)
-    return float(step_s), float(prompt_token_s), float(output_token_s)
+    def tokens_per_s(self) -> tuple[float, float]:
+        """Prompt tokens per second of steps with prompts, and output tokens per second of steps without."""
+        prompts, decodes = list(self._with_prompt), list(self._without_prompt)
+        prompt_s, decode_s = sum(step[2] for step in prompts), sum(step[2] for step in decodes)
+        return (
+            sum(step[0] for step in prompts) / prompt_s if prompts else 0.0,
+            sum(step[1] for step in decodes) / decode_s if decodes else 0.0,
+        )
 
 
 def least_squares(rows: Array, wanted: Array) -> Array:
@@ -153,51 +142,24 @@ def least_squares(rows: Array, wanted: Array) -> Array:
         del active[int(solved.argmin())]
 
 
-def tokens_per_s(steps: list[tuple[int, int, float]], column: Literal[0, 1]) -> float:
-    seconds = sum(step[2] for step in steps)
-    return sum(step[column] for step in steps) / seconds if seconds else 0.0
-
-
 def estimate_tokens(num_characters: int) -> int:
     """Tokens of a text that has not been tokenised."""
     return math.ceil(num_characters / CHARACTERS_PER_TOKEN)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """How long a request would take, in seconds."""
-
-    wait_s: float  # until its prompt is begun
-    service_s: float  # from then to its last token
-
-    @property
-    def total_s(self) -> float:
-        return self.wait_s + self.service_s
-
-
 # Admission
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdmissionLimits:
-    """Bounds of one model; 0 stands for no limit."""
-
-    max_queued: int = 4096  # requests, or texts of an encoder
-    max_prompt_tokens: int = 0
-    max_output_tokens: int = 0  # of all n sequences together
-    max_wait_s: float = 0.0  # expected wait of a request without a deadline
 
 
 @dataclass(slots=True)
 class Backlog:
-    """Requests of one tenant that wait, or parts of them."""
+    """A request that waits, all waiting requests of a tenant, or a part of them."""
 
-    weight: float = 1.0
     num_requests: float = 0
     num_places: float = 0
     num_sequences: float = 0
     num_prompt_tokens: float = 0
     num_output_tokens: float = 0
+    weight: float = 1.0  # of the tenant
 
     def add(self, other: Backlog, factor: float = 1) -> None:
         self.num_requests += factor * other.num_requests
@@ -207,61 +169,18 @@ class Backlog:
         self.num_output_tokens += factor * other.num_output_tokens
 
 
+@dataclass(eq=False, slots=True)
 class AdmittedRequest:
     """A request from its admission to its end. `num_output_tokens` and `is_complete` may be set in any thread."""
 
-    __slots__ = (
-        "_controller", "_num_reserved", "is_complete", "is_ended", "is_queued", "max_output_tokens", "num_output_tokens",
-        "size", "tenant",
-    )  # fmt: skip
-
-    def __init__(
-        self, controller: OverloadController, tenant: Tenant, size: Backlog, max_output_tokens: int, num_reserved: int
-    ) -> None:
-        self._controller, self.tenant, self.size = controller, tenant, size
-        self.max_output_tokens = max_output_tokens
-        self._num_reserved = num_reserved  # tokens taken from the limits of the tenant
-        self.num_output_tokens = 0
-        self.is_complete = False  # whether the answer was complete when the request ended
-        self.is_queued, self.is_ended = True, False
-
-    def set_prompt_tokens(self, num_prompt_tokens: int) -> None:
-        """Replace the estimated length of the prompt; InputTooLargeError if it is over the limit."""
-        if self.is_ended:
-            return
-        difference = num_prompt_tokens - int(self.size.num_prompt_tokens)
-        if self.is_queued:
-            self._controller.add_to_queue(self.tenant, Backlog(num_prompt_tokens=difference))
-        self.size.num_prompt_tokens = num_prompt_tokens
-        self._reserve(self._num_reserved + difference)
-        self._controller.check_prompt_tokens(num_prompt_tokens)
-
-    def start(self) -> None:
-        """The first token has come: the request leaves the queue."""
-        if self.is_queued and not self.is_ended:
-            self._controller.leave_queue(self)
-            self._controller.running.add(self)
-
-    def end(self) -> None:
-        """The request is over, whatever its result. Further calls do nothing."""
-        if self.is_ended:
-            return
-        if self.is_queued:
-            self._controller.leave_queue(self)
-        self.is_ended = True
-        self._controller.running.discard(self)
-        self._reserve(int(self.size.num_prompt_tokens) + self.num_output_tokens)
-        if self.is_complete and self.max_output_tokens:
-            self._controller.learn_used_share(self.num_output_tokens / self.max_output_tokens)
-
-    def _reserve(self, num_tokens: int) -> None:
-        self._controller.rates.give_back(self.tenant, self._num_reserved - num_tokens)
-        self._num_reserved = num_tokens
-
-    @property
-    def num_expected_tokens(self) -> float:
-        """Output tokens that are still expected."""
-        return max(0.0, self.size.num_output_tokens - self.num_output_tokens)
+    tenant: Tenant
+    size: Backlog  # with the output tokens that are expected
+    max_output_tokens: int
+    num_reserved: int  # tokens taken from the limits of the tenant
+    num_output_tokens: int = 0
+    is_complete: bool = False  # whether the answer was complete when the request ended
+    is_queued: bool = True
+    is_ended: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -272,7 +191,10 @@ class OverloadController:
     """
 
     rates: RateLimits
-    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    max_queued: int = 4096  # requests, or texts of an encoder; may be changed. Here and in what follows, 0 stands for no limit
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0  # of all n sequences together
+    max_wait_s: float = 0.0  # expected wait of a request without a deadline
     max_running: int = 1  # sequences that run at once
     max_tokens: int = 0  # the longest possible output of one sequence
     # The order in which waiting requests are served: by arrival, by shares of tenants, or one text of each request in turn.
@@ -301,25 +223,29 @@ class OverloadController:
         num_prompt_tokens was counted; an estimate is not compared with the limit of prompt tokens.
         """
         if is_tokenized:
-            self.check_prompt_tokens(num_prompt_tokens)
+            self._check_prompt_tokens(num_prompt_tokens)
         max_output = num_sequences * (self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens))
-        self._check_output_tokens(max_output)
+        limit = self.max_output_tokens
+        if limit and max_output > limit:
+            raise InputTooLargeError(
+                f"max_tokens, of all sequences together, is {max_output:,}; the limit is {limit:,}.",
+                hint="Lower max_tokens or n.",
+            )
         if max_tokens is None:
             max_output = min(max_output, num_sequences * OPEN_OUTPUT_TOKENS)
-        size = Backlog(
-            num_requests=1, num_places=num_places, num_sequences=num_sequences, num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=round(max_output * self._used_share),
-        )
+        num_output = round(max_output * self._used_share)
+        size = Backlog(1, num_places, num_sequences, num_prompt_tokens, num_output, tenant.weight)
         num_reserved = num_prompt_tokens + max_output
         self.rates.take(tenant, num_reserved)
-        try:
-            self._check_queue(tenant, num_places)
-            self._check_time(tenant, size, deadline_s)
-        except RefusedError:
-            self.rates.give_back(tenant, num_reserved, num_requests=1)
-            raise
-        self.add_to_queue(tenant, size)
-        return AdmittedRequest(self, tenant, size, max_output, num_reserved)
+        if self._queues or self.running:  # an idle model admits everything: a prompt may be cached, its estimate far too long
+            try:
+                self._check_queue(tenant, num_places)
+                self._check_time(tenant, size, deadline_s)
+            except RefusedError:
+                self.rates.give_back(tenant, num_reserved, num_requests=1)
+                raise
+        self._add_to_queue(tenant, size)
+        return AdmittedRequest(tenant, size, max_output, num_reserved)
 
     def check_deadline(self, deadline_s: float, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """ImpossibleDeadlineError if an idle model would miss the deadline, counted from the arrival of the request.
@@ -331,57 +257,48 @@ class OverloadController:
         if self.max_tokens:
             alone_s += num_tokens * self.cost.single_step_s
         if alone_s > deadline_s:
-            raise ImpossibleDeadlineError(deadline_s, alone_s, hint=" or lower max_tokens" if num_tokens > 1 else "")
+            reason = f"this takes about {alone_s:.2g} s even when nothing else runs"
+            message = f"A deadline of {deadline_s:g} s cannot be met: {reason}."
+            hint = f"Give it more time (deadline_s){' or lower max_tokens' if num_tokens > 1 else ''}."
+            raise ImpossibleDeadlineError(message, hint=hint)
 
-    def check_prompt_tokens(self, num_prompt_tokens: int) -> None:
-        limit = self.limits.max_prompt_tokens
+    def _check_prompt_tokens(self, num_prompt_tokens: int) -> None:
+        limit = self.max_prompt_tokens
         if limit and num_prompt_tokens > limit:
-            raise InputTooLargeError(
-                f"The prompt has {num_prompt_tokens:,} tokens; the limit is {limit:,}.", hint="Shorten it."
-            )
-
-    def _check_output_tokens(self, max_output_tokens: int) -> None:
-        limit = self.limits.max_output_tokens
-        if limit and max_output_tokens > limit:
-            raise InputTooLargeError(
-                f"max_tokens, of all sequences together, is {max_output_tokens:,}; the limit is {limit:,}.",
-                hint="Lower max_tokens or n.",
-            )
+            message = f"The prompt has {num_prompt_tokens:,} tokens; the limit is {limit:,}."
+            raise InputTooLargeError(message, hint="Shorten it.")
 
     def _check_queue(self, tenant: Tenant, num_places: int) -> None:
-        most, queue = self.limits.max_queued, self.queue
+        most, queue = self.max_queued, self.queue
         if not most or not queue.num_places:
             return
+        next_place_s = self.drain_s() / (len(self.running) + queue.num_places)
         if queue.num_places + num_places > most:
-            raise BusyError(f"The queue is full: {queue.num_places:,.0f} of {most:,} places are taken.", self._next_place_s())
+            raise BusyError(f"The queue is full: {queue.num_places:,.0f} of {most:,} places are taken.", next_place_s)
         own = self._queues.get(tenant.name, Backlog())
-        weights = tenant.weight + sum(other.weight for name, other in self._queues.items() if name != tenant.name)
+        other_weights = sum(other.weight for name, other in self._queues.items() if name != tenant.name)
+        weights = tenant.weight + other_weights
         share = max(1, math.floor(most * tenant.weight / weights))
-        has_others = len(self._queues) > (tenant.name in self._queues)
-        if queue.num_places >= CROWDED_SHARE * most and has_others and own.num_places + num_places > share:
+        if queue.num_places >= CROWDED_SHARE * most and other_weights and own.num_places + num_places > share:
             message = f"The queue is crowded, and {tenant.name!r} holds {own.num_places:,.0f} places; its share is {share:,}."
-            raise ShareUsedError(message, self._next_place_s() * weights / tenant.weight)
+            raise ShareUsedError(message, next_place_s * weights / tenant.weight)
 
     def _check_time(self, tenant: Tenant, size: Backlog, deadline_s: float | None) -> None:
-        """An idle model admits everything: a prompt may be cached, and its estimate far too long."""
-        if not self._queues and not self.running:
-            return
-        expected = self.estimate(tenant, size)
-        if deadline_s is not None and SAFETY_FACTOR * expected.total_s > deadline_s:
+        wait_s, service_s = self.estimate(tenant, size)
+        total_s, max_wait_s = wait_s + service_s, self.max_wait_s
+        if deadline_s is not None and SAFETY_FACTOR * total_s > deadline_s:
             hint = None
-            if expected.service_s > deadline_s:
-                hint = f"Allow more than {expected.service_s:.1f} s, which it takes without a wait, or ask for less."
-            message = f"The answer is expected in {expected.total_s:.1f} s, after the deadline of {deadline_s:.3g} s."
-            raise TooLateError(message, min(expected.total_s - deadline_s / SAFETY_FACTOR, expected.wait_s), hint=hint)
-        max_wait_s = self.limits.max_wait_s
-        if deadline_s is None and max_wait_s and expected.wait_s > max_wait_s:
-            message = f"The wait would be {expected.wait_s:.1f} s; the limit is {max_wait_s:g} s."
-            raise BusyError(message, expected.wait_s - max_wait_s)
+            if service_s > deadline_s:
+                hint = f"Allow more than {service_s:.1f} s, which it takes without a wait, or ask for less."
+            message = f"The answer is expected in {total_s:.1f} s, after the deadline of {deadline_s:.3g} s."
+            raise TooLateError(message, min(total_s - deadline_s / SAFETY_FACTOR, wait_s), hint=hint)
+        if deadline_s is None and max_wait_s and wait_s > max_wait_s:
+            raise BusyError(f"The wait would be {wait_s:.1f} s; the limit is {max_wait_s:g} s.", wait_s - max_wait_s)
 
     # Estimates
 
-    def estimate(self, tenant: Tenant, size: Backlog) -> Estimate:
-        """How long a request would take that came now; zeros before the first step was measured."""
+    def estimate(self, tenant: Tenant, size: Backlog) -> tuple[float, float]:
+        """How long a request would wait that came now, and how long its service would take; zeros before the first step."""
         ahead = self._ahead(tenant, size)
         num_running = sum(request.size.num_sequences for request in self.running)
         num_live = num_running + ahead.num_sequences
@@ -391,13 +308,10 @@ class OverloadController:
         if num_leaving > 0 and num_live:  # as many must end first, at the rate at which a full batch ends
             num_output = self._num_expected_tokens() + ahead.num_output_tokens
             wait_s += min(1.0, num_leaving / num_live) * num_output * step_s / self.max_running
+        if self.running and len(self._recent_steps) == RECENT_STEPS:  # prompts of later requests will slow down steps as before
+            step_s = max(step_s, sum(self._recent_steps) / RECENT_STEPS)
         num_steps = size.num_output_tokens / max(1, size.num_sequences)
-        return Estimate(wait_s, self.cost.prompt_s(size.num_prompt_tokens) + num_steps * max(step_s, self._recent_step_s()))
-
-    def _recent_step_s(self) -> float:
-        """Mean of the last steps, if the engine is busy: prompts of later requests will slow down steps as those before did."""
-        is_known = self.running and len(self._recent_steps) == RECENT_STEPS
-        return sum(self._recent_steps) / len(self._recent_steps) if is_known else 0.0
+        return wait_s, self.cost.prompt_s(size.num_prompt_tokens) + num_steps * step_s
 
     def _ahead(self, tenant: Tenant, size: Backlog) -> Backlog:
         """What waits and will be served before the next request of a tenant."""
@@ -416,7 +330,8 @@ class OverloadController:
         return ahead
 
     def _num_expected_tokens(self) -> float:
-        return sum(request.num_expected_tokens for request in list(self.running))
+        """Output tokens that running requests are still expected to bring."""
+        return sum(max(0.0, one.size.num_output_tokens - one.num_output_tokens) for one in list(self.running))
 
     def drain_s(self) -> float:
         """Until everything that is admitted now has been served. For any thread."""
@@ -430,10 +345,47 @@ class OverloadController:
         """When a client may try again whose request was not served in time. For any thread."""
         return min(MAX_RETRY_AFTER_S, self.drain_s())
 
-    def _next_place_s(self) -> float:
-        return self.drain_s() / max(1, len(self.running) + self.queue.num_places)
-
     # What happens
+
+    def set_prompt_tokens(self, request: AdmittedRequest, num_prompt_tokens: int) -> None:
+        """Replace the estimated length of a prompt; InputTooLargeError if it is over the limit."""
+        difference = num_prompt_tokens - int(request.size.num_prompt_tokens)
+        if request.is_ended or not difference:
+            return
+        if request.is_queued:
+            self._add_to_queue(request.tenant, Backlog(num_prompt_tokens=difference))
+        request.size.num_prompt_tokens = num_prompt_tokens
+        self.rates.give_back(request.tenant, -difference)
+        request.num_reserved += difference
+        self._check_prompt_tokens(num_prompt_tokens)
+
+    def start(self, request: AdmittedRequest) -> None:
+        """The first token has come: the request leaves the queue."""
+        if request.is_queued:
+            request.is_queued = False
+            self._add_to_queue(request.tenant, request.size, -1)
+            self.running.add(request)
+
+    def end(self, request: AdmittedRequest) -> None:
+        """The request is over, whatever its result. Further calls do nothing."""
+        if request.is_ended:
+            return
+        self.start(request)
+        request.is_ended = True
+        self.running.discard(request)
+        num_used = int(request.size.num_prompt_tokens) + request.num_output_tokens
+        self.rates.give_back(request.tenant, request.num_reserved - num_used)
+        if request.is_complete and request.max_output_tokens:
+            self._num_answers = min(USED_SHARE_MEMORY, self._num_answers + 1)
+            share = min(1.0, request.num_output_tokens / request.max_output_tokens)
+            self._used_share += (share - self._used_share) / self._num_answers
+
+    def _add_to_queue(self, tenant: Tenant, size: Backlog, sign: int = 1) -> None:
+        queue = self._queues.setdefault(tenant.name, Backlog())
+        queue.weight = tenant.weight
+        queue.add(size, sign)
+        if not queue.num_requests:
+            del self._queues[tenant.name]
 
     def begin_work(self) -> None:
         """The engine was idle and begins to work now: the time before does not count as slowness."""
@@ -441,36 +393,14 @@ class OverloadController:
         self._recent_steps.clear()
 
     def observe(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A step has ended, which computed so many prompt tokens and brought so many output tokens."""
-        now = self.clock()
-        seconds, self._step_began = now - self._step_began, now
-        self.cost.observe(num_prompt_tokens, num_output_tokens, seconds)
-        self._recent_steps.append(seconds)
-
-    def observe_totals(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """The same from counters of all tokens so far, which move when a step ends."""
-        before, self._tokens_done = self._tokens_done, (num_prompt_tokens, num_output_tokens)
-        if before != self._tokens_done:
-            self.observe(num_prompt_tokens - before[0], num_output_tokens - before[1])
-
-    def set_max_queued(self, max_queued: int) -> None:
-        """Change the bound of the queue; requests that already wait stay."""
-        self.limits = replace(self.limits, max_queued=max_queued)
-
-    def learn_used_share(self, share: float) -> None:
-        self._num_answers = min(USED_SHARE_MEMORY, self._num_answers + 1)
-        self._used_share += (min(1.0, share) - self._used_share) / self._num_answers
-
-    def add_to_queue(self, tenant: Tenant, size: Backlog, sign: int = 1) -> None:
-        queue = self._queues.setdefault(tenant.name, Backlog())
-        queue.weight = tenant.weight
-        queue.add(size, sign)
-        if not queue.num_requests:
-            del self._queues[tenant.name]
-
-    def leave_queue(self, request: AdmittedRequest) -> None:
-        request.is_queued = False
-        self.add_to_queue(request.tenant, request.size, -1)
+        """The engine has computed so many tokens in all. A step has ended if a number has grown."""
+        num_prompt, num_output = num_prompt_tokens - self._tokens_done[0], num_output_tokens - self._tokens_done[1]
+        if num_prompt or num_output:
+            self._tokens_done = num_prompt_tokens, num_output_tokens
+            now = self.clock()
+            seconds, self._step_began = now - self._step_began, now
+            self.cost.observe(num_prompt, num_output, seconds)
+            self._recent_steps.append(seconds)
 
     # Figures
 
@@ -484,13 +414,13 @@ class OverloadController:
 
     def stats(self) -> dict[str, float]:
         """For /stats and /metrics; nothing here belongs to a single tenant."""
-        queue = self.queue
+        queue, (prefill_rate, decode_rate) = self.queue, self.cost.tokens_per_s()
         return {
             "queued_requests": queue.num_requests,
             "running_requests": len(self.running),
             "queued_prompt_tokens": queue.num_prompt_tokens,
             "expected_output_tokens": self._num_expected_tokens() + queue.num_output_tokens,
             "drain_seconds": self.drain_s(),
-            "prefill_tokens_per_second": self.cost.prompt_tokens_per_s,
-            "decode_tokens_per_second": self.cost.output_tokens_per_s,
+            "prefill_tokens_per_second": prefill_rate,
+            "decode_tokens_per_second": decode_rate,
         }

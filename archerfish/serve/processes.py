@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
-from typing import BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import msgspec
 
 from archerfish.errors import MachineError, StoppedError
-from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, check_address
+from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig
 
 logger = logging.getLogger("archerfish.serve")
 T = TypeVar("T")
@@ -67,14 +67,13 @@ class KeptProcess:
     """Starts a child process, starts it again when it dies or hangs, and stops it.
 
     `config` is called for every start, after the child was launched. With `silence_s`, a child without a heartbeat for so long
-    is killed. `force_signal` ends the child at once. `on_change` gets True when the child serves and False when it has ended;
-    a thread of this object calls it.
+    is killed. `force_signal` ends the child at once.
     """
 
     def __init__(
         self, name: str, command: Sequence[str], config: Callable[[], msgspec.Struct], *, grace_s: float = GRACE_S,
         silence_s: float = 0.0, force_signal: int = signal.SIGKILL, pass_fds: Sequence[int] = (),
-        on_change: Callable[[bool], None] = lambda is_serving: None, clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.process: subprocess.Popen[bytes] | None = None
@@ -83,7 +82,7 @@ class KeptProcess:
         self.start_s = 0.0  # duration of the last start
         self._command, self._config, self._pass_fds = command, config, pass_fds
         self._grace_s, self._silence_s, self._force_signal = grace_s, silence_s, force_signal
-        self._on_change, self._clock = on_change, clock
+        self._clock = clock
         self._first_report: Future[dict[str, str]] = Future()
         self._is_stopping = threading.Event()
         self._is_killed = False
@@ -133,11 +132,12 @@ class KeptProcess:
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._pass_fds,
                 process_group=0,
             )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
         try:
             report = self._configure(process)
             self.start_s = time.monotonic() - started_at
             self.num_starts += 1
-            self._change(True)
+            self.is_serving = True
             if not self._first_report.done():
                 self._first_report.set_result(report)
             self._watch(process)
@@ -145,7 +145,13 @@ class KeptProcess:
             process.kill()
             raise
         finally:
-            self._clean_up(process)
+            code = process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+            if self.is_serving and not self._is_ending:
+                logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
+            self.is_serving = False
 
     def _configure(self, process: subprocess.Popen[bytes]) -> dict[str, str]:
         """Send the configuration and wait until the process serves."""
@@ -176,24 +182,6 @@ class KeptProcess:
                 logger.error("The %s sent no heartbeat for %.0f s and is killed.", self.name, silent_s)
                 process.kill()
                 return
-
-    def _clean_up(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        if self.is_serving:
-            self._change(False)
-            if not self._is_ending:
-                logger.error("The %s has died (%s) and is started again.", self.name, status_text(code))
-
-    def _change(self, is_serving: bool) -> None:
-        self.is_serving = is_serving
-        try:
-            self._on_change(is_serving)
-        except Exception:
-            logger.exception("on_change failed.")
 
     def terminate(self) -> None:
         """Ask the process to finish its work and end, without waiting for it; no other is started."""
@@ -244,15 +232,12 @@ class KeptProcess:
 
 
 def engine_process(
-    config: HostConfig, *, on_change: Callable[[bool], None] = lambda is_serving: None,
-    command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.engine_process"),
-    clock: Callable[[], float] = time.monotonic,
+    config: HostConfig, command: Sequence[str] = (sys.executable, "-m", "archerfish.serve.host"), **options: Any
 ) -> KeptProcess:
-    check_address(config)
+    """options: others of KeptProcess."""
     return KeptProcess(
-        "engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, on_change=on_change,
-        clock=clock,
-    )  # fmt: skip
+        "engine process", command, lambda: config, grace_s=config.grace_s, silence_s=config.silence_s, **options
+    )
 
 
 def front_process(

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq.auth
@@ -35,7 +36,7 @@ def serve(
     announce: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
-    config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or say
+    config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or partial(print, flush=True)
     specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
     read_tenants(config.api_keys_file)  # errors in the configuration should show before the models are loaded
     front_ends: list[KeptProcess] = []
@@ -86,13 +87,14 @@ def wait_for_signal() -> None:
 
 
 def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, address: str) -> HostConfig:
-    public_key, secret_key = read_keys(config.zmq_key_file)
+    secret_key = read_secret_key(config.zmq_key_file)
     host = HostConfig(
         address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
-        front_end_pass=secrets.token_urlsafe(32), public_key=public_key, secret_key=secret_key,
+        front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
         max_queue_texts=config.max_queue_texts, latency_budget_ms=config.latency_budget_ms, api_keys_file=config.api_keys_file,
-        admission=admission_of(config), memory_gib=config.memory_gib, hang_s=config.hang_s,
+        admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
+        memory_gib=config.memory_gib, hang_s=config.hang_s,
     )  # fmt: skip
     if config.zmq_address.endswith((":*", ":0")):
         raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
@@ -102,18 +104,18 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
     return host
 
 
-def read_keys(path: str) -> tuple[str, str]:
-    """The public and the secret CURVE key of a file as `zmq.auth.create_certificates` writes it."""
+def read_secret_key(path: str) -> str:
+    """The secret CURVE key of a file as `zmq.auth.create_certificates` writes it."""
     if not path:
-        return "", ""
+        return ""
     try:
-        public, secret = zmq.auth.load_certificate(path)
+        _, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise InvalidOptionError(f"[serve] zmq_key_file {path} cannot be read: {error}.") from error
     if secret is None:
         hint = "Name the file that ends in .key_secret."
         raise InvalidOptionError(f"[serve] zmq_key_file {path} has no secret key.", hint=hint)
-    return public.decode(), secret.decode()
+    return secret.decode()
 
 
 def bind(config: ServeConfig) -> socket.socket:
@@ -155,47 +157,35 @@ def models_of(
     If `models` has a model of a kind, the default model of that kind is left out.
     """
     found: list[ModelSpec] = []
-    loads: Any = config.loads
+
+    def add(kind: Any, options: EngineConfig | EmbedConfig, loads: Any = config.loads) -> None:
+        found.append(ModelSpec(kind=kind, options=dataclasses.asdict(options), aliases=(options.model,), loads=loads))
+
     listed = {model.kind for model in models}
     has_own_llm = config.kinds in ("all", "generation") and not ("generation" in listed and engine.model == EngineConfig.model)
     has_own_encoder = config.kinds in ("all", "embedding") and not ("embedding" in listed and embed.model == EmbedConfig.model)
     if config.api_keys_file and engine.scheduling_policy == EngineConfig.scheduling_policy:
         engine = engine.replace(scheduling_policy="fair-share")  # tenants share the engine
     if has_own_llm:
-        found.append(ModelSpec(kind="generation", options=dataclasses.asdict(engine), aliases=(engine.model,), loads=loads))
+        add("generation", engine)
     if has_own_encoder:
-        found.append(ModelSpec(kind="embedding", options=dataclasses.asdict(embed), aliases=(embed.model,), loads=loads))
+        add("embedding", embed)
     if config.rerank_model:
-        options = dataclasses.asdict(embed.replace(model=config.rerank_model))
-        found.append(ModelSpec(kind="cross-encoder", options=options, aliases=(config.rerank_model,), loads=loads))
+        add("cross-encoder", embed.replace(model=config.rerank_model))
     for model in models:
         base: EngineConfig | EmbedConfig = engine if model.kind == "generation" else embed
-        options = dataclasses.asdict(base.replace(**{**model.options, "model": model.model}))
-        kind: Any = model.kind
-        own_loads: Any = model.loads or config.loads
-        found.append(ModelSpec(kind=kind, options=options, aliases=(model.model,), loads=own_loads))
+        add(model.kind, base.replace(**{**model.options, "model": model.model}), model.loads or config.loads)
     if has_own_llm and engine.model == EngineConfig.model:
-        found.append(story_spec(engine))
+        add("generation", story_config(engine), "demand")
     return tuple(found)
 
 
-def story_spec(engine: EngineConfig) -> ModelSpec:
+def story_config(engine: EngineConfig) -> EngineConfig:
     """The small model that archerfish contains. It is served in addition to the default model."""
-    options = engine.replace(
+    return engine.replace(
         model=STORY_MODEL, load_format="auto", max_model_len=STORY_TOKENS, block_size=STORY_BLOCK,
         max_cache_tokens=STORY_TOKENS, memory_budget_gib=0.0,
     )  # fmt: skip
-    return ModelSpec(
-        kind="generation", options=dataclasses.asdict(options), aliases=(STORY_MODEL,), loads="demand"
-    )
-
-
-def admission_of(config: ServeConfig) -> dict[str, Any]:
-    """Options of AdmissionLimits."""
-    return {
-        "max_wait_s": config.max_wait_s, "max_prompt_tokens": config.max_prompt_tokens,
-        "max_output_tokens": config.max_output_tokens,
-    }
 
 
 def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progress) -> set[str]:
@@ -227,6 +217,3 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     first = examples(kinds)[0]
     return "\n".join([*lines, curl(url, *first, has_keys=bool(config.api_keys_file)), ""])
 
-
-def say(text: str) -> None:
-    print(text, flush=True)

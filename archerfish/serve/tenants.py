@@ -1,4 +1,4 @@
-"""API keys and the tenants that they belong to.
+"""API keys, the tenants that they belong to, what a tenant may do, and its rate limits.
 
 A file of keys is TOML; `archerfish keys` (`add_key`) creates and extends it:
 
@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
+import json
 import logging
 import math
 import os
@@ -37,7 +39,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from archerfish.errors import CallerError, InvalidOptionError, UnknownOptionError, WriteError, did_you_mean
+from archerfish.errors import (
+    CallerError,
+    InputTooLargeError,
+    InvalidOptionError,
+    ServiceError,
+    UnknownOptionError,
+    WriteError,
+    did_you_mean,
+)
 
 logger = logging.getLogger("archerfish.serve")
 
@@ -49,6 +59,7 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HOW_TO_MAKE_ONE = "`archerfish keys FILE TENANT` makes a key and writes its hash into the file."
 ENVIRONMENT = "env:"  # instead of a path: the prefix of the name of an environment variable with keys
 RELOAD_INTERVAL_S = 1.0  # how often a changed file is looked for
+MAX_KNOWN_DEBTS = 2048  # of tenants, before those that were paid are forgotten
 
 
 class UnauthorizedError(CallerError):
@@ -65,6 +76,12 @@ class ForbiddenError(CallerError):
     default_hint = "Use a key of an operator."
 
 
+class NotAllowedError(CallerError):
+    """Only front ends and operators may do this."""
+
+    status, code = 403, "not_allowed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
     """A user of the service and its limits. Holds nothing secret; 0 means no limit."""
@@ -76,9 +93,6 @@ class Tenant:
     weight: float = 1.0  # its share of the batch, relative to the weights of the others
     max_priority: int = 0  # higher priorities are lowered to this
     is_operator: bool = False  # whether it may use the admin routes
-
-    def capped(self, priority: int) -> int:
-        return min(priority, self.max_priority)
 
     def require_operator(self) -> None:
         if not self.is_operator:
@@ -110,7 +124,6 @@ class Tenants:
         self._clock = clock
         self._looked_at = clock()
         self._stamp = _stamp(path) if path is not None else None
-        self.error: str | None = None  # why the changed file could not be read
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
@@ -152,7 +165,8 @@ class Tenants:
 
     def find(self, key: str | None) -> Tenant:
         """The tenant of a key, or UnauthorizedError. On a server without keys: ANONYMOUS for any key."""
-        self._reload_if_changed()
+        if self._path is not None:
+            self._reload_if_changed(self._path)
         if self._table is None:
             return ANONYMOUS
         if not key:
@@ -164,7 +178,8 @@ class Tenants:
 
     def named(self, name: str) -> Tenant | None:
         """The tenant of a name, which a trusted process has sent."""
-        self._reload_if_changed()
+        if self._path is not None:
+            self._reload_if_changed(self._path)
         if self._table is None:
             return ANONYMOUS if name in ("", ANONYMOUS.name) else None
         return self._table.by_name.get(name)
@@ -177,23 +192,18 @@ class Tenants:
         if self._path is not None:
             self._stamp = _stamp(self._path)
             self._table = _read(self._path)
-            self.error = None
 
-    def _reload_if_changed(self) -> None:
-        if self._path is None or self._clock() - self._looked_at < RELOAD_INTERVAL_S:
+    def _reload_if_changed(self, path: Path) -> None:
+        if self._clock() - self._looked_at < RELOAD_INTERVAL_S:
             return
         self._looked_at = self._clock()
-        if _stamp(self._path) == self._stamp:
+        if _stamp(path) == self._stamp:
             return
         try:
             self.reload()
-            logger.info("The file of keys %s was read again: %d tenants.", self._path, len(self.all()))
+            logger.info("The file of keys %s was read again: %d tenants.", path, len(self.all()))
         except InvalidOptionError as error:
-            self.error = str(error)
             logger.error("The file of keys has changed and is not used: %s", error)
-
-    def __repr__(self) -> str:
-        return f"Tenants({[tenant.name for tenant in self.all()]})"
 
 
 def bearer_key(authorization: str | None, x_api_key: str | None = None) -> str | None:
@@ -209,33 +219,17 @@ def digest_of(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES, key=salt, person=b"af-key").digest()
 
 
-def namespace_of(name: str, salt: bytes) -> str:
-    """The namespace of a tenant: the same in every process that reads the same keys; reveals neither key nor name."""
-    return hashlib.blake2b(name.encode(), digest_size=16, key=salt, person=b"af-namespace").hexdigest()
-
-
-def new_key() -> str:
-    """A random key. It is shown once, because only its hash is stored."""
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-
-
 def add_key(path: str | Path, name: str, **limits: Any) -> str:
     """Add a tenant, or another key of one, to a file of keys, which is created if necessary. Returns the key."""
     place = Path(path).expanduser()
     text = _read_text(place) if place.exists() else f'salt = "{secrets.token_hex(SALT_BYTES)}"\n'
     salt, entries = _parse(text, str(place))
-    key = new_key()
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)  # it is shown once, because only its hash is stored
     entry = {"name": name, "key_hash": digest_of(key, salt).hex(), **limits}
     _make_table(salt, [*entries, entry], str(place))  # so that no faulty file is written
-    lines = [f"{option} = {_toml(value)}" for option, value in entry.items()]
+    lines = [f"{option} = {json.dumps(value)}" for option, value in entry.items()]  # JSON's plain values are TOML's
     _write(place, text.rstrip("\n") + "\n\n[[tenant]]\n" + "\n".join(lines) + "\n")
     return key
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _write(path: Path, text: str) -> None:
@@ -307,7 +301,9 @@ def _make_table(salt: bytes, entries: Iterable[Mapping[str, Any]], where: str) -
             raise InvalidOptionError(f"The name of {what} is missing or not allowed.", hint=hint)
         limits = {option: value for option, value in entry.items() if option not in ("name", "key_hash")}
         if name not in tenants:
-            tenants[name] = _make_tenant(Tenant(name=name, namespace=namespace_of(name, salt)), limits, what)
+            # The same in every process that reads the same keys; reveals neither key nor name.
+            namespace = hashlib.blake2b(name.encode(), digest_size=16, key=salt, person=b"af-namespace").hexdigest()
+            tenants[name] = _make_tenant(Tenant(name=name, namespace=namespace), limits, what)
         elif limits:
             hint = "Limits stand with the first key of a tenant."
             raise InvalidOptionError(f"{what} has limits, and its name was there before.", hint=hint)
@@ -331,3 +327,111 @@ def _make_tenant(tenant: Tenant, limits: Mapping[str, Any], what: str) -> Tenant
             raise InvalidOptionError(f"{option} of {what} must be a number {least}, not {value:g}.")
         tenant = replace(tenant, **{option: kind(value)})
     return tenant
+
+
+class Callers:
+    """Finds the tenant of a message, and whether its sender is a front end or an operator, by the message's credentials.
+
+    front_end_pass: front ends send it as credentials. is_private: whether the socket can be reached by front ends only.
+    """
+
+    def __init__(self, tenants: Tenants, front_end_pass: str, *, is_private: bool) -> None:
+        self.tenants = tenants
+        self._pass = front_end_pass.encode()
+        self._is_private = is_private and not self._pass
+
+    def is_front_end(self, credentials: str) -> bool:
+        return bool(self._pass) and hmac.compare_digest(credentials.encode(errors="surrogatepass"), self._pass)
+
+    def find(self, credentials: str, tenant: str) -> Tenant:
+        """The tenant of a request. Requests share cached contexts with requests of the same tenant only."""
+        if self.is_front_end(credentials):
+            return replace(self.tenants.named(tenant) or ANONYMOUS, name=tenant)
+        if tenant:
+            raise NotAllowedError("Only a front end may name a tenant.", hint="Send an API key as credentials.")
+        if self.tenants.has_keys:
+            return self.tenants.find(credentials)
+        # Without a file of API keys, each key is a tenant of its own, whose name is the hash of the key.
+        key = credentials.encode(errors="surrogatepass")
+        return replace(ANONYMOUS, name=hashlib.sha256(key).hexdigest()[:32] if key else "")
+
+    def check_operator(self, credentials: str) -> None:
+        """Raise NotAllowedError unless the sender is an operator. On a private socket without a pass, every peer is one."""
+        if not self._is_private and not self.is_front_end(credentials):
+            raise NotAllowedError("Only front ends and operators may do this.", hint="Send the pass as credentials.")
+
+
+# Rate limits
+
+
+class RefusedError(ServiceError):
+    """A request was refused; the client may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float, *, hint: str | None = None) -> None:
+        self.retry_after_s = retry_after_s
+        wait = retry_after(retry_after_s)
+        seconds = "1 second" if wait == "1" else f"{wait} seconds"
+        super().__init__(message, hint=f"Try again in {seconds}." if hint is None else hint)
+
+
+class RateLimitedError(RefusedError):
+    """A tenant is over its own limit."""
+
+    status, code = 429, "rate_limit_exceeded"
+
+
+class OverLimitError(InputTooLargeError):
+    """A single request asks for more than its tenant may use in a minute: trying again does not help."""
+
+    code = "request_over_limit"
+
+
+def retry_after(seconds: float) -> str:
+    """The value of the Retry-After header: whole seconds, rounded up, at least 1."""
+    return str(max(1, math.ceil(seconds - 1e-6)))  # a rounding error must not cost a whole second
+
+
+class RateLimits:
+    """Requests and tokens per minute of all tenants: at most the amount of one minute at once, and that amount on average.
+
+    Only the loop of the engine process calls this. Tenants carry their limits, so that changed limits apply at once. The
+    tokens of a request are estimated when it is admitted and corrected later, so a tenant may exceed its limit by what its
+    running requests were underestimated; it pays for that before its next request.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._debts: dict[tuple[str, str], tuple[float, float]] = {}  # what was taken and not refilled at a time, and that time
+
+    def take(self, tenant: Tenant, num_tokens: int) -> None:
+        """Take one request and its tokens from a tenant's limits; nothing is taken if an error is raised."""
+        per_minute = max(1.0, tenant.tokens_per_minute)
+        if tenant.tokens_per_minute and num_tokens > per_minute:
+            raise OverLimitError(
+                f"The request may take about {num_tokens:,} tokens; {tenant.name!r} has {per_minute:,.0f} a minute.",
+                hint="Shorten the prompt or lower max_tokens.",
+            )
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, 1), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            excess = self._debt(tenant.name, kind, limit) + amount - max(1.0, limit) if limit else 0.0
+            if excess > 1e-9 * limit:
+                details = "" if kind == "requests" else f" This request may take about {amount:,} of them."
+                message = f"{tenant.name!r} is over its limit of {max(1.0, limit):,.0f} {kind} a minute.{details}"
+                raise RateLimitedError(message, excess * 60 / limit)
+        self.give_back(tenant, -num_tokens, num_requests=-1)
+
+    def give_back(self, tenant: Tenant, num_tokens: int, num_requests: int = 0) -> None:
+        """Return what was taken and not used. Negative numbers take more, even if the limits do not allow it."""
+        for kind, limit, amount in (
+            ("requests", tenant.requests_per_minute, num_requests), ("tokens", tenant.tokens_per_minute, num_tokens)
+        ):
+            if limit and amount:
+                debt, now = self._debt(tenant.name, kind, limit), self._clock()
+                if len(self._debts) >= MAX_KNOWN_DEBTS and (tenant.name, kind) not in self._debts:
+                    self._debts = {key: kept for key, kept in self._debts.items() if kept[0] and kept[1] > now - 3600}
+                self._debts[tenant.name, kind] = max(0.0, debt - amount), now
+
+    def _debt(self, name: str, kind: str, per_minute: float) -> float:
+        debt, at = self._debts.get((name, kind), (0.0, 0.0))
+        return max(0.0, debt - per_minute / 60 * (self._clock() - at))

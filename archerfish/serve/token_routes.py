@@ -37,10 +37,10 @@ from archerfish.serve.bodies import (
     wrong_value,
 )
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, chat_size, in_thread
-from archerfish.serve.charges import charge, set_right
 from archerfish.serve.chat_bodies import Messages, Tools
 from archerfish.serve.errors import InvalidParameterError, failure_body, json_response, json_type, with_param
 from archerfish.serve.generation import ChoiceDelta, Generation, TextService, new_id, usage_of
+from archerfish.serve.sharing import charge, set_right
 from archerfish.serve.sse import DONE, data_event, unless_gone
 from archerfish.serve.wire import ExplainRequest, Report
 

@@ -7,6 +7,7 @@ change raises VERSION, and a message of another version is answered with an erro
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -227,10 +228,7 @@ class Failed(Message, tag="failed", kw_only=True, omit_defaults=True):
 
 FromClient = GenerationRequest | EmbedRequest | ScoreRequest | ExplainRequest | Configure | Charge | Cancel | Query | Ping
 FromEngine = Chunk | Generated | Bundle | Vectors | Report | Pong | Failed
-M = TypeVar("M")
-_encoder = msgspec.msgpack.Encoder()
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+M = TypeVar("M", FromClient, FromEngine)
 
 
 class WireError(InvalidInputError):
@@ -239,40 +237,39 @@ class WireError(InvalidInputError):
     code = "undecodable_message"
 
 
+class _Header(msgspec.Struct):
+    request_id: str = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
 def encode(message: Message) -> bytes:
     message.v = VERSION
     return _encoder.encode(message)
 
 
-def decode_request(payload: bytes) -> FromClient:
-    return _decode(_from_client, payload)
+def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
+    try:
+        message = decoder.decode(payload)
+    except UNREADABLE as error:
+        raise WireError(f"This is no message of the protocol, version {VERSION}: {error}.") from None
+    if message.v != VERSION:
+        raise WireError(f"The message is of version {message.v} of the protocol; this side speaks version {VERSION}.")
+    return message
 
 
-def decode_answer(payload: bytes) -> FromEngine:
-    return _decode(_from_engine, payload)
-
-
-class _Header(msgspec.Struct):
-    request_id: str = ""
-
-
-_header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+decode_request = partial(_decode, _from_client)
+decode_answer = partial(_decode, _from_engine)
 
 
 def request_id_of(payload: bytes) -> str:
     """The request_id of a message that cannot be decoded, or ""."""
     try:
         return _header.decode(payload).request_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
-    try:
-        message: Any = decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"This is no message of the protocol, version {VERSION}: {error}.") from None
-    if message.v != VERSION:
-        raise WireError(f"The message is of version {message.v} of the protocol; this side speaks version {VERSION}.")
-    decoded: M = message
-    return decoded

@@ -104,7 +104,7 @@ def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
 
 
 def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
-    found = next(one for one in host.models if one.name == name)
+    found = next(one for one in host.models.loaded if one.name == name)
     assert isinstance(found, HostedEncoder)
     return found
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,14 @@ LIMIT_S = 60
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
+
+
+class FakeClock:
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class WordEncoder:
@@ -107,29 +115,33 @@ def add_llm(
 
     def load(lane: Lane) -> Hosted:
         made.append(LLMEngine(tiny_config(model, **options), executor=lane, text_thread=host.writer))
-        return HostedLLM(made[0], lane, host, host.figures, host.llm_controller(made[0]))
+        return HostedLLM(made[0], lane, host)
 
     host.models.add(ModelEntry(name, "generation", load))
     return made[0]
 
 
-def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start", **options: Any) -> None:
-    def load(lane: Lane) -> Hosted:
-        return HostedEncoder(encoder, lane, host, host.figures, host.encoder_controller(), **options)
-
+def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
-    host.models.add(ModelEntry(encoder.model_name, kind, load, loads))
+    host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
 
 
-def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]], **options: Any) -> None:
+@asynccontextmanager
+async def talking(host: EngineHost) -> AsyncIterator[AsyncClient]:
+    """A client of a host, which serves meanwhile."""
+    with host:
+        async with asyncio.timeout(LIMIT_S), client_of(host) as client:
+            yield client
+
+
+def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]]) -> None:
     """Run a test against a host that serves meanwhile."""
 
     async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), AsyncClient(host.config.address, **options) as client:
+        async with talking(host) as client:
             await test(client)
 
-    with host:
-        asyncio.run(main())
+    asyncio.run(main())
 
 
 @asynccontextmanager
@@ -146,10 +158,19 @@ async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Genera
     return [part for part in parts if isinstance(part, Chunk)], last
 
 
-async def stats(client: AsyncClient, **fields: Any) -> dict[str, Any]:
-    report = await client.ask(Query(request_id="", about="stats", **fields))
+async def report_of(client: AsyncClient, message: Any) -> dict[str, Any]:
+    report = await client.ask(message)
     assert isinstance(report, Report)
     return report.values
+
+
+async def stats(client: AsyncClient, **fields: Any) -> dict[str, Any]:
+    return await report_of(client, Query(request_id="", about="stats", **fields))
+
+
+async def cards(client: AsyncClient) -> dict[str, dict[str, Any]]:
+    """What the host says of its models, by name."""
+    return {card["id"]: card for card in (await report_of(client, Query(request_id="", about="models")))["models"]}
 
 
 async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_lanes_take_turns_and_keep_their_order(submitted: list[int]) -> None:
         last = number
 
 
-def test_one_job_runs_at_a_time_and_each_is_told_of() -> None:
+def test_one_job_runs_at_a_time() -> None:
     num_told = num_running = 0
     seen: list[int] = []
 
@@ -73,7 +73,7 @@ def test_one_job_runs_at_a_time_and_each_is_told_of() -> None:
     assert (num_told, set(seen), [lane.num_done for lane in lanes]) == (20, {1}, [10, 10])
 
 
-def test_a_job_that_raises_ends_nothing_but_itself() -> None:
+def test_job_that_raises() -> None:
     compute = ComputeThread()
     lane = compute.lane("a")
 
@@ -91,7 +91,7 @@ def test_a_job_that_raises_ends_nothing_but_itself() -> None:
         lane.submit(int)
 
 
-def test_how_long_a_job_has_been_running() -> None:
+def test_running_time_of_a_job() -> None:
     now = 10.0
     compute = ComputeThread(clock=lambda: now)
     lane = compute.lane("a")
@@ -104,7 +104,7 @@ def test_how_long_a_job_has_been_running() -> None:
     assert (compute.running_s(), lane.busy_s, lane.last_done) == (0, 3.5, 13.5)
 
 
-def test_a_waker_wakes_once_for_many_calls_and_again_after_it_was_seen() -> None:
+def test_waker() -> None:
     waker = Waker()
     for _ in range(3):
         for _ in range(1000):
@@ -118,22 +118,16 @@ def test_a_waker_wakes_once_for_many_calls_and_again_after_it_was_seen() -> None
     waker.wake()
 
 
-def test_a_lane_reports_activity_of_other_lanes() -> None:
+def test_lane_reports_activity_of_others() -> None:
     now = 0.0
     thread = ComputeThread(clock=lambda: now)
     own, other = thread.lane("own"), thread.lane("other")
     own.submit(int).result()
     assert not own.are_others_active(1.0)
-    started, may_end = threading.Event(), threading.Event()
-
-    def work() -> None:
-        started.set()
-        may_end.wait()
-
-    job = other.submit(work)
-    assert started.wait(10) and own.are_others_active(1.0) and other.are_others_active(1.0)
-    may_end.set()
-    job.result()
+    gate = held(thread, other)
+    assert own.are_others_active(1.0) and other.are_others_active(1.0)
+    gate.set()
+    other.submit(int).result(LIMIT_S)
     assert own.are_others_active(1.0)
     now = 2.0
     assert not own.are_others_active(1.0)

@@ -13,24 +13,16 @@ from hypothesis import strategies as st
 
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.runtime.runner import QueuedStep
-from archerfish.serve.client import AsyncClient
-from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.health import LONGEST_FACTOR, NEW_FACTOR, NEW_JOBS, HangWatch
+from archerfish.serve.compute import LONGEST_FACTOR, NEW_FACTOR, NEW_JOBS, ComputeThread, HangWatch, Lane
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import ModelEntry
 from archerfish.serve.processes import MAX_GAP_S, Stall
 from archerfish.serve.wire import EmbedRequest, GenerationRequest, Ping, Vectors
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
-from tests.serve.hosting import ENDLESS, LIMIT_S, WordEncoder, add_encoder, make_host, talk
+from tests.serve.hosting import ENDLESS, LIMIT_S, FakeClock, WordEncoder, add_encoder, make_host, talking
 from tests.serve.test_compute import held
 
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+pytestmark = pytest.mark.anyio
 
 
 @settings(max_examples=200, deadline=None)
@@ -123,7 +115,7 @@ def test_pause_of_the_whole_process_is_no_hang() -> None:
     watched.compute.close()
 
 
-def test_host_beats_until_a_job_hangs(tmp_path: Path) -> None:
+async def test_host_beats_until_a_job_hangs(tmp_path: Path) -> None:
     clock, encoder = FakeClock(), WordEncoder()
     host = make_host(tmp_path, clock=clock, hang_s=2.0)
     add_encoder(host, encoder)
@@ -139,8 +131,7 @@ def test_host_beats_until_a_job_hangs(tmp_path: Path) -> None:
         clock.now += 1
 
     host.on_beat, host.on_hang = beat, hang
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -149,12 +140,10 @@ def test_host_beats_until_a_job_hangs(tmp_path: Path) -> None:
             await asyncio.sleep(0)
         encoder.gate.set()
         assert isinstance(await job, Vectors)
-
-    talk(host, test)
     assert len(beats) > 2 * NEW_FACTOR
 
 
-def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
+async def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
     """On a GPU the loop itself queues a step, and no job of the compute thread ends."""
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock, hang_s=2.0)
@@ -163,13 +152,11 @@ def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
     engine = LLMEngine(tiny_config(tmp_path / "tiny"), text_thread=host.writer)
     launch = engine.runner.launch
     engine.runner.launch = lambda step: QueuedStep(launch(step).result)  # type: ignore[method-assign]
-    controller = host.llm_controller(engine)
-    host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host, host.figures, controller)))
+    host.models.add(ModelEntry("tiny", "generation", lambda lane: HostedLLM(engine, lane, host)))
     beats: list[float] = []
     hangs: list[float] = []
     host.on_beat, host.on_hang = lambda: beats.append(clock.now), lambda: hangs.append(clock.now)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         request = GenerationRequest(request_id="", token_ids=[5, 6], params=ENDLESS, stream=True, wants_ids=True)
         async with contextlib.aclosing(client.generate(request)) as parts:
             for _ in range(30):
@@ -179,7 +166,5 @@ def test_steps_of_a_device_are_progress(tmp_path: Path) -> None:
             await anext(parts)
             await client.ask(Ping(request_id="", probe=""))
             assert engine.scheduler.stats().total_requests == num_requests  # no step was made for the probe alone
-
-    talk(host, test)
     assert (len(beats) > 10, hangs) == (True, [])
     assert host.compute.num_done == 0

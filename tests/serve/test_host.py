@@ -12,24 +12,10 @@ from msgspec.structs import replace
 
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
+from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.tenants import add_key
-from archerfish.serve.wire import (
-    Cancel,
-    Configure,
-    EmbedRequest,
-    ExplainRequest,
-    Failed,
-    Generated,
-    GenerationRequest,
-    Ping,
-    Pong,
-    Query,
-    Report,
-    ScoreRequest,
-    Vectors,
-)
 from tests.engine.tiny_llama import prompts
 from tests.serve.hosting import (
     ENDLESS,
@@ -44,21 +30,22 @@ from tests.serve.hosting import (
     failure,
     make_host,
     stats,
-    talk,
+    talking,
     until_free,
     whole,
 )
 
+pytestmark = pytest.mark.anyio
+
 # Generation
 
 
-def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
+async def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     many = prompts(6, least=4)
     expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for prompt, tokens in zip(many, expected, strict=True):
             chunks, last = await whole(client, token_ids=prompt, stream=True)
             assert [token for chunk in chunks for token in chunk.token_ids] == tokens
@@ -70,8 +57,6 @@ def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) ->
             assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
             assert last.prompt_token_ids is None
             assert last.metrics["ttft_ms"] >= 0
-
-    talk(host, test)
 
 
 def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
@@ -92,15 +77,12 @@ def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
         ]
         assert found == expected
 
-    talk(host, test)
 
-
-def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
+async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         chunks, last = await whole(client, prompt="the cats", stream=True)
         assert "".join(chunk.text for chunk in chunks) == expected.text
         assert last.prompt_token_ids == expected.prompt_token_ids
@@ -109,19 +91,16 @@ def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
         _, last = await whole(client, prompt="the cats", wants_ids=True)
         assert (last.outputs[0].text, last.outputs[0].token_ids) == ("", expected.token_ids)
 
-    talk(host, test)
-
 
 @pytest.mark.parametrize("wants_ids", [False, True])
-def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
+async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
     stop = plain.text[4:7]
     expected = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40, "stop": stop}))[0]
     assert expected.outputs[0].stop_reason == stop
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         params = {**LONG, "max_tokens": 40, "stop": stop}
         chunks, last = await whole(client, prompt="the cats", stream=True, params=params, wants_ids=wants_ids)
         assert "".join(chunk.text for chunk in chunks) == ("" if wants_ids else expected.text)
@@ -130,14 +109,11 @@ def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, want
         assert [token for chunk in chunks for token in chunk.token_ids] == expected.token_ids
         await until_free(client)
 
-    talk(host, test)
 
-
-def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
+async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         params: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         params |= {"logprobs": 2, "prompt_logprobs": 1}
         chunks, last = await whole(client, token_ids=[5, 6, 7], stream=True, params=params)
@@ -154,78 +130,68 @@ def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
             [token for chunk in chunks if chunk.index == i for token in chunk.token_ids] for i in range(3)
         ]
 
-    talk(host, test)
 
-
-def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
+async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True)
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
     messages = [{"role": "user", "content": "the cat"}]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         _, last = await whole(client, messages=messages, template_options={"loud": True})
         assert last.prompt_token_ids == engine.render_chat(messages, loud=True)
         for name in ("tokenizer", "messages"):
-            error = await failure(client, GenerationRequest(request_id="", messages=messages, template_options={name: 1}))
+            error = await failure(client, wire.GenerationRequest(request_id="", messages=messages, template_options={name: 1}))
             assert error.status == 400
-
-    talk(host, test)
 
 
 # Cancellation and stopping
 
 
-def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
+async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(3):
-            stream = client.generate(GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True))
+            request = wire.GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True)
+            stream = client.generate(request)
             async for _ in stream:
                 break
             await stream.aclose()
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 3
         assert found["host"]["live_requests"] == 1  # the query itself
-
-    talk(host, test)
     engine.scheduler.cache.check([])
 
 
-def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
+async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     gate = threading.Event()
     for _ in range(2):
         host.reader.submit(gate.wait)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         raw = Raw(host.config.address)
-        raw.send_message(GenerationRequest(request_id="1", prompt="the cat", params=LONG))
-        raw.send_message(Cancel(request_id="1"))
-        raw.send_message(Cancel(request_id="never there"))
-        raw.send_message(Ping(request_id="2"))
-        assert raw.receive() == Pong(v=1, request_id="2")
+        raw.send_message(wire.GenerationRequest(request_id="1", prompt="the cat", params=LONG))
+        raw.send_message(wire.Cancel(request_id="1"))
+        raw.send_message(wire.Cancel(request_id="never there"))
+        raw.send_message(wire.Ping(request_id="2"))
+        assert raw.receive() == wire.Pong(v=1, request_id="2")
         gate.set()
         await whole(client, prompt="the cat")  # the same threads have read this one after it
         found = await until_free(client)
         assert found["models"]["tiny"]["total_requests"] == 1
         raw.close()
 
-    talk(host, test)
-
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
+async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
-            raw.send_message(GenerationRequest(request_id=str(number), token_ids=prompt, params=ENDLESS, stream=is_streamed))
+            fields: dict[str, Any] = {"token_ids": prompt, "params": ENDLESS, "stream": is_streamed}
+            raw.send_message(wire.GenerationRequest(request_id=str(number), **fields))
         while (await stats(client))["models"]["tiny"]["num_running"] < 4:
             pass
         raw.close()
@@ -233,23 +199,18 @@ def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool)
             pass
         found = await until_free(client)
         assert found["models"]["tiny"]["aborted_requests"] == 4
-
-    talk(host, test)
     engine.scheduler.cache.check([])
 
 
-def test_deadline_ends_a_request(tmp_path: Path) -> None:
+async def test_deadline_ends_a_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
         assert last.outputs[0].finish_reason == "deadline"
 
-    talk(host, test)
 
-
-def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host, may_end = make_host(tmp_path), threading.Event()
     engine = add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
@@ -259,133 +220,117 @@ def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: 
         raise InvalidInputError("The grammar is not valid.")
 
     monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         grammar = {"grammar": {"kind": "regex", "value": "a+"}}
-        request = GenerationRequest(request_id="", prompt="a", params=grammar)
+        request = wire.GenerationRequest(request_id="", prompt="a", params=grammar)
         slow = [asyncio.create_task(failure(client, request)) for _ in range(9)]
         _, last = await whole(client, prompt="the cats")
         assert last.num_output_tokens == 8
-        await client.ask(EmbedRequest(request_id="", texts=["a"]))
+        await client.ask(wire.EmbedRequest(request_id="", texts=["a"]))
         may_end.set()
         assert {error.status for error in await asyncio.gather(*slow)} == {400}
 
-    talk(host, test)
 
-
-def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+async def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, max_len=4096)
-
-    async def test(client: AsyncClient) -> None:
-        params = {**LONG, "max_tokens": 600}
-        stream = client.generate(GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
+    async with talking(host) as client:
+        params = {**LONG, "max_tokens": 200}
+        stream = client.generate(wire.GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
         await anext(stream)
         host.stop()
-        error = await failure(client, GenerationRequest(request_id="", token_ids=[5, 6]))
+        error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
         assert (error.status, error.code) == (503, "stopped")
         assert error.retry_after_s is not None
         parts = [part async for part in stream]
-        assert isinstance(parts[-1], Generated)
-        assert parts[-1].num_output_tokens == 600
-
-    talk(host, test)
+        assert isinstance(parts[-1], wire.Generated)
+        assert parts[-1].num_output_tokens == 200
 
 
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("message", "status"),
-    [
-        (GenerationRequest(request_id="", model="nobody", token_ids=[1]), 404),
-        (GenerationRequest(request_id="", model="words", token_ids=[1]), 400),
-        (GenerationRequest(request_id=""), 400),
-        (GenerationRequest(request_id="", token_ids=[1], prompt="x"), 400),
-        (GenerationRequest(request_id="", prompt="no tokenizer here"), 400),
-        (GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
-        (GenerationRequest(request_id="", token_ids=[]), 400),
-        (GenerationRequest(request_id="", token_ids=[96]), 400),
-        (GenerationRequest(request_id="", token_ids=[-1]), 400),
-        (GenerationRequest(request_id="", token_ids=[1] * 300), 413),
-        (GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
-        (GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
-        (GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
-        (EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
-        (EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
-        (EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
-        (ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
-        (ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
-        (ExplainRequest(request_id="", model="tiny"), 400),
-        (Query(request_id="", about="secrets"), 400),
-        (Configure(request_id="", model="tiny", options={"model": "other"}), 400),
-        (Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
-        (Configure(request_id="", model="words", options={"max_queue_texts": "many"}), 400),
-        (Ping(request_id="", probe="nobody"), 404),
-    ],
-)
-def test_bad_requests_fail_with_the_right_status(tmp_path: Path, message: Any, status: int) -> None:
+BAD_REQUESTS: list[tuple[Any, int]] = [
+    (wire.GenerationRequest(request_id="", model="nobody", token_ids=[1]), 404),
+    (wire.GenerationRequest(request_id="", model="words", token_ids=[1]), 400),
+    (wire.GenerationRequest(request_id=""), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1], prompt="x"), 400),
+    (wire.GenerationRequest(request_id="", prompt="no tokenizer here"), 400),
+    (wire.GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[]), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[96]), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[-1]), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1] * 300), 413),
+    (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
+    (wire.GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
+    (wire.EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
+    (wire.EmbedRequest(request_id="", model="words", texts=["unreadable"]), 400),
+    (wire.EmbedRequest(request_id="", model="pairs", texts=["a"]), 400),
+    (wire.ScoreRequest(request_id="", model="tiny", query="a", documents=["b"]), 400),
+    (wire.ExplainRequest(request_id="", model="words", token_ids=[1]), 400),
+    (wire.ExplainRequest(request_id="", model="tiny"), 400),
+    (wire.Query(request_id="", about="secrets"), 400),
+    (wire.Configure(request_id="", model="tiny", options={"model": "other"}), 400),
+    (wire.Configure(request_id="", model="tiny", options={"max_queue_size": 0}), 400),
+    (wire.Configure(request_id="", model="words", options={"max_queue_texts": "many"}), 400),
+    (wire.Ping(request_id="", probe="nobody"), 404),
+]
+
+
+async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
     add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
-
-    async def test(client: AsyncClient) -> None:
-        error = await failure(client, message)
-        assert (error.status, error.message != "") == (status, True)
-        assert (await stats(client))["host"]["live_requests"] == 1
-
-    talk(host, test)
+    async with talking(host) as client:
+        for message, status in BAD_REQUESTS:
+            error = await failure(client, message)
+            assert (error.status, error.message != "") == (status, True), message
+            assert (await stats(client))["host"]["live_requests"] == 1
 
 
-def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
+async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
     host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
-
-    async def test(client: AsyncClient) -> None:
-        error = await failure(client, EmbedRequest(request_id="", model="wrods", texts=["a"]))
+    async with talking(host) as client:
+        error = await failure(client, wire.EmbedRequest(request_id="", model="wrods", texts=["a"]))
         assert (error.code, error.param) == ("model_not_found", "model")
         assert "'words'" in error.hint
-        assert (await failure(client, EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
-
-    talk(host, test)
+        assert (await failure(client, wire.EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
 
 
-def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
+async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host):
         raw = Raw(host.config.address)
         encoder.gate.clear()
-        raw.send_message(EmbedRequest(request_id="1", texts=["a"]))
-        raw.send_message(EmbedRequest(request_id="1", texts=["b"]))
+        raw.send_message(wire.EmbedRequest(request_id="1", texts=["a"]))
+        raw.send_message(wire.EmbedRequest(request_id="1", texts=["b"]))
         refused = raw.receive()
-        assert isinstance(refused, Failed)
+        assert isinstance(refused, wire.Failed)
         assert (refused.request_id, refused.status) == ("1", 400)
         encoder.gate.set()
-        assert isinstance(raw.receive(), Vectors)
-        raw.send_message(EmbedRequest(request_id="1", texts=["c"]))
-        assert isinstance(raw.receive(), Vectors)
+        assert isinstance(raw.receive(), wire.Vectors)
+        raw.send_message(wire.EmbedRequest(request_id="1", texts=["c"]))
+        assert isinstance(raw.receive(), wire.Vectors)
         raw.close()
-
-    talk(host, test)
     assert encoder.jobs == [["a"], ["c"]]
 
 
-def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
+async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
     host = make_host(tmp_path, max_queue_texts=3)
     add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
-        embeds = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
+        embeds = [asyncio.create_task(client.ask(wire.EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
         assert await asyncio.to_thread(encoder.entered.acquire)
         texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
         while not (await stats(client))["models"]["tiny"]["num_running"]:
@@ -395,7 +340,8 @@ def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
             pass
         # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
         wanted: list[tuple[Any, int]] = [
-            (EmbedRequest(request_id="", texts=["b"]), 503), (GenerationRequest(request_id="", token_ids=[7], params=LONG), 503)
+            (wire.EmbedRequest(request_id="", texts=["b"]), 503),
+            (wire.GenerationRequest(request_id="", token_ids=[7], params=LONG), 503),
         ]
         for message, status in wanted:
             error = await failure(client, message)
@@ -406,13 +352,11 @@ def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
         for text in texts:
             text.cancel()
         await asyncio.gather(*embeds)
-        await client.ask(EmbedRequest(request_id="", texts=["a"] * 3))
+        await client.ask(wire.EmbedRequest(request_id="", texts=["a"] * 3))
         await until_free(client)
 
-    talk(host, test)
 
-
-def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     sample = engine.runner._sample
@@ -420,33 +364,29 @@ def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: p
     def break_once(*_: Any) -> Any:
         monkeypatch.setattr(engine.runner, "_sample", sample)
         raise RuntimeError("the secret is 1234")
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         monkeypatch.setattr(engine.runner, "_sample", break_once)
-        error = await failure(client, GenerationRequest(request_id="", token_ids=[5, 6]))
+        error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
         assert error.status == 500
         assert "1234" not in str(error)
         await whole(client, token_ids=[5, 6])
         await until_free(client)
 
-    talk(host, test)
-
 
 # Tenants
 
 
-def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
+async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
     prompt = prompts(1, least=50)[0]
-
-    async def test(client: AsyncClient) -> None:
-        async def ask(**fields: Any) -> Generated:
+    async with talking(host) as client:
+        async def ask(**fields: Any) -> wire.Generated:
             return (await whole(client, token_ids=prompt, **fields))[1]
 
         async def matched(**fields: Any) -> int:
-            report = await client.ask(ExplainRequest(request_id="", token_ids=prompt, **fields))
-            assert isinstance(report, Report)
+            report = await client.ask(wire.ExplainRequest(request_id="", token_ids=prompt, **fields))
+            assert isinstance(report, wire.Report)
             found: int = report.values["num_matched"]
             return found
 
@@ -460,41 +400,35 @@ def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
         assert (await ask(credentials="key a")).num_cached_tokens > 40
         assert (await ask(credentials="the pass", tenant="c")).num_cached_tokens > 40
 
-    talk(host, test)
 
-
-def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
+async def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
     host = make_host(tmp_path, front_end_pass="the pass")
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for credentials in ("", "the pas", "the pass "):
             for message in (
-                Query(request_id="", about="stats", credentials=credentials),
-                Query(request_id="", about="metrics", credentials=credentials),
-                Configure(request_id="", options={}, credentials=credentials),
-                GenerationRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
-                ExplainRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+                wire.Query(request_id="", about="stats", credentials=credentials),
+                wire.Query(request_id="", about="metrics", credentials=credentials),
+                wire.Configure(request_id="", options={}, credentials=credentials),
+                wire.GenerationRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
+                wire.ExplainRequest(request_id="", token_ids=[1], tenant="alice", credentials=credentials),
             ):
                 assert (await failure(client, message)).status == 403
-        await client.ask(Query(request_id="", about="models"))
+        await client.ask(wire.Query(request_id="", about="models"))
         await stats(client, credentials="the pass")
-
-    talk(host, test)
 
 
 # Limits
 
 
-def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
+async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
     """Tokens are settled when a request ends, and a cancelled request gives its reservation back."""
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", tokens_per_minute=100)
     host = make_host(tmp_path, api_keys_file=str(file))
     add_llm(host, tmp_path)
-
-    async def test(client: AsyncClient) -> None:
-        big = GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
+    async with talking(host) as client:
+        big = wire.GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
         assert (await failure(client, replace(big, credentials="another"))).status == 401
         stream = client.generate(replace(big, stream=True))
         await anext(stream)
@@ -503,10 +437,8 @@ def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
         await stream.aclose()
         small = replace(big, token_ids=[6], params=GREEDY)
         async for part in client.generate(small):
-            assert isinstance(part, Generated)
+            assert isinstance(part, wire.Generated)
         await until_free(client)
-
-    talk(host, test)
     hosted = host.models.entries[0].hosted
     assert isinstance(hosted, HostedLLM)
     assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

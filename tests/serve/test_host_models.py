@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,48 +14,41 @@ import zmq
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.compute import ComputeThread, Lane
-from archerfish.serve.health import NEW_FACTOR
+from archerfish.serve.compute import NEW_FACTOR, Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import family_of, read_metrics
-from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, ModelTable, UnknownModelError
+from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, UnknownModelError
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.wire import (
-    Configure,
-    EmbedRequest,
-    GenerationRequest,
-    Ping,
-    Pong,
-    Query,
-    Report,
-    ScoreRequest,
-    Vectors,
-)
+from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
 from tests.engine.tiny_llama import prompts
 from tests.serve.hosting import (
     GREEDY,
     LIMIT_S,
     LONG,
+    FakeClock,
     WordEncoder,
     add_encoder,
     add_llm,
+    cards,
     failure,
     make_host,
+    report_of,
     stats,
-    talk,
+    talking,
     until_free,
     whole,
 )
 
+pytestmark = pytest.mark.anyio
+
 # Vectors
 
 
-def test_vectors_and_scores(tmp_path: Path) -> None:
+async def test_vectors_and_scores(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         answer = await client.ask(EmbedRequest(request_id="", texts=["a b", "c"]))
         assert isinstance(answer, Vectors)
         assert (answer.num_rows, answer.num_columns, answer.num_tokens) == (2, 8, 3)
@@ -71,27 +64,22 @@ def test_vectors_and_scores(tmp_path: Path) -> None:
             assert isinstance(answer, Vectors)
             assert (answer.num_rows, answer.data) == (0, b"")
 
-    talk(host, test)
 
-
-def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
+async def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     words, pairs = WordEncoder(), WordEncoder("pairs", is_cross_encoder=True)
     add_encoder(host, words)
     add_encoder(host, pairs)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["b", "c d"]))
         assert isinstance(answer, Vectors)
         assert np.frombuffer(answer.data, "<f4").tolist() == [2.0, 3.0]
         await client.ask(ScoreRequest(request_id="", model="words", query="a", documents=["b"]))
-
-    talk(host, test)
     assert pairs.jobs == [["a b", "a c d"]]
     assert words.jobs == [["a", "b"]]
 
 
-def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
+async def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
@@ -99,8 +87,7 @@ def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -114,8 +101,6 @@ def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
         rows = [np.frombuffer(answer.data, "<f4").reshape(-1, 8) for answer in answers if isinstance(answer, Vectors)]
         np.testing.assert_array_equal(rows[1], [WordEncoder.vector("short0"), WordEncoder.vector("short1")])
         np.testing.assert_array_equal(rows[2], [WordEncoder.vector(f"long{i}") for i in range(9)])
-
-    talk(host, test)
     assert encoder.jobs[0] == ["first"]
     assert set(encoder.jobs[1]) == {"long0", "short0", "long1", "short1"}
 
@@ -126,12 +111,11 @@ async def reached(client: AsyncClient, model: str, num_texts: int) -> None:
         pass
 
 
-def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
+async def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -146,10 +130,8 @@ def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.frombuffer(answers[2].data, "<f4"), WordEncoder.vector("d"))
         assert (await stats(client))["models"]["words"]["queue_texts"] == 0
 
-    talk(host, test)
 
-
-def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
+async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     encoder = WordEncoder()
@@ -157,12 +139,11 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
     order: list[str] = []
     for lane in host.compute.lanes:
         spy_on(lane, order)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        hosted = next(one for one in host.models if isinstance(one, HostedEncoder))
+        hosted = next(one for one in host.models.loaded if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
         hosted.job_tokens = MIN_JOB_TOKENS
         texts: list[str | list[int]] = [f"{i} " * MIN_JOB_TOKENS for i in range(200)]  # a job each
@@ -174,8 +155,6 @@ def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
         order.clear()
         encoder.gate.set()
         await asyncio.gather(blocker, burst, chat)
-
-    talk(host, test)
     steps = [place for place, name in enumerate(order) if name == "tiny"]
     assert len(steps) >= 20
     assert order.count("words") == 200
@@ -201,22 +180,13 @@ def spy_on(lane: Any, order: list[str]) -> None:
 # Health
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
+async def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     add_llm(host, tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         async def num_steps() -> int:
             found: int = (await stats(client))["models"]["tiny"]["num_steps"]
             return found
@@ -233,16 +203,13 @@ def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
         await client.ask(Ping(request_id="", probe="tiny"))
         assert (await num_steps(), len(encoder.jobs)) == (2, 1)
 
-    talk(host, test)
 
-
-def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
+async def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
     clock = FakeClock()
     host = make_host(tmp_path, clock=clock)
     encoder = WordEncoder()
     add_encoder(host, encoder)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         encoder.gate.clear()
         job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
@@ -253,55 +220,42 @@ def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
         encoder.gate.set()
         await job
 
-    talk(host, test)
 
-
-def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         monkeypatch.setattr(encoder, "compute", broken)
         assert (await failure(client, Ping(request_id="", probe=""))).status == 500
-
-    talk(host, test)
 
 
 # Figures and options
 
 
-def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
+async def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
-        report = await client.ask(Query(request_id="", about="models"))
-        assert isinstance(report, Report)
-        tiny, words = report.values["models"]
+    async with talking(host) as client:
+        tiny, words = (await cards(client)).values()
         assert (tiny["id"], tiny["kind"], tiny["max_length"], tiny["vocab_size"]) == ("tiny", "generation", 256, 288)
         assert (tiny["directory"], tiny["has_chat_template"]) == (str(tmp_path / "tiny"), False)
         assert (words["id"], words["kind"], words["dimension"]) == ("words", "embedding", 8)
 
-    talk(host, test)
 
-
-def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
+async def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(3):
             await whole(client, token_ids=list(range(5, 45)), stream=True)
         await client.ask(EmbedRequest(request_id="", texts=["a", "b c"]))
-        report = await client.ask(Query(request_id="", about="metrics"))
-        assert isinstance(report, Report)
-        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        families = await metric_families(client)
         assert value(families["vllm:generation_tokens"], model_name="tiny") == 24
         assert value(families["vllm:prompt_tokens"], model_name="tiny") == 120
         assert value(families["vllm:prefix_cache_hits"], model_name="tiny") > 0
@@ -313,29 +267,27 @@ def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
         )}  # fmt: skip
         assert list(counts.values()) == [3, 21, 3, 3, 3]
 
-    talk(host, test)
 
-
-def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
+async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path, max_len=4096)
     params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for number in range(2):
             parts = client.generate(GenerationRequest(request_id=str(number), token_ids=[5, 6, 7], params=params, stream=True))
             await anext(parts)
             if number:
                 client.end_sequence(str(number), 0)
             await parts.aclose()
-        report = await client.ask(Query(request_id="", about="metrics"))
-        assert isinstance(report, Report)
-        families = {family.name: family for family in map(family_of, read_metrics(report.values))}
+        families = await metric_families(client)
         assert value(families["vllm:request_success"], finished_reason="stop", model_name="tiny") == 1
-
-    talk(host, test)
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
+
+
+async def metric_families(client: AsyncClient) -> dict[str, Any]:
+    values = await report_of(client, Query(request_id="", about="metrics"))
+    return {family.name: family for family in map(family_of, read_metrics(values))}
 
 
 def value(family: Any, suffix: str = "", **labels: str) -> float:
@@ -347,37 +299,32 @@ def value(family: Any, suffix: str = "", **labels: str) -> float:
     return found
 
 
-def test_options_change_while_requests_run(tmp_path: Path) -> None:
+async def test_options_change_while_requests_run(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
     add_encoder(host, WordEncoder())
     prompt = prompts(1, least=40)[0]
     expected = engine.generate([prompt], SamplingParams(**LONG))[0].token_ids
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         running = asyncio.create_task(whole(client, token_ids=prompt, params=LONG))
         changes: list[dict[str, Any]] = [
             {"max_queue_size": 7, "logits_cache_mib": 0}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 40},
             {"enable_prefix_caching": True, "logits_cache_mib": 3, "logits_cache_ttl_s": 5.0},
         ]  # fmt: skip
         for options in changes:
-            report = await client.ask(Configure(request_id="", model="tiny", options=options))
-            assert isinstance(report, Report)
-            assert {name: report.values[name] for name in options} == options
+            values = await report_of(client, Configure(request_id="", model="tiny", options=options))
+            assert values | options == values
         error = await failure(client, Configure(request_id="", model="tiny", options={"max_num_batched_tokens": 3}))
         assert error.status == 400
         assert (await running)[1].outputs[0].token_ids == expected
-        report = await client.ask(Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
-        assert isinstance(report, Report)
-        assert report.values["latency_budget_ms"] == 20
+        values = await report_of(client, Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
+        assert values["latency_budget_ms"] == 20
         await until_free(client)
-
-    talk(host, test)
     assert engine.scheduler.max_queue_size == 7
     engine.scheduler.cache.check([])
 
 
-def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
+async def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
     keys_file, clock = tmp_path / "keys.toml", FakeClock()
     add_key(keys_file, "alice", weight=2.0)
     host = make_host(tmp_path, api_keys_file=str(keys_file), front_end_pass="pass", clock=clock)
@@ -385,49 +332,18 @@ def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> None:
     assert policy.weights == {"alice": 2.0}
     add_key(keys_file, "bob", weight=3.0)
     host.callers.tenants.reload()
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         await client.ask(Ping(request_id=""))
         clock.now += BEAT_S
         for _ in range(2):
             await client.ask(Ping(request_id=""))
         assert policy.weights == {"alice": 2.0, "bob": 3.0}
 
-    talk(host, test)
-
 
 # Loading
 
 
-def test_models_are_loaded_on_demand_and_unloaded_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host(tmp_path)
-    encoders = [WordEncoder(name) for name in "abc"]
-    for encoder in encoders:
-        add_encoder(host, encoder, loads="demand")
-    monkeypatch.setattr("archerfish.serve.models.num_bytes_of", lambda hosted: 10)
-    monkeypatch.setattr(host.models, "_memory_bytes", 25)
-
-    async def test(client: AsyncClient) -> None:
-        async def loaded() -> str:
-            report = await client.ask(Query(request_id="", about="models"))
-            assert isinstance(report, Report)
-            return "".join(card["id"] for card in report.values["models"] if card["is_loaded"])
-
-        assert await loaded() == ""
-        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
-        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
-        assert await loaded() == "ab"
-        await client.ask(EmbedRequest(request_id="", model="a", texts=["x"]))
-        await client.ask(EmbedRequest(request_id="", model="c", texts=["x"]))
-        assert await loaded() == "ac"
-        assert encoders[1].is_closed
-        await client.ask(EmbedRequest(request_id="", model="b", texts=["x"]))
-        assert await loaded() == "bc"
-
-    talk(host, test)
-
-
-def test_failed_load_fails_the_request(tmp_path: Path) -> None:
+async def test_failed_load_fails_the_request(tmp_path: Path) -> None:
     host = make_host(tmp_path)
 
     def load(_: Any) -> Any:
@@ -435,29 +351,12 @@ def test_failed_load_fails_the_request(tmp_path: Path) -> None:
 
     host.models.add(ModelEntry("gone", "embedding", load, "demand"))
     add_encoder(host, WordEncoder())
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(2):
             error = await failure(client, EmbedRequest(request_id="", model="gone", texts=["x"]))
             assert error.status == 503
             assert "fire" not in str(error)
         await client.ask(EmbedRequest(request_id="", model="words", texts=["x"]))
-
-    talk(host, test)
-
-
-def test_idle_models_are_loaded_in_idle_time(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    for name in "ab":
-        add_encoder(host, WordEncoder(name), loads="idle")
-
-    async def test(client: AsyncClient) -> None:
-        while not all(entry.hosted is not None for entry in host.models.entries):
-            await client.ask(Ping(request_id=""))
-        assert sorted(one.name for one in host.models) == ["a", "b"]
-
-    assert all(entry.hosted is None for entry in host.models.entries)
-    talk(host, test)
 
 
 # Addresses and keys
@@ -472,7 +371,7 @@ def test_address_beyond_this_machine_needs_keys(tmp_path: Path, address: str) ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"public_key": "x"}, {"client_keys": ("x",)}]
+    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"client_keys": ("x",)}]
 )
 def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidOptionError):
@@ -486,9 +385,7 @@ def keys() -> tuple[str, str]:
 
 def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
-    host = make_host(
-        tmp_path, open_address="tcp://127.0.0.1:*", public_key=server[0], secret_key=server[1], client_keys=(friend[0],)
-    )
+    host = make_host(tmp_path, open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],))
     add_encoder(host, WordEncoder())
 
     async def main() -> None:
@@ -518,24 +415,14 @@ def test_taken_address_is_an_error(tmp_path: Path) -> None:
         second.stop(0)
 
 
-def test_own_name_of_a_model_wins_over_a_short_name() -> None:
+def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
     def never(lane: Lane) -> Hosted:
         raise AssertionError("not to be loaded")
 
-    table = ModelTable(ComputeThread(), cast(Any, None))
-    table.entries += [ModelEntry("lab/writer", "generation", never), ModelEntry("writer", "generation", never)]
-    assert table.find("writer", GENERATION).name == "writer"
-    assert table.find("lab/writer", GENERATION).name == "lab/writer"
-
-
-def test_request_without_a_model_name_gets_the_default_model() -> None:
-    def never(lane: Lane) -> Hosted:
-        raise AssertionError("not to be loaded")
-
-    table = ModelTable(ComputeThread(), cast(Any, None))
-    table.entries += [ModelEntry("words", "embedding", never), *(ModelEntry(name, "generation", never) for name in ("a", "b"))]
-    found = [table.find("", GENERATION), table.find("", SCORES), table.find("b", GENERATION)]
-    assert [entry.name for entry in found] == ["a", "words", "b"]
-    table.entries.clear()
+    table = make_host(tmp_path).models
     with pytest.raises(UnknownModelError, match="No generation model"):
         table.find("", GENERATION)
+    models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
+    table.entries += [ModelEntry(name, kind, never) for name, kind in models]
+    assert table.find("writer", GENERATION).name == "writer"  # not the short name of another
+    assert [table.find("", kinds).name for kinds in (GENERATION, SCORES)] == ["lab/writer", "words"]

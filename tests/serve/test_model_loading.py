@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.config import EngineConfig, HubConfig
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
@@ -21,15 +21,16 @@ from archerfish.serve.host_config import ModelSpec
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.model_cards import describe
-from archerfish.serve.models import ModelEntry
-from archerfish.serve.run import story_spec
-from archerfish.serve.wire import EmbedRequest, Ping, Query, Report, Vectors
+from archerfish.serve.run import models_of
+from archerfish.serve.wire import EmbedRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import PASS, app_of, client_of
-from .hosting import LIMIT_S, WordEncoder, add_encoder, failure, make_host, stats, talk, whole
+from .hosting import LIMIT_S, FakeClock, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
+
+pytestmark = pytest.mark.anyio
 
 
 def tiny_spec(directory: Path) -> ModelSpec:
@@ -39,12 +40,6 @@ def tiny_spec(directory: Path) -> ModelSpec:
         byte_fallback(directory)
     engine = {"model": str(directory), "dtype": "float32", "load_format": "dummy", "max_cache_tokens": 1024, "num_threads": 1}
     return ModelSpec(kind="generation", options=engine, loads="demand")
-
-
-async def cards(client: AsyncClient) -> dict[str, dict[str, Any]]:
-    report = await client.ask(Query(request_id="", about="models"))
-    assert isinstance(report, Report)
-    return {card["id"]: card for card in report.values["models"]}
 
 
 async def loaded(client: AsyncClient) -> str:
@@ -59,12 +54,11 @@ def limit(host: EngineHost, monkeypatch: pytest.MonkeyPatch, num_bytes: int, eac
 # What is known before
 
 
-def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path) -> None:
+async def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None:
     spec = tiny_spec(tmp_path / "tiny")
     host = make_host(tmp_path, models=(spec,))
     host.load_models()
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         before = (await cards(client))["tiny"]
         assert not before["is_loaded"]
         await whole(client, model="tiny", token_ids=[5, 6])
@@ -73,18 +67,16 @@ def test_a_card_is_complete_before_and_after_its_model_is_loaded(tmp_path: Path)
         same = ("id", "kind", "max_length", "max_prompt_bytes", "vocab_size", "is_tts", "directory", "device", "dtype")
         assert [before[name] for name in same] == [after[name] for name in same]
         assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
-
-    talk(host, test)
     [entry] = host.models.entries
     assert describe(spec, HubConfig()).num_bytes == entry.num_bytes > 0
 
 
-def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path) -> None:
-    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story_spec(EngineConfig(num_threads=1))))
+async def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:
+    story = models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
+    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story))
     host.load_models()
     params = {"max_tokens": 12, "temperature": 0.0}
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         assert await loaded(client) == ""
         await whole(client, token_ids=[5, 6])
         assert await loaded(client) == "tiny"  # a request without a name is not for the one beside
@@ -96,10 +88,8 @@ def test_the_model_that_tells_stories_is_loaded_when_it_is_asked(tmp_path: Path)
         assert len(chunks) > 3
         assert sorted(name for name, card in (await cards(client)).items() if card["is_loaded"]) == ["story-rwkv7", "tiny"]
 
-    talk(host, test)
 
-
-def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:
+def test_missing_model_fails_the_start(tmp_path: Path) -> None:
     spec = ModelSpec(kind="generation", options={"model": str(tmp_path / "none")}, loads="demand")
     host = make_host(tmp_path, models=(spec,), hub={"offline": True})
     with pytest.raises(ModelNotFoundError):
@@ -107,7 +97,7 @@ def test_a_model_that_is_not_there_shows_at_the_start(tmp_path: Path) -> None:
     host.stop(0)
 
 
-def test_text_goes_to_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
+def test_http_request_loads_its_model(tmp_path: Path) -> None:
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), front_end_pass=PASS)
     host.load_models()
 
@@ -126,7 +116,7 @@ def test_text_goes_to_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
 # When
 
 
-def test_idle_time_loads_what_was_asked_for_most(tmp_path: Path) -> None:
+async def test_idle_time_loads_the_most_requested_first(tmp_path: Path) -> None:
     host = make_host(tmp_path)
     order: list[str] = []
     for name, num_requests in (("a", 1), ("b", 5), ("c", 3), ("d", 0)):
@@ -135,12 +125,9 @@ def test_idle_time_loads_what_was_asked_for_most(tmp_path: Path) -> None:
         entry = host.models.entries[-1]
         entry.num_requests = num_requests
         entry.load = noted(entry.load, lambda name=name: order.append(name))  # type: ignore[misc]
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         while len(order) < 4:
             await client.ask(Ping(request_id=""))
-
-    talk(host, test)
     assert order == ["b", "c", "a", "d"]
 
 
@@ -152,14 +139,13 @@ def noted(load: Callable[[Any], Any], note: Callable[[], None]) -> Callable[[Any
     return run
 
 
-def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     for name in "abc":
         add_encoder(host, WordEncoder(name), loads="idle")
         host.models.entries[-1].num_bytes = 10
     limit(host, monkeypatch, 25)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         while len(await loaded(client)) < 2:
             await client.ask(Ping(request_id=""))
         for _ in range(20):
@@ -169,19 +155,16 @@ def test_idle_time_loads_only_what_has_room(tmp_path: Path, monkeypatch: pytest.
         for _ in range(20):
             await client.ask(Ping(request_id=""))
             assert await loaded(client) == "bc"
-
-    talk(host, test)
     assert host.models.num_unloaded == 1
 
 
-def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_wait_for_a_model_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.models.MAX_WAITING", 3)
     host, may_load = make_host(tmp_path), threading.Event()
     add_encoder(host, WordEncoder("slow"), loads="demand")
     [entry] = host.models.entries
     entry.load = noted(entry.load, lambda: assert_true(may_load.wait(LIMIT_S)))
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         waiting = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[name]))) for name in "abc"]
         while len(entry.waiting) < 3:
             await asyncio.sleep(0)
@@ -194,27 +177,18 @@ def test_not_more_than_a_bounded_number_waits_for_a_model(tmp_path: Path, monkey
         await client.ask(Ping(request_id=""))
         may_load.set()
         assert [isinstance(answer, Vectors) for answer in await asyncio.gather(*waiting[1:])] == [True] * 3
-
-    talk(host, test)
     assert entry.num_requests == 5
 
 
-def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: Path) -> None:
-    class Clock:
-        now = 100.0
-
-        def __call__(self) -> float:
-            return self.now
-
-    clock, may_load = Clock(), threading.Event()
+async def test_loading_time_counts_against_deadlines(tmp_path: Path) -> None:
+    clock, may_load = FakeClock(), threading.Event()
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), clock=clock)
     host.load_models()
     encoder = WordEncoder("words")
     add_encoder(host, encoder, loads="demand")
     for entry in host.models.entries:
         entry.load = noted(entry.load, lambda: assert_true(may_load.wait(LIMIT_S)))
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         written = asyncio.create_task(whole(client, model="tiny", token_ids=[5, 6], deadline_s=10.0))
         read = asyncio.create_task(failure(client, EmbedRequest(request_id="", model="words", texts=["x"], deadline_s=10.0)))
         while not all(entry.waiting for entry in host.models.entries):
@@ -226,8 +200,6 @@ def test_the_time_in_which_a_model_is_loaded_counts_against_deadlines(tmp_path: 
         assert error.code == "deadline_unreachable"
         assert encoder.jobs == []
 
-    talk(host, test)
-
 
 def assert_true(value: bool) -> None:
     assert value
@@ -236,7 +208,7 @@ def assert_true(value: bool) -> None:
 # Room
 
 
-def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoders = {name: WordEncoder(name) for name in "abc"}
     seen: list[tuple[str, list[str]]] = []
@@ -250,16 +222,13 @@ def test_room_is_made_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pyte
         entry.num_bytes = 10
         entry.load = noted(entry.load, lambda name=name: note(name))  # type: ignore[misc]
     limit(host, monkeypatch, 20)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for name in "abac":
             await client.ask(EmbedRequest(request_id="", model=name, texts=["x"]))
-
-    talk(host, test)
     assert seen == [("a", []), ("b", []), ("c", ["b"])]
 
 
-def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_model_with_a_request_in_a_reader_thread_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     may_read, is_reading = threading.Event(), threading.Event()
 
@@ -273,8 +242,7 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
     for encoder in (slow, other):
         add_encoder(host, encoder, loads="demand")
     limit(host, monkeypatch, 10)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         long = "x" * (MAX_INLINE_SIZE + 1)
         waiting = asyncio.create_task(client.ask(EmbedRequest(request_id="", model="slow", texts=[long])))
         assert await asyncio.to_thread(is_reading.wait, LIMIT_S)
@@ -285,18 +253,15 @@ def test_a_model_whose_request_is_being_read_is_not_unloaded(tmp_path: Path, mon
         assert isinstance(await waiting, Vectors)
         while await loaded(client) != "other":  # now that the first has nothing to do, and the other was used last
             await client.ask(Ping(request_id=""))
-
-    talk(host, test)
     assert slow.is_closed
 
 
-def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unloaded_engine_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path, models=tuple(tiny_spec(tmp_path / name) for name in "ab"))
     host.load_models()
     limit(host, monkeypatch, 10)
     engines: dict[str, weakref.ref[Any]] = {}
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for name in "abab":
             before = engines.get(name)
             assert before is None or before() is None
@@ -305,23 +270,17 @@ def test_an_unloaded_engine_leaves_the_memory(tmp_path: Path, monkeypatch: pytes
             assert isinstance(entry.hosted, HostedLLM)
             engines[name] = weakref.ref(entry.hosted.engine)
             del entry
-
-    talk(host, test)
     assert host.models.num_unloaded == 3
     assert gc.isenabled()
 
 
-def test_one_model_alone_may_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_single_model_may_exceed_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     encoder = WordEncoder()
     add_encoder(host, encoder, loads="demand")
     limit(host, monkeypatch, 5)
-
-    async def test(client: AsyncClient) -> None:
+    async with talking(host) as client:
         for _ in range(5):
             await client.ask(EmbedRequest(request_id="", texts=["x"]))
             await client.ask(Ping(request_id=""))
-
-    talk(host, test)
     assert host.models.num_unloaded == 0
-    assert isinstance(host.models.entries[0], ModelEntry)

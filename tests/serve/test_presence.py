@@ -1,9 +1,8 @@
-"""Work that ends with who waits for it."""
+"""Work is cancelled when the client that waits for it disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.types import Message
 from archerfish.serve.errors import ClientGoneError
 from archerfish.serve.sse import unless_gone
 
-LIMIT_S = 20
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
 
 
 class Client:
@@ -45,59 +44,37 @@ class Work:
         return "done"
 
 
-def run(test: Callable[[Client], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await test(Client())
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
-
-
-def test_result_for_a_connected_client() -> None:
-    async def test(client: Client) -> None:
-        work = Work()
-        work.may_end.set()
-        assert await unless_gone(client.request, work.run()) == "done"
-        client.has_left.set()
-        await asyncio.sleep(0)  # nobody is cancelled by who leaves later
-
-    run(test)
+async def test_result_for_a_connected_client() -> None:
+    client, work = Client(), Work()
+    work.may_end.set()
+    assert await unless_gone(client.request, work.run()) == "done"
+    client.has_left.set()
+    await asyncio.sleep(0)  # nobody is cancelled by who leaves later
 
 
-def test_disconnect_cancels_the_work() -> None:
-    async def test(client: Client) -> None:
-        work = Work()
-        task = asyncio.create_task(unless_gone(client.request, work.run()))
-        await work.has_begun.wait()
-        client.has_left.set()
-        with pytest.raises(ClientGoneError):
-            await task
-        assert work.is_cancelled
-
-    run(test)
+async def test_disconnect_cancels_the_work() -> None:
+    client, work = Client(), Work()
+    task = asyncio.create_task(unless_gone(client.request, work.run()))
+    await work.has_begun.wait()
+    client.has_left.set()
+    with pytest.raises(ClientGoneError):
+        await task
+    assert work.is_cancelled
 
 
-def test_errors_of_the_work_are_raised() -> None:
+async def test_errors_of_the_work_are_raised() -> None:
     """Also one that looks as if time had run out."""
-
-    async def test(client: Client) -> None:
-        work = Work(TimeoutError("of the work"))
-        work.may_end.set()
-        with pytest.raises(TimeoutError, match="of the work"):
-            await unless_gone(client.request, work.run())
-
-    run(test)
+    client, work = Client(), Work(TimeoutError("of the work"))
+    work.may_end.set()
+    with pytest.raises(TimeoutError, match="of the work"):
+        await unless_gone(client.request, work.run())
 
 
-def test_cancellation_is_not_a_disconnect() -> None:
-    async def test(client: Client) -> None:
-        work = Work()
-        task = asyncio.create_task(unless_gone(client.request, work.run()))
-        await work.has_begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert work.is_cancelled
-
-    run(test)
+async def test_cancellation_is_not_a_disconnect() -> None:
+    client, work = Client(), Work()
+    task = asyncio.create_task(unless_gone(client.request, work.run()))
+    await work.has_begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert work.is_cancelled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import http.client
 import itertools
@@ -14,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,8 +49,8 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str, threading.Semaphore]]:
-    """An engine process, its address, and a counter of its changes."""
+def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str]]:
+    """An engine process and its address."""
     model = directory / "tiny"
     model.mkdir()
     save_tiny_llama(model, max_position_embeddings=4096)
@@ -60,10 +60,8 @@ def serving(directory: Path, **options: Any) -> Iterator[tuple[KeptProcess, str,
     }  # fmt: skip
     spec = ModelSpec(kind="generation", options=engine)
     config = HostConfig(address=f"ipc://{directory}/engine", models=(spec,), **options)
-    changed = threading.Semaphore(0)
-    with engine_process(config, on_change=lambda is_serving: changed.release()) as child:
-        assert changed.acquire(timeout=LIMIT_S)
-        yield child, config.address, changed
+    with engine_process(config) as child:
+        yield child, config.address
 
 
 async def start_streams(client: AsyncClient, num: int, params: dict[str, Any] = ENDLESS) -> list[asyncio.Task[Any]]:
@@ -79,9 +77,16 @@ async def start_streams(client: AsyncClient, num: int, params: dict[str, Any] = 
     return [asyncio.create_task(rest(stream)) for stream in streams]
 
 
-async def until_restarted(client: AsyncClient, changed: threading.Semaphore) -> None:
-    for _ in range(2):  # the old process has ended, the new one serves
-        assert await asyncio.to_thread(changed.acquire, timeout=LIMIT_S)
+def wait_for_start(child: KeptProcess, num_starts: int) -> None:
+    """Wait until a process has been started so many times and serves."""
+    pause, deadline = threading.Event(), time.monotonic() + LIMIT_S
+    while child.num_starts < num_starts or not child.is_serving:
+        assert time.monotonic() < deadline
+        pause.wait(0.005)
+
+
+async def until_restarted(client: AsyncClient, child: KeptProcess, num_starts: int) -> None:
+    await asyncio.to_thread(wait_for_start, child, num_starts)
     while not client.is_connected:
         await asyncio.sleep(0.001)
     assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
@@ -92,7 +97,7 @@ def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Pa
     shared_before = set(Path("/dev/shm").iterdir())
     pids: list[int] = []
 
-    async def main(child: KeptProcess, address: str, changed: threading.Semaphore) -> None:
+    async def main(child: KeptProcess, address: str) -> None:
         async with asyncio.timeout(LIMIT_S * 4), AsyncClient(address) as client:
             for _ in range(num_kills):
                 running = await start_streams(client, 6)
@@ -103,11 +108,11 @@ def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Pa
                 for answer in await asyncio.gather(*running, waiting, return_exceptions=True):
                     assert isinstance(answer, RemoteError)
                     assert (answer.status, answer.retry_after_s is not None) == (503, True)
-                await until_restarted(client, changed)
+                await until_restarted(client, child, len(pids) + 1)
             pids.append(child.pid)
 
-    with serving(tmp_path) as (child, address, changed):
-        asyncio.run(main(child, address, changed))
+    with serving(tmp_path) as (child, address):
+        asyncio.run(main(child, address))
     assert (len(set(pids)), child.num_starts) == (num_kills + 1, num_kills + 1)
     assert not any(exists(pid) for pid in pids)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
@@ -116,7 +121,7 @@ def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Pa
 
 @pytest.mark.slow
 def test_paused_engine_is_replaced_and_its_requests_fail(tmp_path: Path) -> None:
-    async def main(child: KeptProcess, address: str, changed: threading.Semaphore) -> None:
+    async def main(child: KeptProcess, address: str) -> None:
         async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
             running = await start_streams(client, 4)
             paused = child.pid
@@ -124,11 +129,11 @@ def test_paused_engine_is_replaced_and_its_requests_fail(tmp_path: Path) -> None
             for answer in await asyncio.gather(*running, return_exceptions=True):
                 assert isinstance(answer, RemoteError)
                 assert (answer.status, answer.retry_after_s is not None) == (503, True)
-            await until_restarted(client, changed)
+            await until_restarted(client, child, 2)
             assert (child.num_hangs, child.num_starts, exists(paused)) == (1, 2, False)
 
-    with serving(tmp_path, silence_s=3.0) as (child, address, changed):
-        asyncio.run(main(child, address, changed))
+    with serving(tmp_path, silence_s=3.0) as (child, address):
+        asyncio.run(main(child, address))
 
 
 @pytest.mark.parametrize("grace_s", [30.0, 0.0])
@@ -145,7 +150,7 @@ def test_stopping_lets_requests_finish_within_the_grace_time(tmp_path: Path, gra
                     assert isinstance(answer, RemoteError) and answer.status == 503
             await stopping
 
-    with serving(tmp_path, grace_s=grace_s) as (child, address, _):
+    with serving(tmp_path, grace_s=grace_s) as (child, address):
         pid = child.pid
         asyncio.run(main(child, address))
         assert not exists(pid)
@@ -179,14 +184,10 @@ def test_process_that_ends_before_it_serves_is_a_start_error(command: tuple[str,
 
 def test_silent_process_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "BEAT_S", 0.001)
-    ticks, changed = itertools.count(), threading.Semaphore(0)
-    child = engine_process(
-        CONFIG, command=COMMAND, on_change=lambda is_serving: changed.release(), clock=lambda: float(next(ticks))
-    )
-    with child:
+    ticks = itertools.count()
+    with engine_process(CONFIG, command=COMMAND, clock=lambda: float(next(ticks))) as child:
         pid = child.pid
-        for _ in range(3):  # serves, ends, serves again
-            assert changed.acquire(timeout=LIMIT_S)
+        wait_for_start(child, 2)
     assert child.num_hangs >= 1
     assert next(ticks) >= 10
     assert not exists(pid)
@@ -210,23 +211,14 @@ def no_free_descriptors() -> Iterator[None]:
 
 
 def test_process_is_watched_without_a_free_descriptor_and_restarted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed, failed, exhausted = threading.Semaphore(0), threading.Event(), contextlib.ExitStack()
-
-    def on_change(is_serving: bool) -> None:
-        if is_serving and not failed.is_set():
-            exhausted.enter_context(no_free_descriptors())
-        changed.release()
-
+    failed = threading.Event()
     monkeypatch.setattr(processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None)
     monkeypatch.setattr(processes, "backoff_s", lambda num_short_lives: 0.01)
-    with exhausted, engine_process(CONFIG, command=COMMAND, on_change=on_change) as child:
-        assert changed.acquire(timeout=LIMIT_S)
-        os.kill(child.pid, signal.SIGKILL)
-        assert failed.wait(LIMIT_S)  # a start needs more descriptors than the two that the old process has freed
-        exhausted.close()
-        for _ in range(2):
-            assert changed.acquire(timeout=LIMIT_S)
-        assert (child.is_serving, child.num_starts) == (True, 2)
+    with engine_process(CONFIG, command=COMMAND) as child:
+        with no_free_descriptors():
+            os.kill(child.pid, signal.SIGKILL)
+            assert failed.wait(LIMIT_S)  # a start needs more descriptors than the two that the old process has freed
+        wait_for_start(child, 2)
 
 
 def test_short_lives_are_followed_by_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,9 +346,8 @@ def test_every_front_end_accepts_and_a_dead_one_is_replaced(tmp_path: Path) -> N
         for child in children:
             os.kill(child.pid, signal.SIGKILL)
         assert get(address, "/health") == 200  # the connection waited in the socket for a new process
-        pause = threading.Event()
-        while not all(child.num_starts == 2 and child.is_serving for child in children):
-            pause.wait(0.01)
+        for child in children:
+            wait_for_start(child, 2)
         last = [child.process for child in children]
     assert [child.num_starts for child in children] == [2, 2]
     assert [process.returncode for process in last if process is not None] == [0, 0]

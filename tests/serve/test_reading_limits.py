@@ -13,16 +13,9 @@ import pytest
 from archerfish.serve.tenants import Tenants, add_key
 
 from .client import PASS, WORDS, app_of, entered, error_of, with_app
-from .hosting import WordEncoder, add_encoder, add_llm, make_host
+from .hosting import FakeClock, WordEncoder, add_encoder, add_llm, make_host
 
 PAIRS = "fake/pairs"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 Test = Callable[[httpx.AsyncClient, WordEncoder], Any]
@@ -32,7 +25,7 @@ def with_limits(directory: Path, test: Test, **limits: float) -> None:
     """A service of a tenant with limits, over a model that writes, one of vectors and one of scores."""
     keys, encoder = directory / "keys.toml", WordEncoder(WORDS)
     key = add_key(keys, "alice", **limits)
-    host = make_host(directory, front_end_pass=PASS, api_keys_file=str(keys), clock=Clock())
+    host = make_host(directory, front_end_pass=PASS, api_keys_file=str(keys), clock=FakeClock())
     add_llm(host, directory, has_text=True)
     add_encoder(host, encoder)
     add_encoder(host, WordEncoder(PAIRS, is_cross_encoder=True))
@@ -105,36 +98,9 @@ def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path
     with_limits(tmp_path, test, tokens_per_minute=100)
 
 
-def test_texts_whose_deadline_passes_in_the_queue_are_answered(tmp_path: Path) -> None:
-    clock, encoder = Clock(), WordEncoder(WORDS)
-    host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
-    add_encoder(host, encoder)
-
-    async def test(client: httpx.AsyncClient) -> None:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
-        await entered(encoder)
-        body = {"input": "second", "deadline_s": 5.0}
-        late = asyncio.create_task(client.post("/v1/embeddings", json=body))
-        hosted: Any = next(iter(host.models))
-        while not hosted._queue:
-            await asyncio.sleep(0)
-        clock.now = 6.0
-        encoder.gate.set()
-        answer = await late
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "deadline_unreachable")
-        assert int(answer.headers["retry-after"]) >= 1
-        assert (await first).status_code == 200
-        assert encoder.jobs == [["first"]]
-        assert hosted.controller.queue.num_places == 0
-
-    with host:
-        with_app(test, app_of(host))
-
-
-def test_what_cannot_be_done_by_its_deadline_is_not_begun(tmp_path: Path) -> None:
-    """A job takes a second, as the first has shown; what has half a second left is refused, not computed in vain."""
-    clock, encoder = Clock(), WordEncoder(WORDS)
+def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: Path) -> None:
+    """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job ends."""
+    clock, encoder = FakeClock(), WordEncoder(WORDS)
     host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
     add_encoder(host, encoder)
 
@@ -144,24 +110,29 @@ def test_what_cannot_be_done_by_its_deadline_is_not_begun(tmp_path: Path) -> Non
         await entered(encoder)
         rest = [
             asyncio.create_task(client.post("/v1/embeddings", json={"input": word, "deadline_s": deadline_s}))
-            for word, deadline_s in (("second", 5.5), ("third", 60.0))
+            for word, deadline_s in (("second", 4.0), ("third", 5.5), ("fourth", 60.0))
         ]
-        hosted: Any = next(iter(host.models))
-        while len(hosted._queue) < 2:
+        hosted: Any = host.models.loaded[0]
+        while len(hosted._queue) < 3:
             await asyncio.sleep(0)
-        clock.now = 5.0
+        clock.now += 5.0
         encoder.gate.set()
-        assert [(await answer).status_code for answer in (first, *rest)] == [200, 503, 200]
-        assert encoder.jobs == [["first"], ["third"]]
+        answers = [await answer for answer in (first, *rest)]
+        assert [answer.status_code for answer in answers] == [200, 503, 503, 200]
+        for answer in answers[1:3]:
+            assert error_of(answer)["code"] == "deadline_unreachable"
+            assert int(answer.headers["retry-after"]) >= 1
+        assert encoder.jobs == [["first"], ["fourth"]]
+        assert hosted.controller.queue.num_places == 0
 
     with host:
         with_app(test, app_of(host))
 
 
-@pytest.mark.parametrize("deadline_s", [0, -1, "soon"])
-def test_deadlines_are_above_zero(tmp_path: Path, deadline_s: Any) -> None:
+def test_deadlines_are_above_zero(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
-        answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "x", "deadline_s": deadline_s})
-        assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
+        for deadline_s in (0, -1, "soon"):
+            answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "x", "deadline_s": deadline_s})
+            assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
 
     with_limits(tmp_path, test)

@@ -20,8 +20,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import FrontEndState, Generated, Output
 
 from .client import LIMIT_S, WORDS, app_of, client_of, host_with
-from .hosting import WordEncoder, add_llm
-from .test_health import FakeClock
+from .hosting import FakeClock, WordEncoder, add_llm
 
 EMBEDDINGS = "/v1/embeddings"
 

@@ -54,6 +54,7 @@ VARYING = re.compile(
     r'"(?:id|created|created_at|completed_at|seconds|item_id)":\s*(?:"[^"]*"|[\d.e+-]+)|(?:chatcmpl|cmpl|resp|msg)[-_][0-9a-f]+'
 )
 VARYING_HEADERS = ("date",)
+EVERYONE = ("alice", "bob", "operator")
 Seen = list[tuple[str, int, dict[str, str], str]]
 
 
@@ -126,7 +127,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
 def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
     alone = stack.run("bob", **options).seen["bob"]
-    both = stack.run("alice", "bob", **options).seen
+    both = stack.run(*EVERYONE, **options).seen
     for expected, found in zip(alone, both["bob"], strict=True):
         assert found == expected
     for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
@@ -137,16 +138,16 @@ def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str,
 
 
 def test_tenants_share_no_blocks(stack: Stack) -> None:
-    one, two = stack.run("bob"), stack.run("alice", "bob")
+    one, three = stack.run("bob"), stack.run(*EVERYONE)
     assert one.held[0] > 0
-    assert two.held == tuple(2 * number for number in one.held)
+    assert three.held == tuple(3 * number for number in one.held)
     cached = [usage_of(one.seen["bob"], number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
 def test_operator_figures_include_all_tenants(stack: Stack) -> None:
     """The figures differ, so the test above could detect a leak."""
-    alone, both = stack.run("operator").seen, stack.run("alice", "bob", "operator").seen
+    alone, both = stack.run("operator").seen, stack.run(*EVERYONE).seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:
         assert alone["operator"][place][1] == both["operator"][place][1] == 200

@@ -14,12 +14,13 @@ import pytest
 
 from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.params import SamplingParams
 from archerfish.serve import model_cards
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
-from archerfish.serve.hosted_llm import HostedLLM, max_tokens_of
+from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.page import EXAMPLES
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
@@ -52,7 +53,7 @@ def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
 def add_speaker(host: EngineHost, model: Path) -> None:
     def load(lane: Lane) -> Hosted:
         engine = LLMEngine(options(model), executor=lane, text_thread=host.writer)
-        return HostedLLM(engine, lane, host, host.figures, host.llm_controller(engine))
+        return HostedLLM(engine, lane, host)
 
     host.models.add(ModelEntry("speaker", "generation", load))
 
@@ -99,12 +100,8 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
 
 
 def test_stages_count_against_limits() -> None:
-    """max_tokens does not matter beside stages, and clients may send any values."""
-    stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048}]
-    assert max_tokens_of({"stages": stages, "max_tokens": 1}) == max_tokens_of({"stages": stages}) == 2080
-    assert max_tokens_of({"stages": [5, {"num_tokens": "a"}, {"num_tokens": -7}, {}], "max_tokens": 3}) is None
-    params: list[dict[str, Any]] = [{}, {"max_tokens": 3}, {"max_tokens": None}, {"stages": 5}]
-    assert [max_tokens_of(one) for one in params] == [16, 3, None, 16]
+    stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048, "first": 0, "end": 9}]
+    assert SamplingParams.of({"stages": stages, "max_tokens": 1}).max_tokens == 2080
 
 
 def test_wrong_request_names_its_parameter(host: EngineHost) -> None:

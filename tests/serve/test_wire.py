@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import InputTooLargeError, OverloadedError
@@ -21,6 +21,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(TEXT, st.none() | TEXT, st.none() | IDS, st.dictionaries(TEXT, VALUES, max_size=3), st.booleans(), TEXT)
 def test_request_survives_encoding(
     request_id: str, prompt: str | None, ids: list[int] | None, params: dict[str, Any], is_streamed: bool, tenant: str
