@@ -90,7 +90,7 @@ def run_doctor(arguments: Namespace, out: Output) -> int:
 def examine(hub: HubConfig, model: str, out: Output) -> dict[str, Any]:
     """The report, as the object that --json prints."""
     from archerfish.kernels.select import fast_paths
-    from archerfish.store.names import builtin_names, list_models
+    from archerfish.store.names import BUILTIN_MODELS, list_models
 
     ram, cache, packages = memory(), hub.cache_path(), find_packages()
     existing = next(place for place in (cache.absolute(), *cache.absolute().parents) if place.exists())

@@ -350,7 +350,7 @@ class OverloadController:
     def set_prompt_tokens(self, request: AdmittedRequest, num_prompt_tokens: int) -> None:
         """Replace the estimated length of a prompt; InputTooLargeError if it is over the limit."""
         difference = num_prompt_tokens - int(request.size.num_prompt_tokens)
-        if request.is_ended or not difference:
+        if request.is_ended:
             return
         if request.is_queued:
             self._add_to_queue(request.tenant, Backlog(num_prompt_tokens=difference))
