@@ -51,7 +51,7 @@ def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> 
 
     def counted(plan: object) -> object:
         nonlocal most
-        most = max(most, len(engine._steps))
+        most = max(most, len(engine._in_flight))
         return launch(plan)  # type: ignore[arg-type]
 
     engine.runner.launch = counted  # type: ignore[method-assign, assignment]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from archerfish.engine.request_options import is_token_ids, read_token_ids
+from archerfish.engine.request_maker import is_token_ids, read_token_ids
 from archerfish.errors import InvalidInputError
 
 
