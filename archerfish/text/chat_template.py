@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
-from archerfish.text.tokenizer import Tokenizer, read_settings
+from archerfish.text.tokenizer import Tokenizer, read_settings, token_name
 from archerfish.text.tool_calls import PROMPTED_STYLE, calls_in_words, style_of, tool_prompt
 from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
 
@@ -83,8 +83,8 @@ class ChatTemplate:
                 f"{name} has no chat template: it completes texts and was not made for conversations.",
                 hint=f"Use generate() with a prompt of your own, or put a chat_template.jinja into {folder}.",
             )
-        names = {**read_settings(folder / "special_tokens_map.json"), **settings}
-        found = {role: text for role in ROLES if (text := token_text(names.get(role))) is not None}
+        names = read_settings(folder / "special_tokens_map.json")
+        found = {role: text for role in ROLES if (text := token_name(role, settings, names)) is not None}
         return cls(sources, special_tokens=found, model_name=name)
 
     def render(
@@ -236,11 +236,6 @@ def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             except UnicodeDecodeError as error:
                 raise CorruptFileError(f"{path} is not UTF-8 text.") from error
     return sources
-
-
-def token_text(value: object) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -105,8 +105,7 @@ def their_tokenizer() -> Any:
 
 def test_the_tokenizer_interface() -> None:
     assert (WORLD.vocab_size, WORLD.bos_token_id, WORLD.eos_token_ids) == (65536, None, (0,))
-    assert WORLD.special_tokens == {0: "<|endoftext|>"} and WORLD.named_token("eos_token") == "<|endoftext|>"
-    assert WORLD.named_token("bos_token") is None and WORLD.token_to_id("<|endoftext|>") == 0
+    assert WORLD.special_tokens == {0: "<|endoftext|>"} and WORLD.token_to_id("<|endoftext|>") == 0
     assert WORLD.id_to_token(0) == "<|endoftext|>" and WORLD.id_to_token(36786) == " Hello"
     assert WORLD.token_to_id(" Hello") == 36786 and WORLD.token_to_id("no such token") is None
     assert WORLD.id_to_token(65530) is None and WORLD.token_bytes(99999) == b"" and WORLD.token_bytes(-1) == b""
