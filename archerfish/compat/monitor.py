@@ -17,9 +17,8 @@ from typing import Any, Self
 from archerfish.compat.real_time import NO_THRESHOLDS, RealTimeMonitor
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.async_engine import AsyncLLMEngine
-from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.outputs import RequestOutput, engine_counts
 from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
 from archerfish.observe import collector as names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -18,7 +19,6 @@ import numpy as np
 from archerfish.background import Lazy, in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
-from archerfish.engine.packing import pack, plan_batches
 from archerfish.engine.progress import progress_bar
 from archerfish.errors import (
     InputTooLargeError,
@@ -29,7 +29,9 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.machine import fast_cpu_dtype
+from archerfish.kernels.ops import Segments
 from archerfish.kernels.pool import ComputePool, compute_pool
+from archerfish.models.adapter import TokenBatch
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
@@ -227,7 +229,7 @@ class ArrowEngine:
         batches = self._plan(texts)
         start = self._pool.run if len(batches) == 1 else self._pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
-        finished = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
+        finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
         return self._collect(len(texts), finished, started, len(texts))
 
     def _plan(self, texts: Sequence[TokenizedText]) -> list[list[int]]:
@@ -238,15 +240,15 @@ class ArrowEngine:
         return stated and not self.is_cross_encoder
 
     def _collect(
-        self, num_texts: int, finished: Iterable[tuple[list[int], Vectors]], started: float, num_inputs: int,
+        self, num_texts: int, finished: Iterable[Batch], started: float, num_inputs: int,
         progress: Progress = no_progress,
     ) -> Vectors:
-        """Vectors or scores in the order of the texts, from batches of (places, vectors). num_inputs: for the watcher."""
+        """Vectors or scores in the order of the texts. num_inputs: for the watcher."""
         width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
         out = np.empty((num_texts, width), dtype=np.float32)
         num_finished = 0
-        for rows, vectors in finished:
-            out[rows] = vectors
+        for rows, wait in finished:
+            out[rows] = wait()
             num_finished += len(rows)
             progress(num_finished, num_texts, "")
         if self.watcher is not None and num_inputs:
@@ -369,8 +371,8 @@ class ArrowEngine:
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
-    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[int], Vectors]]:
-        """Finished batches as (places of inputs, vectors). At most two windows compute while the next one is tokenised."""
+    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[Batch]:
+        """Batches, in the order in which they end. At most two windows compute while the next one is tokenised."""
         running: deque[Future[Batch]] = deque()
         pending = windows(by_length(inputs))
         window = next(pending, [])
@@ -383,16 +385,16 @@ class ArrowEngine:
                 batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
-                    yield finish(self._pool.run(self._run, window, tokenized, normalize))
+                    yield self._pool.run(self._run, window, tokenized, normalize)
                     return
                 for batch in batches:
                     places, batch_texts = [window[i] for i in batch], [tokenized[i] for i in batch]
                     running.append(self._pool.submit(self._run, places, batch_texts, normalize))
                 for _ in range(num_earlier):
-                    yield finish(running.popleft().result())
+                    yield running.popleft().result()
                 window, tokenized = following, coming.result() if coming else []
             while running:
-                yield finish(running.popleft().result())
+                yield running.popleft().result()
         finally:
             for future in running:
                 future.cancel()
@@ -401,10 +403,36 @@ class ArrowEngine:
         return places, self.core.start(pack(texts), normalize=normalize)
 
 
-def finish(batch: Batch) -> tuple[list[int], Vectors]:
-    """The places of a pass's texts and their vectors."""
-    places, wait = batch
-    return places, wait()
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
+
+    Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
+    token, and few distinct sizes need few compiled products.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
+    sizes = [lengths[i] for i in order]
+    batches: list[list[int]] = []
+    while order:
+        room = max_tokens - sizes.pop()
+        batch = [order.pop()]
+        while (end := bisect_right(sizes, room)) > 0:
+            size = sizes[end - 1]
+            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
+            batch += order[start:end][::-1]
+            room -= size * (end - start)
+            del sizes[start:end], order[start:end]
+        batches.append(batch)
+    return batches
+
+
+def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
+    """One packed batch of texts, in the order given."""
+    segments = Segments(tuple([len(text.token_ids) for text in texts]))
+    token_ids = np.concatenate([text.token_ids for text in texts])
+    type_ids = None
+    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
+    return TokenBatch(token_ids, segments, type_ids)
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.hits import CacheStats
 from archerfish.sched.live import SchedulerStats
@@ -13,6 +13,9 @@ from archerfish.sequence import Sequence as TokenSequence
 from archerfish.step import TokenLogprobs
 from archerfish.text.output_text import OutputText
 from archerfish.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from archerfish.engine.llm_engine import LLMEngine
 
 
 @dataclass(slots=True)
@@ -228,3 +231,20 @@ class EngineStats:
             avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
             concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
         )
+
+
+def engine_counts(engine: LLMEngine) -> dict[str, Any]:
+    """Counts since the engine was made and its current state, by the names of `observe.collector`."""
+    scheduler = engine.scheduler
+    counted, cached, logits = scheduler.stats(), engine.cache_stats(), engine.logits_cache.get_stats()
+    blocks = scheduler.blocks
+    num_used = blocks.num_total - blocks.num_free - scheduler.cache.num_evictable
+    return {
+        **asdict(engine.engine_stats()), "cache": asdict(cached), "num_prompt_tokens": cached.hits + cached.misses,
+        "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
+        "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
+        "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
+        "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
+        "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+        "kv_bytes_held": (blocks.num_total - blocks.num_free) * (engine.facts.memory.num_bytes / blocks.num_total),
+    }  # fmt: skip

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from archerfish.background import in_background
-from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import RequestOutput, TextDelta
+from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
 from archerfish.errors import ArcherfishError, InvalidInputError, OverloadedError, StoppedError
 from archerfish.observe.collector import MetricsCollector
 from archerfish.params import SamplingParams

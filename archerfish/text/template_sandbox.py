@@ -13,8 +13,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -33,6 +33,7 @@ MAX_WIDTH = 1000  # of padding and indentation
 WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
 WIDTH_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
 TEXT_FILTERS = ("escape", "forceescape", "join", "pprint", "string", "tojson", "urlencode", "xmlattr")
+FORMAT_WIDTH = re.compile(r"\{|\d{4,}")  # of str.format, also one that is a value itself
 PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 
 
@@ -44,29 +45,31 @@ class RaisedError(TemplateError):
     """The message of a template's raise_exception."""
 
 
-class Budget:
-    """The steps, characters and seconds of one rendering."""
+class Budget(threading.local):
+    """The steps, characters and seconds that are left of the rendering in this thread."""
 
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._num_characters = 0
-        self._deadline = time.thread_time() + MAX_SECONDS
+    num_steps = num_characters = 0
+    deadline = 0.0
+
+    def start(self) -> None:
+        self.num_steps, self.num_characters = MAX_STEPS, MAX_CHARACTERS
+        self.deadline = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps > MAX_STEPS:
+        self.num_steps -= 1
+        if self.num_steps < 0:
             raise LimitError(f"it takes more than {MAX_STEPS:,} steps")
-        if self._num_steps % 64 == 0 and time.thread_time() > self._deadline:
+        if self.num_steps % 64 == 0 and time.thread_time() > self.deadline:
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def take(self, num_characters: int) -> None:
-        self._num_characters += num_characters
-        if self._num_characters > MAX_CHARACTERS:
+        self.num_characters -= num_characters
+        if self.num_characters < 0:
             raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
 
     def take_text_of(self, value: object) -> int:
         """Count the characters of a value's text. A list that is contained several times counts each time."""
-        pending, before = [value], self._num_characters
+        pending, before = [value], self.num_characters
         while pending:
             self.step()
             item = pending.pop()
@@ -79,7 +82,7 @@ class Budget:
                 pending += item
             elif isinstance(item, int):
                 self.take(item.bit_length() // 3)
-        return self._num_characters - before
+        return before - self.num_characters
 
 
 class GenerationTag(Extension):
@@ -106,25 +109,13 @@ class PublicNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-class BoundedFormatter(SandboxedFormatter):
-    """str.format with bounded widths and results."""
-
-    _env: ChatEnvironment
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if any(int(digits) > MAX_WIDTH for digits in re.findall(r"\d+", format_spec[:1000])) or len(format_spec) > 1000:
-            raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
-        self._env.budget.take_text_of(value)
-        return super().format_field(value, format_spec)
-
-
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """The environment that templates of transformers expect, with limits."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self.budget = Budget()
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.measure_output
         )
@@ -133,20 +124,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self._guarded(name, function)
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace)
-
-    @contextmanager
-    def bounded(self) -> Iterator[None]:
-        """Give the compiling and rendering inside of the block one budget."""
-        self._local.budget = Budget()
-        try:
-            yield
-        finally:
-            del self._local.budget
-
-    @property
-    def budget(self) -> Budget:
-        found: Budget = self._local.budget
-        return found
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -171,10 +148,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def measure_output(self, value: Any) -> Any:
         """Called with the value of every {{ ... }}."""
-        if isinstance(value, str):
-            self.budget.take(len(value))
-        else:
-            self.budget.take_text_of(value)
+        self.budget.take_text_of(value)
         return value
 
     def concat(self, texts: Iterable[str]) -> str:
@@ -202,6 +176,20 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         num_characters = self.budget.take_text_of((text, values))
         self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used several times
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def bounded_format(*args: Any, **kwargs: Any) -> str:
+            text: str = value.__self__
+            if any(spec and FORMAT_WIDTH.search(spec) for _, _, spec, _ in Formatter().parse(text)):
+                raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+            self.budget.take(self.budget.take_text_of((text, args, kwargs)) * text.count("{"))
+            return formatted(*args, **kwargs)
+
+        return functools.update_wrapper(bounded_format, value)
+
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
         budget.step()
@@ -223,17 +211,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.budget.take_text_of(args)
             self.budget.take(len(owner) * sum(map(size_of, args)))
         return args
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if super().wrap_str_format(value) is None:
-            return None
-        text, is_map = value.__self__, value.__name__ == "format_map"
-
-        def bounded_format(*args: Any, **kwargs: Any) -> str:
-            values = args[0] if is_map else kwargs
-            return BoundedFormatter(self).vformat(str(text), () if is_map else args, values)
-
-        return functools.update_wrapper(bounded_format, value)
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The filter with counting and size checks."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 
 from archerfish import ArrowEngine, BatchInferenceServer, EmbedConfig, HubConfig, ModelConverter
-from archerfish.engine.packing import pack, plan_batches
+from archerfish.engine.arrow_engine import pack, plan_batches
 from archerfish.errors import (
     ArcherfishError,
     CorruptFileError,

@@ -169,6 +169,7 @@ HUGE = {
     "percent with a star": "{{ '%*d' % (10000000000, 1) }}",
     "percent with a name": "{{ '%(a)010000000000d' % {'a': 1} }}",
     "format": "{{ '{:10000000000}'.format(1) }}",
+    "format of a strange key": "{{ '{0[}]:10000000000}'.format({'}': 1}) }}",
     "format within": "{{ '{:{}}'.format(1, 10000000000) }}",
     "format again and again": "{{ ('{0}' * 1000000).format('a' * 1000000) }}",
     "power": "{{ 10 ** (10 ** 10) }}",
