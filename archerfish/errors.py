@@ -33,7 +33,7 @@ can do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar
 
 MIN_SIMILARITY = 0.72  # of a suggested name to the given one, from 0 to 1
@@ -196,3 +196,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if 0 < len(choices) <= 12:
         return f"Known: {', '.join(choices)}."
     return ""
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] | None = None) -> None:
+    """Raise an error for the first name that is not known, with its own hint or with the nearest known names."""
+    for name in given:
+        if name not in known:
+            hint = (hints or {}).get(name) or did_you_mean(name, known)
+            raise UnknownOptionError(f"Unknown {what}: {name!r}.", hint=hint)

@@ -18,7 +18,6 @@ from archerfish.cli import output, serve
 from archerfish.cli.main import main
 from archerfish.cli.texts import read_texts, write_atomically
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
-from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import (
     ArcherfishError,
     DeviceError,
@@ -28,6 +27,7 @@ from archerfish.errors import (
     UnreachableError,
     WriteError,
 )
+from tests.engine.fakes import FakeEngine
 
 
 class Engine(FakeEngine):
