@@ -46,16 +46,13 @@ class ModelFacts:
     max_len: int
     step_tokens: int  # most in one step
     memory: MemoryPlan
+    vocab_size: int
     weight_format: WeightFormat = PLAIN
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
         return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
-
-    @property
-    def vocab_size(self) -> int:
-        return self.adapter.vocab_size(self.config)
 
     @property
     def memory_shape(self) -> MemoryShape:
@@ -91,12 +88,14 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     shapes = adapter.dummy_shapes(model_config).values()
     weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
     step_tokens = choose_step_tokens(config, device)
-    work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
+    vocab_size = adapter.vocab_size(model_config)
+    work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
     work += weight_format.work_bytes(shapes, dtype)
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     return ModelFacts(
-        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, weight_format
+        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
+        weight_format,
     )
 
 

@@ -91,11 +91,10 @@ class RequestMaker:
                 raise InvalidInputError(f"{self.facts.name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
             check_prompt_bytes([prompt], self.max_prompt_bytes)
             token_ids: Sequence[int] = self.tokenizer.encode(prompt)
-        elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:
-            what = f"a list that begins with {prompt[0]!r}" if isinstance(prompt, list) else type(prompt).__name__
-            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {what}.")
+            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         if not token_ids:
             raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
         return token_ids
