@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
-    from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.monitor import MetricEvent, PerformanceMonitor, RealTimeMonitor
     from archerfish.compat.optimization import OptimizationConfig
-    from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -53,9 +52,8 @@ _HOMES = {  # the public names of each module
     "compat.batch_processor": ("BatchProcessor",),
     "compat.batch_server": ("BatchInferenceServer",),
     "compat.benchmark": ("BenchmarkConfig", "PerformanceTarget", "TestCase", "run_benchmark"),
-    "compat.monitor": ("PerformanceMonitor",),
+    "compat.monitor": ("MetricEvent", "PerformanceMonitor", "RealTimeMonitor"),
     "compat.optimization": ("OptimizationConfig",),
-    "compat.real_time": ("MetricEvent", "RealTimeMonitor"),
     "compat.sampling": ("LogitsView", "SamplingConfig", "sample_optimized", "sample_with_cache"),
     "compat.streaming": ("InferenceRequest", "PrefetchConfig", "StreamingInference"),
     "config": ("ConversionConfig", "EmbedConfig", "EngineConfig", "HubConfig", "ServeConfig"),

@@ -30,11 +30,7 @@ FALSE_WORDS = ("0", "false", "no", "off")
 
 
 def option(
-    default: Any,
-    description: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
+    default: Any, description: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
     """Declare one option: its default, its description and its possible values."""

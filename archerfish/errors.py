@@ -175,16 +175,11 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     choices = {choice.lstrip(PREFIX_CHARACTERS).lower(): choice for choice in known}
     close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=MIN_SIMILARITY)
     if close:
-        least = similarity(wanted, close[0]) - MAX_SIMILARITY_GAP
-        close = [choice for choice in close if similarity(wanted, choice) >= least]
+        ratios = [difflib.SequenceMatcher(None, choice, wanted).ratio() for choice in close]
+        close = [choice for choice, ratio in zip(close, ratios, strict=True) if ratio >= ratios[0] - MAX_SIMILARITY_GAP]
     elif len(wanted) >= 3:
         close = sorted(choice for choice in choices if choice.startswith(wanted))[:most]
     return [choices[choice] for choice in close]
-
-
-def similarity(one: str, other: str) -> float:
-    """The similarity of two names, from 0 to 1 for equal ones."""
-    return difflib.SequenceMatcher(None, other, one).ratio()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

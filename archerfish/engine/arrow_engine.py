@@ -62,15 +62,8 @@ class ArrowEngine:
     """
 
     def __init__(
-        self,
-        model_path: str | Path | EmbedConfig,
-        device: str = "cpu",
-        max_batch_size: int = 32,
-        use_fast_tokenizer: bool = True,
-        *,
-        hub: HubConfig | None = None,
-        progress: Progress = no_progress,
-        **options: Any,
+        self, model_path: str | Path | EmbedConfig, device: str = "cpu", max_batch_size: int = 32,
+        use_fast_tokenizer: bool = True, *, hub: HubConfig | None = None, progress: Progress = no_progress, **options: Any,
     ) -> None:
         started = time.perf_counter()
         if isinstance(model_path, EmbedConfig):
@@ -148,13 +141,8 @@ class ArrowEngine:
         return self._max_length
 
     def encode(
-        self,
-        texts: str | Iterable[EmbedInput],
-        batch_size: int = 32,
-        show_progress: bool = False,
-        *,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
+        self, texts: str | Iterable[EmbedInput], batch_size: int = 32, show_progress: bool = False, *,
+        normalize: bool | None = None, prompt_name: str | None = None,
     ) -> Vectors:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 

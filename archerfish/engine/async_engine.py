@@ -51,7 +51,7 @@ class AsyncLLMEngine:
             if len(self._outbox) == 1:
                 loop.call_soon_threadsafe(self._drain)
 
-        request = await asyncio.to_thread(self.engine.prepare_request, prompt, sampling_params, listener=post, **options)
+        request = await asyncio.to_thread(self.engine.requests.make, prompt, sampling_params, listener=post, **options)
         if self._is_closing.is_set():
             raise StoppedError("This engine has been closed.")
         self.engine.submit(request)

@@ -14,9 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
-from archerfish.background import Lazy
 from archerfish.cache.hits import HitRecord
 from archerfish.cache.key import as_namespace
 from archerfish.cache.radix import CacheStats
@@ -75,8 +75,7 @@ class LLMEngine:
         self.runner.warm_up()
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread
-        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, tokenizer))
-        self._requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
+        self.requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
@@ -101,18 +100,12 @@ class LLMEngine:
         deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
         the result has those of the token after the prompt.
         """
-        request = self._requests.make(
-            prompt, sampling_params, listener=listener, request_id=request_id, priority=priority, deadline_s=deadline_s,
-            namespace=namespace, wants_logits=wants_logits,
+        request = self.requests.make(
+            prompt, sampling_params, listener=listener, is_kept=True, request_id=request_id, priority=priority,
+            deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits,
         )
         self.submit(request)
         return request.request_id
-
-    def prepare_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, *, listener: Listener, **options: Any
-    ) -> Request:
-        """A request for `submit`, tokenised and checked here, in any thread. Its result goes to the listener alone."""
-        return self._requests.make(prompt, sampling_params, listener=listener, is_kept=False, **options)
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -121,7 +114,7 @@ class LLMEngine:
             raise StoppedError("This LLMEngine was left behind by a fork.", hint="Make one in every process, after the fork.")
 
     def submit(self, request: Request) -> None:
-        """Queue a request that `prepare_request` has made."""
+        """Queue a request that `requests.make` has made."""
         with self._changed:
             self._check_usable()
             self.scheduler.add(request)
@@ -319,7 +312,7 @@ class LLMEngine:
             raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
         if len(many) > 1 and request_options.get("request_id") is not None:
             raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
-        requests = [self._requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
+        requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
         for request in requests:
             self.scheduler.check(request)
         with progress_bar("Generating", show=show_progress, unit="requests") as progress:
@@ -362,14 +355,13 @@ class LLMEngine:
             for request in requests:
                 if request.collector.result is None:
                     self.abort(request.request_id)
-                self.forget(request.request_id)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **request_options: Any
     ) -> Generator[TextDelta, None, None]:
         """What a prompt's answer gains, as it comes. Closing the iterator aborts the request."""
         arrived: deque[TextDelta] = deque()
-        request = self.prepare_request(prompt, sampling_params, listener=arrived.append, **request_options)
+        request = self.requests.make(prompt, sampling_params, listener=arrived.append, **request_options)
         self.submit(request)
         num_open = request.params.n
         try:
@@ -389,10 +381,10 @@ class LLMEngine:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
         return self.chat_template.encode(self.tokenizer, messages, **template_options)
 
-    @property
+    @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return self._chat_template.get()
+        return ChatTemplate.find(self.facts.directory, self.facts.name, self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
@@ -429,16 +421,11 @@ class LLMEngine:
             self._deliver()
         return found
 
-    def forget(self, request_id: str) -> None:
-        """Drop a kept result."""
-        with self._lock:
-            self._kept.pop(request_id, None)
-
     # Looking in
 
     def explain(self, prompt: Prompt, namespace: Namespace | str = "") -> HitRecord:
         """What the cache would do for a prompt now, and why; changes nothing."""
-        token_ids = self._requests.tokenize(prompt)
+        token_ids = self.requests.tokenize(prompt)
         with self._lock:
             return self.scheduler.explain(token_ids, as_namespace(namespace))
 
@@ -472,7 +459,7 @@ class LLMEngine:
             if not config.enable_prefix_caching:
                 scheduler.cache.clear()
             scheduler.cache.is_enabled = config.enable_prefix_caching
-            self._requests.max_prompt_bytes = config.max_prompt_bytes
+            self.requests.max_prompt_bytes = config.max_prompt_bytes
             self.config = config
         return {name: getattr(config, name) for name in RUNNING_OPTIONS}
 

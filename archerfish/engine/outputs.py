@@ -133,7 +133,7 @@ class OutputCollector:
 
     def __init__(
         self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
-        *, is_kept: bool = True,
+        *, is_kept: bool = False,
     ) -> None:
         n = request.params.n
         self.request, self.prompt = request, prompt

@@ -47,9 +47,12 @@ class RequestMaker:
 
     def make(
         self, prompt: Prompt, params: SamplingParams | None, *, listener: Listener | None = None, wants_text: bool = True,
-        is_kept: bool = True, **options: Any,
+        is_kept: bool = False, **options: Any,
     ) -> Request:
-        """A checked request. options: REQUEST_OPTIONS. wants_text: false spares making text, unless there are stop strings."""
+        """A checked request for `LLMEngine.submit`. options: REQUEST_OPTIONS. is_kept: `get_output` has its result.
+
+        wants_text: false spares making text, unless there are stop strings.
+        """
         if params is None:
             params = SamplingParams()
         elif not isinstance(params, SamplingParams):

@@ -129,7 +129,7 @@ class RwkvSampler:
             raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
-        prepared = engine.prepare_request(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
+        prepared = engine.requests.make(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
         engine.scheduler.check(prepared)
         if request.ref_global_tokens is not None:
             arrived.append((place, TTSTokens(list(request.ref_global_tokens))))

@@ -125,7 +125,7 @@ class HostedLLM:
             prompt = self.engine.render_chat(message.messages, **message.template_options)
             params = self.engine.chat_template.stopping(params)
         assert prompt is not None
-        return self.engine.prepare_request(
+        return self.engine.requests.make(
             prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
             request_id=f"host-{next(self._ids)}", priority=request.caller.capped(message.priority),
             namespace=Namespace(request.tenant), deadline_s=request.left_s(self.host.clock()),

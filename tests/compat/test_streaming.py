@@ -130,14 +130,6 @@ def test_an_invalid_prompt_has_no_logits(engine: LLMEngine) -> None:
         engine.generate([1, 2], wants_logits=1)
 
 
-def test_prefetch_options_without_a_meaning_are_refused() -> None:
-    for name in ("window_size", "prefetch_threshold"):
-        with pytest.raises(UnknownOptionError, match=f"{name}.*before the token is drawn"):
-            PrefetchConfig(**{name: 1})
-    with pytest.raises(UnknownOptionError, match="max_prefetch"):
-        PrefetchConfig(max_prefetsch=1)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("depth", [2, -1])
 def test_a_pipeline_depth_above_one_is_refused(depth: int) -> None:
     with pytest.raises(InvalidOptionError, match="max_prefetch must be 0 or 1"):
