@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from string import Formatter
 from typing import Any
@@ -30,9 +30,13 @@ MAX_STEPS = 1_000_000  # loop iterations, calls and filters; a chat of 10,000 me
 MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate ones included
 MAX_SECONDS = 3.0  # of processor time of this thread
 MAX_WIDTH = 1000  # of padding and indentation
-WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
-WIDTH_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
-TEXT_FILTERS = ("escape", "forceescape", "join", "pprint", "string", "tojson", "urlencode", "xmlattr")
+WIDTHS = (  # filters and methods whose numbers are widths
+    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson", "truncate", "wordwrap", "zfill",
+)  # fmt: skip
+STRUCTURE_FILTERS = frozenset((  # those that make no text of their values
+    "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length", "list",
+    "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "sum", "unique",
+))  # fmt: skip
 FORMAT_WIDTH = re.compile(r"\{|\d{4,}")  # of str.format, also one that is a value itself
 PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 
@@ -195,48 +199,44 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         budget.step()
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str | bytes | int):
-            args = self._measured_arguments(owner, name, args, kwargs)
+            args = tuple(map(as_list, args))
+            self._check_growth(name, (owner, *args), kwargs)
         result = super().call(context, function, *args, **kwargs)
         budget.take(size_of(result))
         return result
 
-    def _measured_arguments(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a method of a text or number, after a check of the size of its result."""
-        if name in WIDTH_METHODS:
-            check_width(args, kwargs)
-        elif name == "replace":
-            self.budget.take(replaced_size(owner, args))
-        elif name == "join":
-            args = tuple(as_list(argument) for argument in args)
-            self.budget.take_text_of(args)
-            self.budget.take(len(owner) * sum(map(size_of, args)))
-        return args
-
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The filter with counting and size checks."""
+        num_own = int(hasattr(function, "jinja_pass_arg"))  # arguments that jinja2 adds before the template's
 
         @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
         def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
             budget = self.budget
             budget.step()
-            if name in WIDTH_FILTERS:
-                check_width(args[1:], kwargs)
-            if name == "replace":
-                texts = [str(argument) for argument in args if isinstance(argument, str | int)]
-                budget.take(replaced_size(texts[0], texts[1:]) if texts else 0)
-            elif name == "format":
-                self._check_percent(str(args[0]), (args[1:], kwargs))
-            elif name in TEXT_FILTERS:
-                args = tuple(as_list(argument) for argument in args)
-                budget.take_text_of((args, kwargs))
-                if name == "join":
-                    _, values, *separator = args  # the first argument is jinja2's own
-                    budget.take(len(str(kwargs.get("d", separator[:1]))) * size_of(values))
+            if name not in STRUCTURE_FILTERS:
+                args = tuple(map(as_list, args))
+                self._check_growth(name, args[num_own:], kwargs)
             result = function(*args, **kwargs)
             budget.take(size_of(result))
             return counted(result, budget) if isinstance(result, Iterator) else result
 
         return filter_within_bounds
+
+    def _check_growth(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the size of a text before a filter makes it, or a method, whose object is the first argument."""
+        self.budget.take_text_of([value for value in (*args, *kwargs.values()) if not isinstance(value, str)])
+        if name in WIDTHS:
+            check_width(args[1:], kwargs)
+        elif name == "format":
+            self._check_percent(str(args[0]), (args[1:], kwargs))
+        elif name in ("replace", "join"):
+            given = dict(zip(("text", "old", "new"), args, strict=False)) | kwargs
+            text, old, new = (given.get(key, "") for key in ("text", "old", "new"))
+            if name == "join":
+                self.budget.take(size_of(text) * size_of(kwargs.get("d", old)))
+            else:
+                texts: list[Any] = [value if isinstance(value, bytes) else str(value) for value in (text, old, new)]
+                self.budget.take(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
 
 
 class ConcatTransformer(NodeTransformer):
@@ -259,7 +259,7 @@ def as_list(value: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict | range) else 0
 
 
 def check_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
@@ -273,12 +273,6 @@ def product_size(left: Any, right: Any) -> int:
         if hasattr(value, "__len__") and isinstance(times, int):
             return len(value) * max(0, times)
     return left.bit_length() + right.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
-
-
-def replaced_size(text: Any, arguments: Sequence[Any]) -> int:
-    if len(arguments) < 2 or not all(isinstance(argument, str | bytes) for argument in arguments[:2]):
-        return 0
-    return len(text) + int(text.count(arguments[0])) * len(arguments[1])
 
 
 def refuse_private(name: object) -> None:
