@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
-    from archerfish.compat.monitor import PerformanceMonitor
+    from archerfish.compat.monitor import MetricEvent, PerformanceMonitor, RealTimeMonitor
     from archerfish.compat.optimization import OptimizationConfig
-    from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
     from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
     from archerfish.compat.streaming import InferenceRequest, PrefetchConfig, StreamingInference
     from archerfish.config import ConversionConfig, EmbedConfig, EngineConfig, HubConfig, ServeConfig
@@ -47,60 +46,38 @@ if TYPE_CHECKING:
     from archerfish.store.loader import WeightLoader
     from archerfish.text.tokenizer import FastTokenizer
 
-_HOME = {
-    "AdaptiveCache": "cache.adaptive",
-    "ArcherfishError": "errors",
-    "ArrowEngine": "engine.arrow_engine",
-    "AsyncLLMEngine": "engine.async_engine",
-    "BatchInferenceServer": "compat.batch_server",
-    "BatchProcessor": "compat.batch_processor",
-    "BenchmarkConfig": "compat.benchmark",
-    "BufferPool": "kernels.buffers",
-    "CacheKey": "cache.logits_cache",
-    "CompletionOutput": "engine.outputs",
-    "ConversionConfig": "config",
-    "ConversionResult": "store.converter",
-    "EmbedConfig": "config",
-    "EngineConfig": "config",
-    "FastSampler": "runtime.sampler",
-    "FastTokenizer": "text.tokenizer",
-    "HubConfig": "config",
-    "InferenceCore": "engine.inference_core",
-    "InferenceRequest": "compat.streaming",
-    "LLM": "engine.llm",
-    "LLMEngine": "engine.llm_engine",
-    "LogitsCache": "cache.logits_cache",
-    "LogitsView": "compat.sampling",
-    "MetricEvent": "compat.real_time",
-    "MetricsCollector": "observe.collector",
-    "ModelAdapter": "models.adapter",
-    "ModelConverter": "store.converter",
-    "OptimizationConfig": "compat.optimization",
-    "PerformanceMonitor": "compat.monitor",
-    "PerformanceTarget": "compat.benchmark",
-    "PoolStats": "kernels.buffers",
-    "PrefetchConfig": "compat.streaming",
-    "RealTimeMonitor": "compat.real_time",
-    "RegressionDetector": "observe.regression",
-    "RequestOutput": "engine.outputs",
-    "RerankResult": "engine.arrow_engine",
-    "RwkvSampler": "engine.rwkv_sampler",
-    "SamplingConfig": "compat.sampling",
-    "SamplingMetrics": "observe.sampling",
-    "SamplingParams": "params",
-    "ServeConfig": "config",
-    "Stage": "params",
-    "StreamingInference": "compat.streaming",
-    "TTSRequest": "engine.tts",
-    "TTSTokens": "engine.tts",
-    "TestCase": "compat.benchmark",
-    "TextDelta": "engine.outputs",
-    "WeightLoader": "store.loader",
-    "register_model": "models.adapter",
-    "run_benchmark": "compat.benchmark",
-    "sample_optimized": "compat.sampling",
-    "sample_with_cache": "compat.sampling",
-}
+_HOMES = {  # the public names of each module
+    "cache.adaptive": ("AdaptiveCache",),
+    "cache.logits_cache": ("CacheKey", "LogitsCache"),
+    "compat.batch_processor": ("BatchProcessor",),
+    "compat.batch_server": ("BatchInferenceServer",),
+    "compat.benchmark": ("BenchmarkConfig", "PerformanceTarget", "TestCase", "run_benchmark"),
+    "compat.monitor": ("MetricEvent", "PerformanceMonitor", "RealTimeMonitor"),
+    "compat.optimization": ("OptimizationConfig",),
+    "compat.sampling": ("LogitsView", "SamplingConfig", "sample_optimized", "sample_with_cache"),
+    "compat.streaming": ("InferenceRequest", "PrefetchConfig", "StreamingInference"),
+    "config": ("ConversionConfig", "EmbedConfig", "EngineConfig", "HubConfig", "ServeConfig"),
+    "engine.arrow_engine": ("ArrowEngine", "RerankResult"),
+    "engine.async_engine": ("AsyncLLMEngine",),
+    "engine.inference_core": ("InferenceCore",),
+    "engine.llm": ("LLM",),
+    "engine.llm_engine": ("LLMEngine",),
+    "engine.outputs": ("CompletionOutput", "RequestOutput", "TextDelta"),
+    "engine.rwkv_sampler": ("RwkvSampler",),
+    "engine.tts": ("TTSRequest", "TTSTokens"),
+    "errors": ("ArcherfishError",),
+    "kernels.buffers": ("BufferPool", "PoolStats"),
+    "models.adapter": ("ModelAdapter", "register_model"),
+    "observe.collector": ("MetricsCollector",),
+    "observe.regression": ("RegressionDetector",),
+    "observe.sampling": ("SamplingMetrics",),
+    "params": ("SamplingParams", "Stage"),
+    "runtime.sampler": ("FastSampler",),
+    "store.converter": ("ConversionResult", "ModelConverter"),
+    "store.loader": ("WeightLoader",),
+    "text.tokenizer": ("FastTokenizer",),
+}  # fmt: skip
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 # Names of the documents that this package follows, and what stands for them here.
 _REPLACED = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from archerfish.errors import InvalidOptionError, UnknownOptionError, did_you_mean
+from archerfish.errors import InvalidOptionError, refuse_unknown
 
 ENV_PREFIX = "ARCHERFISH_"
 CONFIG_ENV = "ARCHERFISH_CONFIG"
@@ -24,16 +24,13 @@ WEIGHTS = "Format of matrices in memory; a registered name: int8 (a byte a numbe
 COMPRESSIONS = ("lz4", "zstd", "snappy", "gzip", "none")
 MODEL_KINDS = ("generation", "embedding", "cross-encoder")
 LOADS = ("start", "idle", "demand")
+SHAPE_HINT = "Leave it out: the model's files state it. Write max_cache_tokens for the size of the KV cache."
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 
 
 def option(
-    default: Any,
-    description: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
+    default: Any, description: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
     """Declare one option: its default, its description and its possible values."""
@@ -46,6 +43,7 @@ class Options:
     """Base of all sections of options. Every value is checked when an object is made."""
 
     section: ClassVar[str] = ""
+    hints: ClassVar[Mapping[str, str]] = {}  # for names that are no options here
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -54,7 +52,7 @@ class Options:
 
     def __new__(cls, **values: Any) -> Self:
         """Raise an error for an unknown keyword, with the nearest known one."""
-        refuse_unknown(values, cls.names(), f"option of [{cls.section}]")
+        refuse_unknown(values, cls.names(), f"option of [{cls.section}]", cls.hints)
         return super().__new__(cls)
 
     @classmethod
@@ -135,6 +133,7 @@ class EngineConfig(Options):
     """LLMEngine: text generation."""
 
     section: ClassVar[str] = "engine"
+    hints: ClassVar[Mapping[str, str]] = dict.fromkeys(("num_layers", "kv_dim"), SHAPE_HINT)
 
     model: str = option("smollm2-135m-instruct", "Built-in name, directory, file, or Hugging Face id of the model.")
     device: str = option("cpu", "Where to compute; auto: cuda, then mps, then cpu.", choices=("cpu", "cuda", "mps", "auto"))
@@ -306,12 +305,6 @@ def parse_text(where: str, kind: type, text: str) -> Any:
         raise InvalidOptionError(f"{where} must be a number ({kind.__name__}), not {text!r}.") from None
 
 
-def refuse_unknown(given: Mapping[str, Any], known: list[str], what: str) -> None:
-    for name in given:
-        if name not in known:
-            raise UnknownOptionError(f"Unknown {what}: {name!r}.", hint=did_you_mean(name, known))
-
-
 def env_name(cls: type[Options], name: str) -> str:
     return f"{ENV_PREFIX}{cls.section}_{name}".upper()
 
@@ -323,9 +316,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_ENV:
             continue
-        if variable not in known:
-            hint = did_you_mean(variable, [*known, CONFIG_ENV])
-            raise UnknownOptionError(f"Unknown environment variable: {variable}.", hint=hint)
+        refuse_unknown([variable], [*known, CONFIG_ENV], "environment variable")
         section, name = known[variable]
         found.setdefault(section, {})[name] = text
     return found
@@ -340,7 +331,7 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     for section, values in data.items():
         if not isinstance(values, dict):
             raise InvalidOptionError(f"In {path}, {section!r} must be a section: [{section}].")
-        refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}")
+        refuse_unknown(values, by_section[section].names(), f"key in [{section}] of {path}", by_section[section].hints)
     return data
 
 

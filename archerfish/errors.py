@@ -33,7 +33,7 @@ can do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import ClassVar
 
 MIN_SIMILARITY = 0.72  # of a suggested name to the given one, from 0 to 1
@@ -175,16 +175,11 @@ def nearest(name: str, known: Iterable[str], *, most: int = 3) -> list[str]:
     choices = {choice.lstrip(PREFIX_CHARACTERS).lower(): choice for choice in known}
     close = difflib.get_close_matches(wanted, list(choices), n=most, cutoff=MIN_SIMILARITY)
     if close:
-        least = similarity(wanted, close[0]) - MAX_SIMILARITY_GAP
-        close = [choice for choice in close if similarity(wanted, choice) >= least]
+        ratios = [difflib.SequenceMatcher(None, choice, wanted).ratio() for choice in close]
+        close = [choice for choice, ratio in zip(close, ratios, strict=True) if ratio >= ratios[0] - MAX_SIMILARITY_GAP]
     elif len(wanted) >= 3:
         close = sorted(choice for choice in choices if choice.startswith(wanted))[:most]
     return [choices[choice] for choice in close]
-
-
-def similarity(one: str, other: str) -> float:
-    """The similarity of two names, from 0 to 1 for equal ones."""
-    return difflib.SequenceMatcher(None, other, one).ratio()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -196,3 +191,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if 0 < len(choices) <= 12:
         return f"Known: {', '.join(choices)}."
     return ""
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] | None = None) -> None:
+    """Raise an error for the first name that is not known, with its own hint or with the nearest known names."""
+    for name in given:
+        if name not in known:
+            hint = (hints or {}).get(name) or did_you_mean(name, known)
+            raise UnknownOptionError(f"Unknown {what}: {name!r}.", hint=hint)

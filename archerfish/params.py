@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
-from archerfish.errors import InvalidInputError, UnknownOptionError, did_you_mean
+from archerfish.errors import InvalidInputError, refuse_unknown
 
 MAX_STOP_STRINGS, MAX_STOP_BYTES = 64, 1024
 MAX_LOGPROBS, MAX_N = 64, 128
@@ -99,12 +99,7 @@ class SamplingParams:
     stages: Sequence[Stage] = ()  # parts of the output, in order; they set max_tokens and stop_token_ids, and ignore_eos
 
     def __new__(cls, **values: Any) -> Self:
-        known = [spec.name for spec in dataclasses.fields(cls)]
-        for name in values:
-            if name in NOT_SUPPORTED:
-                raise UnknownOptionError(f"{name} is not supported.", hint=NOT_SUPPORTED[name])
-            if name not in known:
-                raise UnknownOptionError(f"Unknown sampling parameter: {name!r}.", hint=did_you_mean(name, known))
+        refuse_unknown(values, cls.__dataclass_fields__, "sampling parameter", NOT_SUPPORTED)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

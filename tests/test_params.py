@@ -102,7 +102,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, nearest: str) -
 
 def test_best_of_is_named_as_not_supported() -> None:
     options: dict[str, Any] = {"best_of": 3}
-    with pytest.raises(UnknownOptionError, match=r"best_of is not supported\. Use n"):
+    with pytest.raises(UnknownOptionError, match=r"Unknown sampling parameter: 'best_of'\. Use n"):
         SamplingParams(**options)
 
 

@@ -1,33 +1,38 @@
 """PerformanceMonitor: percentiles of latency, throughput and hit rates of engines in this process, without a server.
 
+RealTimeMonitor reads such figures in equal steps of time and sends them to listeners as MetricEvents.
+
 The histograms have the names of a server's. What engines count themselves is read from them and not counted again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from archerfish.compat.real_time import NO_THRESHOLDS, RealTimeMonitor
 from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.async_engine import AsyncLLMEngine
-from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import RequestOutput
+from archerfish.engine.outputs import RequestOutput, engine_counts
 from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
 from archerfish.observe import collector as names
 from archerfish.observe.collector import MetricsCollector
 from archerfish.observe.metrics import Metric
+from archerfish.observe.regression import is_beyond
 from archerfish.observe.sampling import SamplingMetrics
 from archerfish.sequence import Delta
 
+logger = logging.getLogger("archerfish.monitor")
+NO_THRESHOLDS: Mapping[str, float] = {}
 PERCENTS = (50, 90, 95, 99)
 LATENCIES = {
     "ttft": names.TTFT, "inter_token": names.GAPS, "e2e": names.WHOLE, "queue": names.QUEUE, "prefill": names.PREFILL,
@@ -43,6 +48,84 @@ RATIOS = {  # hits as a share of hits and misses
 WINDOW = 4096  # values that percentiles are taken of
 Counts = Mapping[str, Any]
 Watchable = LLMEngine | AsyncLLMEngine | ArrowEngine | RwkvSampler
+
+
+@dataclass(frozen=True, slots=True)
+class MetricEvent:
+    """One figure at one moment. is_alert: the value is beyond the threshold of its name."""
+
+    name: str
+    value: float
+    timestamp: float  # on the monitor's clock, in seconds
+    is_alert: bool = False
+
+
+Listener = Callable[[MetricEvent], None]
+
+
+class RealTimeMonitor:
+    """Calls `read` in equal steps of time; `with` starts and stops it.
+
+    `read` gives figures by name. A threshold makes an event an alert when the value is above it, or below it where less is
+    worse (rates and ratios, by the endings that RegressionDetector knows).
+    """
+
+    def __init__(
+        self, read: Callable[[], Mapping[str, float]], *, monitoring_interval_s: float = 1.0,
+        alert_thresholds: Mapping[str, float] = NO_THRESHOLDS, clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not monitoring_interval_s > 0:
+            raise ValueError(f"monitoring_interval_s must be above 0, not {monitoring_interval_s}.")
+        self.monitoring_interval_s, self.alert_thresholds = monitoring_interval_s, dict(alert_thresholds)
+        self._read, self._clock = read, clock
+        self._listeners: list[Listener] = []
+        self._is_stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with every event, in the monitor's thread. Calling the result ends the subscription."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def collect(self) -> list[MetricEvent]:
+        """Read the figures once and send them to the listeners. A listener that raises is logged and disturbs no other."""
+        now, limits = self._clock(), self.alert_thresholds
+        events = []
+        for name, value in self._read().items():
+            events.append(MetricEvent(name, value, now, name in limits and is_beyond(name, value, limits[name])))
+            for listener in list(self._listeners):
+                try:
+                    listener(events[-1])
+                except Exception:
+                    logger.exception("A listener of %s failed.", name)
+        return events
+
+    def start_monitoring(self) -> None:
+        """Collect in a thread until `stop`."""
+        if self._thread is None:
+            self._is_stopping.clear()
+            self._thread = threading.Thread(target=self._run, name="archerfish-monitor", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopping.wait(self.monitoring_interval_s):
+            try:
+                self.collect()
+            except Exception:  # the next reading may succeed
+                logger.exception("The figures could not be read.")
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __enter__(self) -> Self:
+        self.start_monitoring()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class PerformanceMonitor:

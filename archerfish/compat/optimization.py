@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 from archerfish.cache.eviction import eviction_policy
-from archerfish.config import EngineConfig, Options, option, parse_text, refuse_unknown
-from archerfish.errors import InvalidOptionError, UnknownOptionError
+from archerfish.config import EngineConfig, Options, option, parse_text
+from archerfish.errors import InvalidOptionError, refuse_unknown
 
 ALWAYS_ON = {
     "enable_simd_sampling": "Sampling is always vectorised.",
     "enable_object_pool": "Buffers are always reused.",
 }
 FIXED = {"pool_max_objects": "An engine makes its buffers once, for max_num_seqs sequences, when it starts."}
-SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON, *FIXED)
+SECOND_NAMES = ("cache_size_mb", "enable_prefetch", *ALWAYS_ON)
 # Options that an engine has under the same name.
 ENGINE_OPTIONS = ("logits_cache_ttl_s", "enable_prefix_caching", "eviction_policy", "max_queue_size", "pipeline_depth")
 
@@ -98,7 +98,7 @@ class OptimizationConfig(Options):
         """Options by their first names."""
         if not isinstance(values, Mapping):
             raise InvalidOptionError(f"Options must be a table of names and values, not {type(values).__name__}.")
-        refuse_unknown({str(name): value for name, value in values.items()}, [*cls.names(), *SECOND_NAMES], "option")
+        refuse_unknown(map(str, values), [*cls.names(), *SECOND_NAMES], "option", FIXED)
         found: dict[str, Any] = {}
         for given_name, given_value in values.items():
             name, value = _first_name(given_name, given_value)
@@ -149,8 +149,6 @@ class OptimizationConfig(Options):
 
 def _first_name(name: str, value: Any) -> tuple[str, Any]:
     """An option by its first name; "" for one that states what is always so."""
-    if name in FIXED:
-        raise UnknownOptionError(f"{name} cannot be set.", hint=FIXED[name])
     if name == "cache_size_mb":
         return "logits_cache_mib", value
     if name in ALWAYS_ON or name == "enable_prefetch":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from archerfish.errors import UnknownOptionError, did_you_mean
+from archerfish.errors import refuse_unknown
 from archerfish.params import SamplingParams
 from archerfish.runtime.host_sampling import check_masked, check_range, host_row, sample_row
 
 REFUSED = {
-    "fast_path_threshold": "To stop at a dominant logit changes the distribution.",
-    "use_simd": "NumPy and torch use the vector instructions of the processor in any case.",
+    "fast_path_threshold": "To stop at a dominant logit changes the distribution. Leave it out.",
+    "use_simd": "NumPy and torch use the vector instructions of the processor in any case. Leave it out.",
 }
 K = TypeVar("K", bound=Hashable, contravariant=True)
 
@@ -29,12 +29,7 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __new__(cls, **values: Any) -> Self:
-        known = [spec.name for spec in fields(cls)]
-        for name in values:
-            if name in REFUSED:
-                raise UnknownOptionError(f"{name} does not exist.", hint=f"{REFUSED[name]} Leave it out.")
-            if name not in known:
-                raise UnknownOptionError(f"Unknown sampling option: {name!r}.", hint=did_you_mean(name, known))
+        refuse_unknown(values, cls.__dataclass_fields__, "sampling option", REFUSED)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -17,11 +17,12 @@ from archerfish.config import EngineConfig
 from archerfish.engine.async_engine import AsyncLLMEngine
 from archerfish.engine.llm_engine import LLMEngine, Prompt
 from archerfish.engine.outputs import RequestOutput
-from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, UnknownOptionError, did_you_mean
+from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError, refuse_unknown
 from archerfish.params import SamplingParams
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-REFUSED = ("window_size", "prefetch_threshold")
+NO_LOOKAHEAD = "Leave it out: the logits of a token cannot be computed before the token is drawn."
+REFUSED = dict.fromkeys(("window_size", "prefetch_threshold"), NO_LOOKAHEAD)
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,7 @@ class PrefetchConfig:
     max_prefetch: int = 1
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
-        known = [spec.name for spec in fields(cls)]
-        for name in values:
-            if name in REFUSED:
-                raise UnknownOptionError(
-                    f"{name} does not exist.", hint="The logits of a token cannot be computed before the token is drawn."
-                )
-            if name not in known:
-                raise UnknownOptionError(f"Unknown option of prefetching: {name!r}.", hint=did_you_mean(name, known))
+        refuse_unknown(values, cls.__dataclass_fields__, "option of prefetching", REFUSED)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

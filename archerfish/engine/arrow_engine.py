@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from archerfish.background import Lazy, in_background
+from archerfish.background import in_background
 from archerfish.config import EmbedConfig, HubConfig
 from archerfish.engine.inference_core import InferenceCore, Vectors
-from archerfish.engine.packing import pack, plan_batches
 from archerfish.engine.progress import progress_bar
 from archerfish.errors import (
     InputTooLargeError,
@@ -29,7 +29,9 @@ from archerfish.errors import (
     did_you_mean,
 )
 from archerfish.kernels.machine import fast_cpu_dtype
+from archerfish.kernels.ops import Segments
 from archerfish.kernels.pool import ComputePool, compute_pool
+from archerfish.models.adapter import TokenBatch
 from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.names import resolve_model
@@ -60,15 +62,8 @@ class ArrowEngine:
     """
 
     def __init__(
-        self,
-        model_path: str | Path | EmbedConfig,
-        device: str = "cpu",
-        max_batch_size: int = 32,
-        use_fast_tokenizer: bool = True,
-        *,
-        hub: HubConfig | None = None,
-        progress: Progress = no_progress,
-        **options: Any,
+        self, model_path: str | Path | EmbedConfig, device: str = "cpu", max_batch_size: int = 32,
+        use_fast_tokenizer: bool = True, *, hub: HubConfig | None = None, progress: Progress = no_progress, **options: Any,
     ) -> None:
         started = time.perf_counter()
         if isinstance(model_path, EmbedConfig):
@@ -104,7 +99,6 @@ class ArrowEngine:
         self._is_closed = False
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         loader.check_tokenizer()
-        self._tokenizer = Lazy(lambda: FastTokenizer(directory / "tokenizer", self._max_length))
         self._loader = loader
         self._packed = self._pool.submit(self._pack_and_release)
 
@@ -117,9 +111,9 @@ class ArrowEngine:
         self.core.ops.prepare()
         self._loader.release()
 
-    @property
+    @cached_property
     def tokenizer(self) -> FastTokenizer:
-        return self._tokenizer.get()
+        return FastTokenizer(self.directory / "tokenizer", self._max_length)
 
     def _choose_max_length(self, settings: dict[str, Any]) -> int:
         """As in sentence-transformers: the length that the model states, else its tokenizer's, at most its positions."""
@@ -147,13 +141,8 @@ class ArrowEngine:
         return self._max_length
 
     def encode(
-        self,
-        texts: str | Iterable[EmbedInput],
-        batch_size: int = 32,
-        show_progress: bool = False,
-        *,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
+        self, texts: str | Iterable[EmbedInput], batch_size: int = 32, show_progress: bool = False, *,
+        normalize: bool | None = None, prompt_name: str | None = None,
     ) -> Vectors:
         """Vectors of texts: (dim,) for one string, (n, dim) float32 for a list, in its order.
 
@@ -161,15 +150,15 @@ class ArrowEngine:
         included. batch_size bounds a forward pass, in units of 32 tokens. normalize=None follows the model's files.
         prompt_name is the name of a prompt of the model, which is put before every text.
         """
-        if not isinstance(texts, Sequence):
-            texts = list_of(texts)
         if isinstance(texts, str):
             one = self.encode([texts], batch_size, show_progress, normalize=normalize, prompt_name=prompt_name)
             return one.reshape(-1)
-        self.check_texts(texts)
+        is_other = isinstance(texts, Iterable) and not isinstance(texts, Sequence | Mapping | Set)
+        many: Any = list(texts) if is_other else texts  # of an array, a series or a generator
+        self.check_texts(many)
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
-        inputs = self._prepare(texts, prompt_name)
+        inputs = self._prepare(many, prompt_name)
         with progress_bar("Encoding", show=show_progress, unit="texts") as progress:
             return self._compute(inputs, batch_size, self._is_scaled(normalize), progress)
 
@@ -224,29 +213,27 @@ class ArrowEngine:
         """(n, dim) vectors of tokenised texts, or (n, labels) scores of tokenised pairs, in their order."""
         self._check_open()
         started = time.perf_counter()
-        batches = self._plan(texts)
+        max_tokens = self._batch_tokens(self.config.max_batch_size)
+        batches = plan_batches([len(text.token_ids) for text in texts], max_tokens)
         start = self._pool.run if len(batches) == 1 else self._pool.submit
         running = [start(self._run, batch, [texts[i] for i in batch], self._is_scaled(normalize)) for batch in batches]
-        finished = (finish(batch.result() if isinstance(batch, Future) else batch) for batch in running)
+        finished = (batch.result() if isinstance(batch, Future) else batch for batch in running)
         return self._collect(len(texts), finished, started, len(texts))
-
-    def _plan(self, texts: Sequence[TokenizedText]) -> list[list[int]]:
-        return plan_batches([len(text.token_ids) for text in texts], self._batch_tokens(self.config.max_batch_size))
 
     def _is_scaled(self, normalize: bool | None) -> bool:
         stated = bool(self.embedding.get("normalize", False)) if normalize is None else normalize
         return stated and not self.is_cross_encoder
 
     def _collect(
-        self, num_texts: int, finished: Iterable[tuple[list[int], Vectors]], started: float, num_inputs: int,
+        self, num_texts: int, finished: Iterable[Batch], started: float, num_inputs: int,
         progress: Progress = no_progress,
     ) -> Vectors:
-        """Vectors or scores in the order of the texts, from batches of (places, vectors). num_inputs: for the watcher."""
+        """Vectors or scores in the order of the texts. num_inputs: for the watcher."""
         width = self.core.config.num_labels if self.is_cross_encoder else self.core.dimension
         out = np.empty((num_texts, width), dtype=np.float32)
         num_finished = 0
-        for rows, vectors in finished:
-            out[rows] = vectors
+        for rows, wait in finished:
+            out[rows] = wait()
             num_finished += len(rows)
             progress(num_finished, num_texts, "")
         if self.watcher is not None and num_inputs:
@@ -260,25 +247,24 @@ class ArrowEngine:
     def check_texts(self, texts: Sequence[Any], what: str = "text") -> None:
         """Raise an InvalidInputError that names the first item that cannot be encoded."""
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
-            raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.")
+            hint = "Give a list of strings."
+            raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.", hint=hint)
         limit = self.config.max_text_bytes
         if are_strings(texts) and all(map(str.isascii, texts)) and max(map(len, texts), default=0) <= limit:
             return
         for index, text in enumerate(texts):
-            if isinstance(text, str):
-                self._check_text(text, f"{what.capitalize()} {index}")
-            elif not self._is_token_ids(text):
-                raise InvalidInputError(f"{what.capitalize()} {index} must be a string, not {type(text).__name__}.")
-
-    def _check_text(self, text: str, name: str) -> None:
-        limit = self.config.max_text_bytes
-        try:
-            num_bytes = len(text) if text.isascii() else len(text.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidInputError(f"{name} holds half a character (a lone surrogate) at position {error.start}.") from None
-        if num_bytes > limit:
-            hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
-            raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
+            name = f"{what.capitalize()} {index}"
+            if not isinstance(text, str):
+                if not self._is_token_ids(text):
+                    raise InvalidInputError(f"{name} must be a string, not {type(text).__name__}.")
+                continue
+            try:
+                num_bytes = len(text.encode())
+            except UnicodeEncodeError as error:
+                raise InvalidInputError(f"{name} holds half a character (lone surrogate) at position {error.start}.") from None
+            if num_bytes > limit:
+                hint = f"Split it, or raise max_text_bytes; the model reads the first {self._max_length} tokens in any case."
+                raise InputTooLargeError(f"{name} has {num_bytes:,} bytes; the limit is {limit:,}.", hint=hint)
 
     def _check_pairs(self, pairs: Sequence[Any]) -> None:
         for side in (0, 1):
@@ -307,38 +293,28 @@ class ArrowEngine:
                 raise InvalidInputError(f"Token id {token_id} is outside of the vocabulary of {vocab_size}.")
         return True
 
-    def _prompt(self, name: str | None) -> str:
-        prompts = self.embedding.get("prompts") or {}
-        name = name or self.embedding.get("default_prompt_name")
-        if not name:
-            return ""
-        if name not in prompts:
-            raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, prompts))
-        if prompts[name] and not self.embedding.get("include_prompt", True):
-            raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
-        return str(prompts[name])
-
     def _prepare(self, texts: Sequence[Any], prompt_name: str | None) -> list[Any]:
         """Texts as the model wants them, and token ids as tuples."""
-        prompt, is_lowered = self._prompt(prompt_name), bool(self.embedding.get("do_lower_case"))
+        prompts, name = self.embedding.get("prompts") or {}, prompt_name or self.embedding.get("default_prompt_name")
+        if name and name not in prompts:
+            raise InvalidInputError(f"{self.model_name} has no prompt {name!r}.", hint=did_you_mean(name, prompts))
+        prompt, is_lowered = str(prompts[name]) if name else "", bool(self.embedding.get("do_lower_case"))
+        if prompt and not self.embedding.get("include_prompt", True):
+            raise UnsupportedModelError(f"{self.model_name} leaves its prompt out of the pooling, which is not supported.")
         if not prompt and not is_lowered and are_strings(texts):
             return list(texts)
         given = [prompt + text if isinstance(text, str) else tuple(text) for text in texts]
         return [text.lower() if isinstance(text, str) else text for text in given] if is_lowered else given
 
     def _activate(self, raw: Vectors) -> Vectors:
-        if self._score_activation() != "sigmoid":
+        """Scores by sentence-transformers' rule: what the files name, else a sigmoid when there is one label."""
+        stated = self.core.config.values.get("sentence_transformers") or {}
+        name = stated.get("activation_fn") or self.core.config.values.get("sbert_ce_default_activation_function")
+        is_sigmoid = str(name).rsplit(".", 1)[-1].lower() == "sigmoid" if name else self.core.config.num_labels == 1
+        if not is_sigmoid:
             return raw
         scores: Vectors = (1.0 / (1.0 + np.exp(-raw.astype(np.float64)))).astype(np.float32)
         return scores
-
-    def _score_activation(self) -> str:
-        """sentence-transformers' rule: what the files name, else a sigmoid when there is one label."""
-        stated = self.core.config.values.get("sentence_transformers") or {}
-        name = stated.get("activation_fn") or self.core.config.values.get("sbert_ce_default_activation_function")
-        if name:
-            return str(name).rsplit(".", 1)[-1].lower()
-        return "sigmoid" if self.core.config.num_labels == 1 else "identity"
 
     def _tokenize(self, inputs: Sequence[EmbedInput | tuple[str, str]]) -> list[TokenizedText]:
         texts: Sequence[Text] = inputs if are_strings(inputs) else [item for item in inputs if is_text(item)]
@@ -369,8 +345,8 @@ class ArrowEngine:
         factor = 1 if self.core.device == "cpu" else GPU_BATCH_FACTOR
         return min(batch_size, self.config.max_batch_size) * TOKENS_PER_TEXT * factor
 
-    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[tuple[list[int], Vectors]]:
-        """Finished batches as (places of inputs, vectors). At most two windows compute while the next one is tokenised."""
+    def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[Batch]:
+        """Batches, in the order in which they end. At most two windows compute while the next one is tokenised."""
         running: deque[Future[Batch]] = deque()
         pending = windows(by_length(inputs))
         window = next(pending, [])
@@ -383,16 +359,16 @@ class ArrowEngine:
                 batches = plan_batches([len(t.token_ids) for t in tokenized], max_tokens)
                 num_earlier = len(running)
                 if len(batches) == 1 and len(window) == len(inputs):
-                    yield finish(self._pool.run(self._run, window, tokenized, normalize))
+                    yield self._pool.run(self._run, window, tokenized, normalize)
                     return
                 for batch in batches:
                     places, batch_texts = [window[i] for i in batch], [tokenized[i] for i in batch]
                     running.append(self._pool.submit(self._run, places, batch_texts, normalize))
                 for _ in range(num_earlier):
-                    yield finish(running.popleft().result())
+                    yield running.popleft().result()
                 window, tokenized = following, coming.result() if coming else []
             while running:
-                yield finish(running.popleft().result())
+                yield running.popleft().result()
         finally:
             for future in running:
                 future.cancel()
@@ -401,23 +377,41 @@ class ArrowEngine:
         return places, self.core.start(pack(texts), normalize=normalize)
 
 
-def finish(batch: Batch) -> tuple[list[int], Vectors]:
-    """The places of a pass's texts and their vectors."""
-    places, wait = batch
-    return places, wait()
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices grouped into batches of at most max_tokens tokens, longest first. A longer text is a batch of its own.
+
+    Each batch takes the longest text that is left, then repeatedly the longest that still fits. Full batches cost least per
+    token, and few distinct sizes need few compiled products.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # ascending: the longest is cheap to take
+    sizes = [lengths[i] for i in order]
+    batches: list[list[int]] = []
+    while order:
+        room = max_tokens - sizes.pop()
+        batch = [order.pop()]
+        while (end := bisect_right(sizes, room)) > 0:
+            size = sizes[end - 1]
+            start = max(bisect_left(sizes, size), end - room // size) if size else 0  # as many of one size as fit
+            batch += order[start:end][::-1]
+            room -= size * (end - start)
+            del sizes[start:end], order[start:end]
+        batches.append(batch)
+    return batches
+
+
+def pack(texts: Sequence[TokenizedText]) -> TokenBatch:
+    """One packed batch of texts, in the order given."""
+    segments = Segments(tuple([len(text.token_ids) for text in texts]))
+    token_ids = np.concatenate([text.token_ids for text in texts])
+    type_ids = None
+    if any(text.type_ids is not None and text.type_ids.any() for text in texts):
+        type_ids = np.concatenate([np.zeros_like(ids) if types is None else types for ids, types in texts])
+    return TokenBatch(token_ids, segments, type_ids)
 
 
 def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
     """Whether an input is a text or a pair of texts, and not token ids."""
     return isinstance(item, str) or isinstance(item[0], str)
-
-
-def list_of(texts: Any) -> list[Any]:
-    """The items of an array, a series or a generator."""
-    if isinstance(texts, Iterable) and not isinstance(texts, Mapping | Set):
-        return list(texts)
-    hint = "Give a string or a list of strings."
-    raise InvalidInputError(f"Expected a list of texts, not {type(texts).__name__}.", hint=hint)
 
 
 def windows(places: list[int]) -> Iterator[list[int]]:

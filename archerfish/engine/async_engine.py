@@ -11,8 +11,7 @@ from typing import Any
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput, TextDelta
-from archerfish.engine.request_options import check_request_options
-from archerfish.errors import InvalidInputError, StoppedError
+from archerfish.errors import StoppedError
 from archerfish.params import SamplingParams
 
 
@@ -44,23 +43,19 @@ class AsyncLLMEngine:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[TextDelta]:
         """What an answer gains, as it comes. Leaving the loop, or being cancelled, aborts the request."""
-        check_request_options(options)
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(sampling_params).__name__}.")
         loop = self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TextDelta | None] = asyncio.Queue()
-        params = sampling_params or SamplingParams()
 
         def post(delta: TextDelta) -> None:
             self._outbox.append((queue, delta))
             if len(self._outbox) == 1:
                 loop.call_soon_threadsafe(self._drain)
 
-        request = await asyncio.to_thread(self.engine.prepare_request, prompt, params, listener=post, **options)
+        request = await asyncio.to_thread(self.engine.requests.make, prompt, sampling_params, listener=post, **options)
         if self._is_closing.is_set():
             raise StoppedError("This engine has been closed.")
         self.engine.submit(request)
-        num_open, request_id = params.n, request.request_id
+        num_open, request_id = request.params.n, request.request_id
         self._open[queue] = request_id
         try:
             while num_open:

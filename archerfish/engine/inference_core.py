@@ -38,14 +38,8 @@ class InferenceCore:
     """One encoder on one device. `run` takes packed batches, `forward` padded ones as other libraries use them."""
 
     def __init__(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        config: Mapping[str, Any],
-        device: str = "cpu",
-        *,
-        dtype: str = "auto",
-        pooling: str | None = None,
-        weight_format: str = "auto",
+        self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], device: str = "cpu", *, dtype: str = "auto",
+        pooling: str | None = None, weight_format: str = "auto",
     ) -> None:
         """`config` is the model's config.json, or the metadata of a converted model, which also states the pooling."""
         stated: Mapping[str, Any] = config.get("embedding") or {}

@@ -7,7 +7,7 @@ from typing import Any
 
 from archerfish.engine.llm_engine import LLMEngine, Message, Prompt
 from archerfish.engine.outputs import RequestOutput
-from archerfish.engine.request_options import is_token_ids
+from archerfish.engine.request_maker import is_token_ids
 from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
 from archerfish.text.tokenizer import Tokenizer

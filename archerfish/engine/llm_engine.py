@@ -12,28 +12,28 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Self
 
-from archerfish.background import Lazy
 from archerfish.cache.hits import HitRecord
 from archerfish.cache.key import as_namespace
 from archerfish.cache.radix import CacheStats
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher
-from archerfish.engine.pipeline import StepPipeline
 from archerfish.engine.progress import progress_bar
+from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
 from archerfish.engine.request_maker import Prompt as Prompt
-from archerfish.engine.request_maker import RequestMaker
-from archerfish.engine.request_options import RUNNING_OPTIONS, change_running_options, check_request_options, is_token_ids
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
 from archerfish.kernels.buffers import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
-from archerfish.runtime.runner import ModelRunner
+from archerfish.runtime.runner import ModelRunner, RunningStep
+from archerfish.sched.plan import Plan
 from archerfish.sequence import Delta, Namespace, Request
+from archerfish.step import StepResult
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.text_tokenizer import find_text_tokenizer
@@ -75,14 +75,13 @@ class LLMEngine:
         self.runner.warm_up()
         self.scheduler, self.logits_cache = make_scheduler(self.config, facts, getattr(executor, "wake", None))
         self._text_thread = text_thread
-        self._chat_template = Lazy(lambda: ChatTemplate.find(facts.directory, facts.name, tokenizer))
-        self._requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
+        self.requests = RequestMaker(facts, self.config, tokenizer, self.grammars, self.scheduler.clock)
         self._live: dict[str, Request] = {}  # by id
         self._num_ended = 0
         self.watcher: Watcher | None = None  # called with every delta, after its text was made
         self._kept: OrderedDict[str, RequestOutput] = OrderedDict()
         self._lock = threading.RLock()  # over the scheduler and the tables above; never held while a step computes
-        self._steps = StepPipeline(self.scheduler, self.runner, self._lock)
+        self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # steps that are launched and not yet committed
         self._changed = threading.Condition(self._lock)  # notified after every step and every submission
         self._is_stepping = False
         self._has_idle_work = True
@@ -101,24 +100,12 @@ class LLMEngine:
         deadline_s: seconds from now after which it ends. namespace: it shares cached contexts only within this. wants_logits:
         the result has those of the token after the prompt.
         """
-        request = self._requests.make(
-            prompt, sampling_params or SamplingParams(), listener=listener, request_id=request_id, priority=priority,
+        request = self.requests.make(
+            prompt, sampling_params, listener=listener, is_kept=True, request_id=request_id, priority=priority,
             deadline_s=deadline_s, namespace=namespace, wants_logits=wants_logits,
         )
         self.submit(request)
         return request.request_id
-
-    def prepare_request(
-        self, prompt: Prompt, sampling_params: SamplingParams, *, listener: Listener, wants_text: bool = True, **options: Any
-    ) -> Request:
-        """A request for `submit`, tokenised and checked here, in any thread. Its result goes to the listener alone.
-
-        wants_text: false spares making text, unless stop strings are looked for in it.
-        """
-        check_request_options(options)
-        return self._requests.make(
-            prompt, sampling_params, listener=listener, wants_text=wants_text, is_kept=False, **options
-        )
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -127,7 +114,7 @@ class LLMEngine:
             raise StoppedError("This LLMEngine was left behind by a fork.", hint="Make one in every process, after the fork.")
 
     def submit(self, request: Request) -> None:
-        """Queue a request that `prepare_request` has made."""
+        """Queue a request that `requests.make` has made."""
         with self._changed:
             self._check_usable()
             self.scheduler.add(request)
@@ -155,8 +142,8 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         depth = self.config.pipeline_depth
         ended = self._collect_down_to(depth)  # more are open only where ctrl-c came between
-        is_launched = self._steps.launch_next()
-        if not is_launched and not self._steps:
+        is_launched = self._launch_next()
+        if not is_launched and not self._in_flight:
             self.scheduler.masks.wait()
         ended += self._collect_down_to(depth if is_launched else 0)
         return ended + self._deliver()
@@ -168,77 +155,100 @@ class LLMEngine:
                 return False
             self._is_stepping = True
         try:
-            return self._advance()
+            depth = self.config.pipeline_depth
+            is_launched = has_moved = len(self._in_flight) <= depth and self._launch_next()
+            while len(self._in_flight) > (depth if is_launched else 0) and self._in_flight[0][1].done():
+                self._commit_oldest()
+                self._deliver()
+                has_moved = True
+            self._deliver()
+            return has_moved
         finally:
             self._end_step()
 
-    def _advance(self) -> bool:
-        depth = self.config.pipeline_depth
-        is_launched = has_moved = len(self._steps) <= depth and self._steps.launch_next()
-        while len(self._steps) > (depth if is_launched else 0) and self._steps.is_oldest_done:
-            self._steps.commit_oldest()
-            self._deliver()
-            has_moved = True
-        self._deliver()
-        return has_moved
-
     def _collect_down_to(self, num_in_flight: int) -> list[RequestOutput]:
         ended: list[RequestOutput] = []
-        while len(self._steps) > num_in_flight:
-            self._steps.commit_oldest()
+        while len(self._in_flight) > num_in_flight:
+            self._commit_oldest()
             ended += self._deliver()
         return ended
+
+    def _launch_next(self) -> bool:
+        """Plan a step and launch it; false if there is nothing to compute."""
+        with self._lock:
+            plan = self.scheduler.plan()
+        if plan is None:
+            return False
+        try:
+            self._in_flight.append((plan, self.runner.launch(plan.input)))
+        except BaseException as error:  # the plan is open: whatever ended its launch must end it too
+            failed: Future[StepResult] = Future()
+            is_ordinary = isinstance(error, Exception)
+            failed.set_exception(error if is_ordinary else StoppedError("The step was interrupted."))
+            self._in_flight.append((plan, failed))
+            if not is_ordinary:
+                raise
+        return True
+
+    def _commit_oldest(self) -> None:
+        """Wait for the oldest step and commit it. It stays in flight while it is waited for, so that ctrl-c loses nothing."""
+        plan, running = self._in_flight[0]
+        error: Exception | None = None
+        try:
+            result = running.result()
+        except Exception as raised:  # a step that fails ends its own requests, not the engine
+            error = raised
+        self._in_flight.popleft()
+        with self._lock:
+            if error is None:
+                self.scheduler.commit(plan, result)
+            else:
+                self.scheduler.fail(plan, error)
 
     def _deliver(self) -> list[RequestOutput]:
         """Text of all that the scheduler reports; finding a stop string may make it report more."""
         ended: list[RequestOutput] = []
         while True:
             with self._lock:
-                deltas: list[Delta] = self.scheduler.take_deltas()
+                deltas = [delta for delta in self.scheduler.take_deltas() if delta.sequence.request.request_id in self._live]
             if not deltas:
                 return ended
-            for_text_thread: list[Delta] = []
-            for delta in deltas:
-                request = delta.sequence.request
-                if request.request_id in self._live and request.collector.has_text and self._text_thread is not None:
-                    for_text_thread.append(delta)
-                elif request.request_id in self._live:
-                    ended += self._collect_delta(delta)
-            if for_text_thread and self._text_thread is not None:
-                self._text_thread.submit(self._collect_deltas, for_text_thread)
+            if self._text_thread is not None:
+                with_text = [delta for delta in deltas if delta.sequence.request.collector.has_text]
+                deltas = [delta for delta in deltas if not delta.sequence.request.collector.has_text]
+                if with_text:
+                    self._text_thread.submit(self._collect, with_text)
+            ended += self._collect(deltas)
 
-    def _collect_delta(self, delta: Delta) -> list[RequestOutput]:
-        """Add a delta to its request's output; gives the result if that is complete now."""
-        collector: OutputCollector = delta.sequence.request.collector
-        if collector.add(delta):
-            with self._lock:
-                self.scheduler.finish(delta.sequence, "stop")
-        if self.watcher is not None:
-            self.watcher(delta, collector.result)
-        return [] if collector.result is None else [self._end(collector, collector.result)]
-
-    def _collect_deltas(self, deltas: list[Delta]) -> None:
+    def _collect(self, deltas: list[Delta]) -> list[RequestOutput]:
+        """Add deltas to the outputs of their requests; gives the results that are complete now."""
+        ended: list[RequestOutput] = []
         for delta in deltas:
+            collector: OutputCollector = delta.sequence.request.collector
             try:
-                self._collect_delta(delta)
-            except Exception:  # no caller waits for this thread: the request must end all the same
-                request = delta.sequence.request
-                logger.exception("The text of request %s could not be made.", request.request_id)
-                request.collector.give_up_text()
+                if collector.add(delta):
+                    with self._lock:
+                        self.scheduler.finish(delta.sequence, "stop")
+            except Exception:  # the thread here may wait for other requests: this one must end all the same
+                logger.exception("The text of request %s could not be made.", collector.request.request_id)
+                collector.give_up_text()
                 with self._lock:
                     self.scheduler.finish(delta.sequence, "error")
-                if delta.finish_reason is not None:
-                    self._collect_delta(delta)
-
-    def _end(self, collector: OutputCollector, result: RequestOutput) -> RequestOutput:
-        with self._lock:
-            self._num_ended += 1
-            self._live.pop(result.request_id, None)
-            if collector.is_kept:
-                self._kept[result.request_id] = result
-            while len(self._kept) > MAX_KEPT_OUTPUTS:
-                self._kept.popitem(last=False)
-        return result
+                if delta.finish_reason is not None and collector.result is None:
+                    collector.add(delta)
+            if self.watcher is not None:
+                self.watcher(delta, collector.result)
+            if collector.result is None:
+                continue
+            ended.append(collector.result)
+            with self._lock:
+                self._num_ended += 1
+                self._live.pop(collector.result.request_id, None)
+                if collector.is_kept:
+                    self._kept[collector.result.request_id] = collector.result
+                while len(self._kept) > MAX_KEPT_OUTPUTS:
+                    self._kept.popitem(last=False)
+        return ended
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Step, or let another thread step, until a condition on finished work holds."""
@@ -281,7 +291,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self._steps) > 0
+        return self.scheduler.has_work or bool(self._in_flight)
 
     # Answers
 
@@ -294,17 +304,15 @@ class LLMEngine:
         All prompts are checked before the first one runs. sampling_params is one for all or one for each. on_result is called
         with the place of a prompt and its result when it ends.
         """
-        check_request_options(request_options)
         if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
             raise InvalidInputError(f"Expected a prompt or a list of prompts, not {type(prompts).__name__}.")
         many: list[Any] = [prompts] if isinstance(prompts, str) or is_token_ids(prompts) else list(prompts)
-        is_each = isinstance(sampling_params, Sequence)
-        each: list[Any] = list(sampling_params) if is_each else [sampling_params or SamplingParams()] * len(many)  # type: ignore[arg-type]
+        each: list[Any] = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params] * len(many)
         if len(each) != len(many):
             raise InvalidInputError(f"There are {len(many)} prompts, but {len(each)} sampling parameters.")
         if len(many) > 1 and request_options.get("request_id") is not None:
             raise InvalidInputError(f"request_id names one request, but there are {len(many)} prompts.", hint="Leave it out.")
-        requests = [self._requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
+        requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
         for request in requests:
             self.scheduler.check(request)
         with progress_bar("Generating", show=show_progress, unit="requests") as progress:
@@ -347,16 +355,15 @@ class LLMEngine:
             for request in requests:
                 if request.collector.result is None:
                     self.abort(request.request_id)
-                self.forget(request.request_id)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **request_options: Any
     ) -> Generator[TextDelta, None, None]:
         """What a prompt's answer gains, as it comes. Closing the iterator aborts the request."""
-        check_request_options(request_options)
         arrived: deque[TextDelta] = deque()
-        request_id = self.add_request(prompt, sampling_params, listener=arrived.append, **request_options)
-        num_open = (sampling_params or SamplingParams()).n
+        request = self.requests.make(prompt, sampling_params, listener=arrived.append, **request_options)
+        self.submit(request)
+        num_open = request.params.n
         try:
             while num_open:
                 self.wait_until(lambda: bool(arrived))
@@ -366,8 +373,7 @@ class LLMEngine:
             self.settle()
         finally:
             if num_open:
-                self.abort(request_id)
-            self.forget(request_id)
+                self.abort(request.request_id)
 
     def render_chat(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """Token ids of a conversation, through the model's own chat template, ready for the answer."""
@@ -375,10 +381,10 @@ class LLMEngine:
             raise InvalidInputError(f"{self.model_name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
         return self.chat_template.encode(self.tokenizer, messages, **template_options)
 
-    @property
+    @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's own; an error says so where it has none."""
-        return self._chat_template.get()
+        return ChatTemplate.find(self.facts.directory, self.facts.name, self.tokenizer)
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *,
@@ -415,16 +421,11 @@ class LLMEngine:
             self._deliver()
         return found
 
-    def forget(self, request_id: str) -> None:
-        """Drop a kept result."""
-        with self._lock:
-            self._kept.pop(request_id, None)
-
     # Looking in
 
     def explain(self, prompt: Prompt, namespace: Namespace | str = "") -> HitRecord:
         """What the cache would do for a prompt now, and why; changes nothing."""
-        token_ids = self._requests.tokenize(prompt)
+        token_ids = self.requests.tokenize(prompt)
         with self._lock:
             return self.scheduler.explain(token_ids, as_namespace(namespace))
 
@@ -458,7 +459,7 @@ class LLMEngine:
             if not config.enable_prefix_caching:
                 scheduler.cache.clear()
             scheduler.cache.is_enabled = config.enable_prefix_caching
-            self._requests.max_prompt_bytes = config.max_prompt_bytes
+            self.requests.max_prompt_bytes = config.max_prompt_bytes
             self.config = config
         return {name: getattr(config, name) for name in RUNNING_OPTIONS}
 

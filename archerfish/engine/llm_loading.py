@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,8 @@ from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
-from archerfish.errors import CorruptFileError, InvalidOptionError
+from archerfish.errors import InvalidOptionError
 from archerfish.kernels.formats import PLAIN, WeightFormat, choose_format
-from archerfish.kernels.ops import Ops
 from archerfish.kernels.recurrent import StateShape
 from archerfish.kernels.select import choose_device, choose_dtype, choose_ops
 from archerfish.layers.weights import Weights
@@ -27,6 +25,7 @@ from archerfish.store.converter import ensure_converted
 from archerfish.store.loader import WeightLoader
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.names import resolve_model
+from archerfish.text.tokenizer import read_settings
 from archerfish.types import Progress
 
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 16384
@@ -47,16 +46,13 @@ class ModelFacts:
     max_len: int
     step_tokens: int  # most in one step
     memory: MemoryPlan
+    vocab_size: int
     weight_format: WeightFormat = PLAIN
 
     @property
     def weight_bytes(self) -> int:
         """What the weights take in memory."""
         return sum(self.adapter.tensor_bytes(self.config, self.dtype, self.weight_format).values())
-
-    @property
-    def vocab_size(self) -> int:
-        return self.adapter.vocab_size(self.config)
 
     @property
     def memory_shape(self) -> MemoryShape:
@@ -81,7 +77,7 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     dtype = choose_dtype(config.dtype, device)
     source = resolve_model(config.model, hub, progress)
     if config.load_format == "dummy" and not is_converted(source):
-        directory, values, generation, name = source, read_json(source / "config.json"), {}, source.name
+        directory, values, generation, name = source, read_settings(source / "config.json"), {}, source.name
     else:
         directory = ensure_converted(source, dtype=dtype, hub=hub, progress=progress)
         metadata = read_metadata(directory)
@@ -92,12 +88,14 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
     shapes = adapter.dummy_shapes(model_config).values()
     weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
     step_tokens = choose_step_tokens(config, device)
-    work = work_bytes(shapes, adapter.vocab_size(model_config), step_tokens, config.max_num_seqs, dtype)
+    vocab_size = adapter.vocab_size(model_config)
+    work = work_bytes(shapes, vocab_size, step_tokens, config.max_num_seqs, dtype)
     work += weight_format.work_bytes(shapes, dtype)
     memory = plan_memory(config, adapter.memory_shape(model_config), device, dtype, weight_bytes, work, max_len=max_len)
     shown = name if Path(config.model).exists() else config.model
     return ModelFacts(
-        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, weight_format
+        directory, shown, model_config, generation, adapter, device, dtype, max_len, step_tokens, memory, vocab_size,
+        weight_format,
     )
 
 
@@ -105,25 +103,18 @@ def load_adapter(facts: ModelFacts, config: EngineConfig) -> ModelAdapter[Any]:
     """The model with its weights, packed for the backend that this machine does fastest."""
     ops = choose_ops(facts.device, facts.dtype)
     ops.is_deterministic = config.deterministic
+    loader = None if config.load_format == "dummy" else WeightLoader(facts.directory)
+
+    def tensors() -> Mapping[str, Any]:
+        return ops.random_weights(facts.adapter.dummy_shapes(facts.config)) if loader is None else loader.load_weights()
+
     with ops.allocating(facts.name):
-        return build_adapter(facts, config, ops)
-
-
-def build_adapter(facts: ModelFacts, config: EngineConfig, ops: Ops[Any]) -> ModelAdapter[Any]:
-    if config.load_format == "dummy":
-        adapter = adapter_over(ops.random_weights(facts.adapter.dummy_shapes(facts.config)), facts, ops)
+        # Nothing here holds the tensors: each is released as soon as it is packed.
+        adapter = facts.adapter(Weights(tensors(), ops, weight_format=facts.weight_format), facts.config, facts.max_len)
         ops.prepare()
+        if loader is not None:
+            loader.release()
         return adapter
-    loader = WeightLoader(facts.directory)
-    adapter = adapter_over(loader.load_weights(), facts, ops)
-    ops.prepare()
-    loader.release()
-    return adapter
-
-
-def adapter_over(tensors: Mapping[str, Any], facts: ModelFacts, ops: Ops[Any]) -> ModelAdapter[Any]:
-    """Each tensor is let go as it is packed."""
-    return facts.adapter(Weights(tensors, ops, weight_format=facts.weight_format), facts.config, facts.max_len)
 
 
 def make_scheduler(
@@ -168,12 +159,3 @@ def choose_max_len(config: EngineConfig, most: int, name: str) -> int:
         raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
     return config.max_model_len or most
 
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptFileError(f"{file} cannot be read: {error}.") from error
-    if not isinstance(values, dict):
-        raise CorruptFileError(f"{file} does not hold a JSON object.")
-    return values

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from archerfish.cache.hits import CacheStats
 from archerfish.sched.live import SchedulerStats
@@ -13,6 +13,9 @@ from archerfish.sequence import Sequence as TokenSequence
 from archerfish.step import TokenLogprobs
 from archerfish.text.output_text import OutputText
 from archerfish.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from archerfish.engine.llm_engine import LLMEngine
 
 
 @dataclass(slots=True)
@@ -31,27 +34,6 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: BaseException | None = None
-    _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
-
-    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Add the text and tokens of a step."""
-        if text:
-            self._pieces.append(text)
-        self.token_ids += token_ids
-        if logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
-            self.logprobs += logprobs
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
-
-    def finish(self, delta: Delta) -> None:
-        """Set the reasons for the end. A stop string that was found earlier takes precedence."""
-        self.finish_reason = delta.finish_reason if self.stop_reason is None else "stop"
-        self.error = delta.error
-        ends = delta.sequence.request.stop_token_ids
-        if self.stop_reason is None and self.finish_reason == "stop" and self.token_ids and self.token_ids[-1] in ends:
-            self.stop_reason = self.token_ids[-1]
-        self.text = "".join(self._pieces)
-        self._pieces.clear()
 
 
 @dataclass(slots=True)
@@ -151,70 +133,74 @@ class OutputCollector:
 
     def __init__(
         self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, listener: Listener | None = None,
-        *, is_kept: bool = True,
+        *, is_kept: bool = False,
     ) -> None:
+        n = request.params.n
         self.request, self.prompt = request, prompt
         self.is_kept = is_kept  # whether the engine keeps the result for `get_output`
         self.listener = listener
-        self.outputs = [CompletionOutput(index) for index in range(request.params.n)]
-        if request.params.stages:  # tokens of stages stand for no text
-            tokenizer = None
-        self.texts = [
-            None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
-            for _ in range(request.params.n)
+        self.outputs = [CompletionOutput(index) for index in range(n)]
+        self.has_text = tokenizer is not None and not request.params.stages  # tokens of stages stand for no text
+        self.texts: list[OutputText | None] = [
+            OutputText(tokenizer, request.prompt_token_ids, request.params) if self.has_text else None for _ in range(n)
         ]
+        self._pieces: list[list[str]] = [[] for _ in range(n)]  # of each output's text
         self.prompt_logprobs: list[TokenLogprobs] | None = None if request.params.prompt_logprobs is None else []
         self.logits: Any = None
         self.sequences: dict[int, TokenSequence] = {}
-        self.num_open = request.params.n
+        self.num_open = n
         self.result: RequestOutput | None = None
 
     def add(self, delta: Delta) -> bool:
         """Add what a step brought; true when a stop string was found, so that the sequence must be ended."""
-        index = delta.sequence.index
+        index, reason = delta.sequence.index, delta.finish_reason
         self.sequences[index] = delta.sequence
         output, text = self.outputs[index], self.texts[index]
         if delta.prompt_logprobs and self.prompt_logprobs is not None and index == 0:
             self.prompt_logprobs += delta.prompt_logprobs
         if delta.logits is not None:
             self.logits = delta.logits
-        is_stopped = output.stop_reason is not None
-        shown, stop = "", None
-        token_ids = [] if is_stopped else delta.token_ids
-        if text is not None and not is_stopped:
-            shown, stop = text.feed(token_ids, delta.finish_reason, self.request.stop_token_ids)
-        logprobs = None if is_stopped else delta.logprobs
-        output.add(shown, token_ids, logprobs)
-        if stop is not None:
+        shown, token_ids, logprobs, stop = "", delta.token_ids, delta.logprobs, None
+        if output.stop_reason is not None:
+            token_ids, logprobs = [], None
+        elif text is not None:
+            shown, stop = text.feed(token_ids, reason, self.request.stop_token_ids)
             output.stop_reason = stop
-        if delta.finish_reason is not None:
-            output.finish(delta)
-            self.num_open -= 1
-        if self.num_open == 0:
-            self.result = self._finish()
-        if self.listener is not None and (shown or token_ids or delta.finish_reason is not None):
-            reason = output.finish_reason if delta.finish_reason is not None else None
+            self._pieces[index].append(shown)
+        output.token_ids += token_ids
+        if logprobs is not None:
+            output.logprobs = [] if output.logprobs is None else output.logprobs
+            output.logprobs += logprobs
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
+        if reason is not None:
+            self._end(output, reason, delta.error)
+        if self.listener is not None and (shown or token_ids or reason is not None):
             stop_reason = output.stop_reason if reason is not None else None
+            request_id = self.request.request_id
             self.listener(
-                TextDelta(self.request.request_id, index, shown, token_ids, reason, logprobs, self.result, stop_reason)
+                TextDelta(request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason)
             )
-        return stop is not None and delta.finish_reason is None
-
-    @property
-    def has_text(self) -> bool:
-        return self.texts[0] is not None
+        return stop is not None and reason is None
 
     def give_up_text(self) -> None:
         """Go on with ids alone: the text of these tokens could not be made."""
         self.texts = [None] * len(self.texts)
 
-    def _finish(self) -> RequestOutput:
-        first = self.sequences[0]
-        return RequestOutput(
-            request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
-            logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
-        )
+    def _end(self, output: CompletionOutput, reason: FinishReason, error: BaseException | None) -> None:
+        """Complete one output, and the result with the last of them. A stop string that was found earlier takes precedence."""
+        output.error, output.text = error, "".join(self._pieces[output.index])
+        output.finish_reason = reason if output.stop_reason is None else "stop"
+        ends = self.request.stop_token_ids
+        if output.stop_reason is None and reason == "stop" and output.token_ids and output.token_ids[-1] in ends:
+            output.stop_reason = output.token_ids[-1]
+        self.num_open -= 1
+        if self.num_open == 0:
+            first = self.sequences[0]
+            self.result = RequestOutput(
+                request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
+                outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
+                logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
+            )
 
 
 @dataclass(slots=True)
@@ -245,3 +231,20 @@ class EngineStats:
             avg_decode_time_ms=counted.avg_decode_ms, queue_size=counted.queue_size, queue_capacity=counted.queue_capacity,
             concurrent_requests=counted.concurrent_requests, cache_hits=cache.hits, cache_misses=cache.misses,
         )
+
+
+def engine_counts(engine: LLMEngine) -> dict[str, Any]:
+    """Counts since the engine was made and its current state, by the names of `observe.collector`."""
+    scheduler = engine.scheduler
+    counted, cached, logits = scheduler.stats(), engine.cache_stats(), engine.logits_cache.get_stats()
+    blocks = scheduler.blocks
+    num_used = blocks.num_total - blocks.num_free - scheduler.cache.num_evictable
+    return {
+        **asdict(engine.engine_stats()), "cache": asdict(cached), "num_prompt_tokens": cached.hits + cached.misses,
+        "refused_requests": counted.refused_requests, "num_preemptions": counted.num_preemptions,
+        "num_steps": counted.num_steps, "num_running": counted.num_running, "num_waiting": counted.num_waiting,
+        "prefill_tokens_computed": counted.prefill_tokens_computed, "cached_logits_used": counted.cached_logits_used,
+        "logits_cache_hits": logits.hits, "logits_cache_misses": logits.misses,
+        "num_blocks": blocks.num_total, "num_blocks_in_use": num_used, "kv_usage": num_used / blocks.num_total,
+        "kv_bytes_held": (blocks.num_total - blocks.num_free) * (engine.facts.memory.num_bytes / blocks.num_total),
+    }  # fmt: skip

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
+from archerfish.cache.eviction import eviction_policy
 from archerfish.cache.key import as_namespace
 from archerfish.config import EngineConfig
-from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import Listener, OutputCollector
-from archerfish.engine.request_options import (
-    check_option_values,
-    check_prompt_bytes,
-    check_vocabulary,
-    is_token_ids,
-    read_token_ids,
-)
-from archerfish.errors import InputTooLargeError, InvalidInputError
-from archerfish.params import SamplingParams
+from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
+from archerfish.params import SamplingParams, is_number
 from archerfish.sequence import Namespace, Request
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from archerfish.engine.llm_loading import ModelFacts
+
 Prompt = str | Sequence[int]
+MAX_DEADLINE_S = 1e9  # thirty years
+REQUEST_OPTIONS = ("request_id", "priority", "deadline_s", "namespace", "wants_logits")
+RUNNING_OPTIONS = (  # those of a model that can be changed while it serves
+    "enable_prefix_caching", "eviction_policy", "logits_cache_mib", "logits_cache_ttl_s", "max_num_batched_tokens",
+    "max_prompt_bytes", "max_queue_size", "pipeline_depth",
+)  # fmt: skip
 
 
 class RequestMaker:
@@ -40,14 +46,18 @@ class RequestMaker:
         self._ids = itertools.count()
 
     def make(
-        self, prompt: Prompt, params: SamplingParams, *, listener: Listener | None = None, wants_text: bool = True,
-        is_kept: bool = True, request_id: str | None = None, priority: int = 0, deadline_s: float | None = None,
-        namespace: Namespace | str = "", wants_logits: bool = False,
+        self, prompt: Prompt, params: SamplingParams | None, *, listener: Listener | None = None, wants_text: bool = True,
+        is_kept: bool = False, **options: Any,
     ) -> Request:
-        """A checked request. wants_text: false spares making text, unless stop strings are looked for in it."""
-        if not isinstance(params, SamplingParams):
+        """A checked request for `LLMEngine.submit`. options: REQUEST_OPTIONS. is_kept: `get_output` has its result.
+
+        wants_text: false spares making text, unless there are stop strings.
+        """
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
             raise InvalidInputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}.")
-        check_option_values(request_id, priority, deadline_s, namespace, wants_logits)
+        check_options(options)
         facts = self.facts
         check_vocabulary(params, facts.vocab_size)
         token_ids = self.tokenize(prompt)
@@ -63,13 +73,14 @@ class RequestMaker:
         if not params.ignore_eos:
             stops |= frozenset(self.tokenizer.eos_token_ids if self.tokenizer else facts.end_token_ids)
         grammar = None if params.grammar is None else self.grammars.compile(params.grammar)
+        deadline_s = options.get("deadline_s")
         request = Request(
-            request_id=request_id or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
+            request_id=options.get("request_id") or f"request-{next(self._ids)}", prompt_token_ids=token_ids, params=params,
             max_tokens=min(params.max_tokens or room, room), stop_token_ids=stops,
-            namespace=as_namespace(namespace), priority=priority,
+            namespace=as_namespace(options.get("namespace", "")), priority=options.get("priority", 0),
             deadline=None if deadline_s is None else self._clock() + deadline_s,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            needs_host_token=grammar is not None, grammar=grammar, wants_logits=wants_logits,
+            needs_host_token=grammar is not None, grammar=grammar, wants_logits=options.get("wants_logits", False),
         )
         text = prompt if isinstance(prompt, str) else None
         tokenizer = self.tokenizer if wants_text or params.stop else None
@@ -83,11 +94,91 @@ class RequestMaker:
                 raise InvalidInputError(f"{self.facts.name} has no tokenizer.", hint="Give the prompt as a list of token ids.")
             check_prompt_bytes([prompt], self.max_prompt_bytes)
             token_ids: Sequence[int] = self.tokenizer.encode(prompt)
-        elif is_token_ids(prompt) or (isinstance(prompt, list | tuple) and not prompt):
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
             token_ids = read_token_ids(prompt, self.facts.vocab_size)
         else:
-            what = f"a list that begins with {prompt[0]!r}" if isinstance(prompt, list) else type(prompt).__name__
-            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {what}.")
+            raise InvalidInputError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
         if not token_ids:
             raise InvalidInputError("The prompt is empty.", hint="Give at least one token.")
         return token_ids
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuse unknown options of a request and wrong values; the error for a sampling parameter says where it belongs."""
+    for name in given:
+        if name not in REQUEST_OPTIONS:
+            is_sampling = name in SamplingParams.__dataclass_fields__
+            hint = "Put it into SamplingParams." if is_sampling else did_you_mean(name, REQUEST_OPTIONS)
+            raise UnknownOptionError(f"A request has no option {name!r}.", hint=hint)
+    request_id, priority, deadline_s = given.get("request_id"), given.get("priority", 0), given.get("deadline_s")
+    if not isinstance(given.get("wants_logits", False), bool):
+        raise InvalidInputError(f"wants_logits must be true or false, not {given['wants_logits']!r}.")
+    if request_id is not None and not isinstance(request_id, str):
+        raise InvalidInputError(f"request_id must be a string, not {request_id!r}.")
+    if type(priority) is not int:
+        raise InvalidInputError(f"priority must be a whole number, not {priority!r}.", hint="Higher runs first; 0 is usual.")
+    if deadline_s is not None and (not is_number(deadline_s) or not 0 <= deadline_s <= MAX_DEADLINE_S):
+        raise InvalidInputError(
+            f"deadline_s must be a number of seconds from 0 to {MAX_DEADLINE_S:,.0f}, not {deadline_s!r}.",
+            hint="None stands for no deadline.",
+        )
+    if not isinstance(given.get("namespace", ""), str | Namespace):
+        raise InvalidInputError(f"namespace must be a string or a Namespace, not {type(given['namespace']).__name__}.")
+
+
+def change_running_options(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
+    """Options with some changed, all checked: nothing is refused later, when a part of a change is done."""
+    for name in changes:
+        if name not in RUNNING_OPTIONS:
+            what = "cannot be changed while the engine runs" if name in EngineConfig.names() else "is no option"
+            raise UnknownOptionError(f"{name} {what}.", hint=f"These can be changed: {', '.join(RUNNING_OPTIONS)}.")
+    changed = config.replace(**changes)
+    eviction_policy(changed.eviction_policy)
+    if not changed.logits_cache_ttl_s > 0:
+        raise InvalidOptionError("logits_cache_ttl_s must be above 0.", hint="logits_cache_mib=0 turns the cache off.")
+    return changed
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Tokens that a request names must be ones that the model has."""
+    for name, token_ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        outside = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            raise InvalidInputError(f"{name} names token {outside}, which is outside of the vocabulary of {vocab_size:,}.")
+    for place, stage in enumerate(params.stages):
+        highest = stage.end - 1 + max(0, stage.offset)
+        if highest >= vocab_size:
+            raise InvalidInputError(f"stages[{place}] reaches to token {highest}, outside of the vocabulary of {vocab_size:,}.")
+
+
+def check_prompt_bytes(texts: Iterable[str], max_bytes: int) -> None:
+    """Refuse what is too long to be tokenised. texts: those of a prompt, together."""
+    num_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="surrogatepass")) for text in texts)
+    if num_bytes > max_bytes:
+        raise InputTooLargeError(f"The prompt has {num_bytes:,} bytes; the limit is {max_bytes:,}.")
+
+
+def is_token_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is a list of token ids, by its first."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        return False
+    return len(prompt) > 0 and type(prompt[0]) is int
+
+
+def read_token_ids(prompt: Sequence[int], vocab_size: int) -> array[int]:
+    """A prompt's ids, if the model has them all. Prompts may be long: no loop of ours looks at every id unless one is wrong."""
+    try:
+        packed = array("I", prompt)
+        is_right = not packed or int(np.frombuffer(packed, dtype=np.uintc).max()) < vocab_size
+    except TypeError:
+        place, wrong = next((i, one) for i, one in enumerate(prompt) if not isinstance(one, int))
+        raise InvalidInputError(
+            f"A prompt must be a string or a list of token ids, but {wrong!r} stands at place {place} of this list.",
+            hint="Several prompts are a list of strings or of lists.",
+        ) from None
+    except OverflowError:
+        is_right = False
+    if not is_right:
+        outside = next(i for i in prompt if not 0 <= i < vocab_size)
+        raise InvalidInputError(f"Token id {outside} is outside of the vocabulary of {vocab_size}.")
+    return packed

@@ -95,7 +95,9 @@ class RwkvSampler:
         """
         arrived: deque[Piece] = deque()
         waiting: deque[Request] = deque()
-        batch = as_batch(requests)
+        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+            raise InvalidInputError(f"Expected a list of requests, not {type(requests).__name__}.")
+        batch = list(requests)
         check_options(options)  # an error of the whole batch is raised; an error of one request is its result
         for place, request in enumerate(batch):
             try:
@@ -107,7 +109,7 @@ class RwkvSampler:
         try:
             while num_open:
                 self._fill_queue(waiting)
-                self.engine.wait_until(lambda: bool(arrived or (waiting and self._has_room())))
+                self.engine.wait_until(lambda: bool(arrived or (waiting and self.engine.scheduler.has_room)))
                 while arrived:
                     piece = arrived.popleft()
                     num_open -= piece[1].finish_reason is not None
@@ -127,7 +129,7 @@ class RwkvSampler:
             raise InputTooLargeError(f"The text has {num_bytes:,} bytes; the limit is {engine.config.max_prompt_bytes:,}.")
         prompt = request.prompt()
         params = request.params(min(facts.max_len, facts.memory.num_tokens) - len(prompt))
-        prepared = engine.prepare_request(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
+        prepared = engine.requests.make(prompt, params, listener=partial(self._on_delta, place, arrived), wants_text=False)
         engine.scheduler.check(prepared)
         if request.ref_global_tokens is not None:
             arrived.append((place, TTSTokens(list(request.ref_global_tokens))))
@@ -146,11 +148,8 @@ class RwkvSampler:
         if global_tokens or semantic_tokens or reason is not None:
             arrived.append((place, TTSTokens(global_tokens, semantic_tokens, reason, error, num_prompt)))
 
-    def _has_room(self) -> bool:
-        return self.engine.scheduler.has_room
-
     def _fill_queue(self, waiting: deque[Request]) -> None:
-        while waiting and self._has_room():
+        while waiting and self.engine.scheduler.has_room:
             try:
                 self._open.add(waiting[0].request_id)
                 self.engine.submit(waiting[0])
@@ -223,12 +222,6 @@ def as_request(request: object, options: Mapping[str, Any]) -> TTSRequest:
     if options:
         raise InvalidInputError(f"{next(iter(options))} is no option of a TTSRequest.", hint="Set it in the TTSRequest.")
     return request
-
-
-def as_batch(requests: object) -> list[Any]:
-    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
-        raise InvalidInputError(f"Expected a list of requests, not {type(requests).__name__}.")
-    return list(requests)
 
 
 def joined(pieces: Sequence[TTSTokens]) -> TTSTokens:

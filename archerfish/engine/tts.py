@@ -8,7 +8,6 @@ has the reference's global tokens and TAG_1. Its semantic tokens are checked but
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -136,7 +135,7 @@ class TTSRequest:
 
 def check_names(names: Iterable[str]) -> None:
     """Refuse names that are not fields of TTSRequest."""
-    known = [spec.name for spec in dataclasses.fields(TTSRequest)]
+    known = TTSRequest.__dataclass_fields__
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known) or f"It has {', '.join(known)}."

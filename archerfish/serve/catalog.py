@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from starlette.requests import Request
 
 from archerfish.background import Lazy
-from archerfish.engine.request_options import check_prompt_bytes, read_token_ids
+from archerfish.engine.request_maker import check_prompt_bytes, read_token_ids
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, UnsupportedModelError
 from archerfish.params import SamplingParams

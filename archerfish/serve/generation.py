@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from archerfish.engine.request_options import check_option_values, check_vocabulary
+from archerfish.engine.request_maker import check_options, check_vocabulary
 from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, OpenAIFinish, StopReason, TokenLogprob, Usage
@@ -264,7 +264,7 @@ class TextService:
         if params.stop:
             text.need_tokenizer("stop")
         try:
-            check_option_values(None, 0, body.deadline_s, "")
+            check_options({"deadline_s": body.deadline_s})
         except InvalidInputError as error:
             raise with_param(error, "deadline_s") from None
         if not -(2**31) <= body.priority < 2**31:

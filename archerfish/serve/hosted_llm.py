@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any
 
 from archerfish.background import in_background
-from archerfish.engine.counts import engine_counts
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.outputs import RequestOutput, TextDelta
+from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.sched.policy import FairShare
@@ -131,7 +130,7 @@ class HostedLLM:
             prompt = self.engine.render_chat(message.messages, **message.template_options)
             params = self.engine.chat_template.stopping(params)
         assert prompt is not None
-        return self.engine.prepare_request(
+        return self.engine.requests.make(
             prompt, params, listener=generation.on_delta, wants_text=not message.wants_ids,
             request_id=f"host-{next(self._ids)}", priority=min(message.priority, request.tenant.max_priority),
             namespace=Namespace(request.tenant.name), deadline_s=request.left_s(self.host.clock()),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.errors import CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
+from archerfish.errors import ArcherfishError, CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
-from archerfish.text.tokenizer import Tokenizer, read_settings
+from archerfish.text.tokenizer import Tokenizer, read_settings, token_name
 from archerfish.text.tool_calls import PROMPTED_STYLE, calls_in_words, style_of, tool_prompt
 from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
 
@@ -42,11 +41,11 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
-class ToolSupport:
-    """Which data about tools a template reads."""
-
-    tools: bool
-    calls: bool  # earlier calls, in messages
+class CompiledTemplate:
+    template: Template
+    style: str  # of tool calls in answers
+    reads_tools: bool
+    reads_calls: bool  # earlier calls, in messages
 
 
 class ChatTemplate:
@@ -65,8 +64,7 @@ class ChatTemplate:
         given = {"bos_token": bos_token, "eos_token": eos_token}
         self.special_tokens = {**(special_tokens or {}), **{role: text for role, text in given.items() if text is not None}}
         self.model_name = model_name
-        self._compiled: dict[str, Template] = {}
-        self._tool_support: dict[str, ToolSupport] = {}
+        self._compiled: dict[str, CompiledTemplate] = {}
 
     @classmethod
     def find(cls, directory: str | Path, model_name: str = "", tokenizer: Tokenizer | None = None) -> ChatTemplate:
@@ -83,8 +81,8 @@ class ChatTemplate:
                 f"{name} has no chat template: it completes texts and was not made for conversations.",
                 hint=f"Use generate() with a prompt of your own, or put a chat_template.jinja into {folder}.",
             )
-        names = {**read_settings(folder / "special_tokens_map.json"), **settings}
-        found = {role: text for role in ROLES if (text := token_text(names.get(role))) is not None}
+        names = read_settings(folder / "special_tokens_map.json")
+        found = {role: text for role in ROLES if (text := token_name(role, settings, names)) is not None}
         return cls(sources, special_tokens=found, model_name=name)
 
     def render(
@@ -92,8 +90,8 @@ class ChatTemplate:
         *, template_name: str | None = None, **values: Any,
     ) -> str:
         """The text of a conversation, by default up to the beginning of the answer. Other keywords reach the template."""
-        data = {"messages": check_messages(messages), "tools": check_tools(tools)}
-        return self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
+        values = plain({**values, "add_generation_prompt": add_generation_prompt}, "A value for the template")
+        return self._render(template_name, {**values, "messages": check_messages(messages), "tools": check_tools(tools)})
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -103,16 +101,15 @@ class ChatTemplate:
 
         So the text of a message can neither end its turn nor begin another one.
         """
+        values = plain({**values, "add_generation_prompt": add_generation_prompt}, "A value for the template")
         data = {"messages": check_messages(messages), "tools": check_tools(tools)}
         texts = texts_in(data)
         found = [name for name in tokenizer.special_tokens.values() if any(name in text for text in texts)]
         if not found:
-            text = self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
-            return tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode(self._render(template_name, {**values, **data}), add_special_tokens=False)
         mark = unused_mark(texts)
         names = re.compile("|".join(re.escape(name) for name in sorted(found, key=len, reverse=True)))
-        data = marked_copy(data, names, mark)
-        text = self._render(template_name, {**values, **data, "add_generation_prompt": add_generation_prompt})
+        text = self._render(template_name, {**values, **marked_copy(data, names, mark)})
         ids: list[int] = []
         for place, piece in enumerate(re.split(f"{mark}({names.pattern}){mark}", text)):
             ids += tokenizer.encode(piece.replace(mark, ""), add_special_tokens=False, plain=place % 2 == 1)
@@ -126,27 +123,21 @@ class ChatTemplate:
 
     def call_style(self, template_name: str | None = None) -> str:
         """The style of tool calls in answers: the template's, or the style that the tool prompt asks for."""
-        name = self._choose(template_name, has_tools=True)
-        return style_of(self.sources[name]) if self._support(name).tools else PROMPTED_STYLE
-
-    def _choose(self, template_name: str | None, has_tools: bool) -> str:
-        if template_name is not None and not isinstance(template_name, str):
-            raise InvalidInputError(f"template_name must be a string, not {type(template_name).__name__}.")
-        return template_name or ("tool_use" if has_tools and "tool_use" in self.sources else "default")
+        found = self._find(template_name, has_tools=True)
+        return found.style if found.reads_tools else PROMPTED_STYLE
 
     def _render(self, template_name: str | None, values: dict[str, Any]) -> str:
         tools = values["tools"]
-        name = self._choose(template_name, bool(tools))
-        support = self._support(name)
-        if support.tools or (support.calls and not tools):
-            return self._fill(name, values)
+        found = self._find(template_name, bool(tools))
+        if found.reads_tools or (found.reads_calls and not tools):
+            return self._fill(found, values)
         messages = calls_in_words(values["messages"])
         if not tools:
-            return self._fill(name, {**values, "messages": messages})
+            return self._fill(found, {**values, "messages": messages})
         prompt, refusal = tool_prompt(tools), None
         for role in ("system", "user"):  # some templates refuse system messages, some leave them out
             try:
-                text = self._fill(name, {**values, "tools": None, "messages": with_prompt(messages, prompt, role)})
+                text = self._fill(found, {**values, "tools": None, "messages": with_prompt(messages, prompt, role)})
             except InvalidInputError as error:
                 refusal = refusal or error
                 continue
@@ -154,61 +145,56 @@ class ChatTemplate:
                 return text
         raise refusal or InvalidInputError(f"The chat template of {self.model_name} leaves out the description of the tools.")
 
-    def _fill(self, name: str, values: dict[str, Any]) -> str:
-        with self._explained(), environment().bounded():
-            pieces = self._template(name).generate(**{**self.special_tokens, **plain(values, "A value for the template")})
-            return environment().concat(pieces)
+    def _fill(self, found: CompiledTemplate, values: dict[str, Any]) -> str:
+        try:
+            environment().budget.start()
+            return environment().concat(found.template.generate(**{**self.special_tokens, **values}))
+        except Exception as error:  # a template may fail in any way on data that it does not expect
+            raise self._explained(error) from error
 
-    def _support(self, name: str) -> ToolSupport:
-        found = self._tool_support.get(name)
-        if found is None:
-            from jinja2 import nodes
-            from jinja2.meta import find_undeclared_variables
+    def _find(self, template_name: str | None, has_tools: bool) -> CompiledTemplate:
+        if template_name is not None and not isinstance(template_name, str):
+            raise InvalidInputError(f"template_name must be a string, not {type(template_name).__name__}.")
+        name = template_name or ("tool_use" if has_tools and "tool_use" in self.sources else "default")
+        if name in self._compiled:
+            return self._compiled[name]
+        source = self.sources.get(name)
+        if source is None:
+            hint = did_you_mean(name, self.sources)
+            raise InvalidInputError(f"{self.model_name} has no chat template {name!r}.", hint=hint)
+        if len(source) > MAX_SOURCE_LENGTH:
+            raise UnsupportedModelError(f"The chat template of {self.model_name} has {len(source):,} characters.")
+        from jinja2 import nodes
+        from jinja2.meta import find_undeclared_variables
 
-            with self._explained(), environment().bounded():
-                self._template(name)  # refuses a template that is too long or invalid
-                tree = environment().parse(self.sources[name])
-                fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
-                    node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
-                }
-                found = ToolSupport("tools" in find_undeclared_variables(tree), "tool_calls" in fields)
-                self._tool_support[name] = found
-        return found
+        try:
+            environment().budget.start()  # constants are folded when a template is compiled
+            template, tree = environment().from_string(source), environment().parse(source)
+            fields = {node.attr for node in tree.find_all(nodes.Getattr)} | {
+                node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
+            }
+            reads_tools = "tools" in find_undeclared_variables(tree)
+        except Exception as error:
+            raise self._explained(error) from error
+        self._compiled[name] = CompiledTemplate(template, style_of(source), reads_tools, "tool_calls" in fields)
+        return self._compiled[name]
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of a template into ours, for a fault of the model or of the caller."""
+    def _explained(self, error: Exception) -> ArcherfishError:
+        """An error of a template as ours: a fault of the model or of the caller."""
         from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
         from archerfish.text.template_sandbox import LimitError, RaisedError
 
         what = f"The chat template of {self.model_name}"
-        try:
-            yield
-        except TemplateSyntaxError as error:
-            raise UnsupportedModelError(f"{what} is not valid jinja, in line {error.lineno}: {error.message}.") from error
-        except RaisedError as error:
-            raise InvalidInputError(f"{what} refuses these messages: {error.message}") from error
-        except LimitError as error:
-            raise UnsupportedModelError(f"{what} was stopped: {error.message}.") from error
-        except (SecurityError, RecursionError, OverflowError, MemoryError) as error:
-            raise UnsupportedModelError(f"{what} does something that is not allowed: {error}.") from error
-        except (InvalidInputError, UnsupportedModelError):
-            raise
-        except Exception as error:  # a template may fail in any way on data that it does not expect
-            raise InvalidInputError(f"{what} cannot be applied to these messages: {error}.") from error
-
-    def _template(self, name: str) -> Template:
-        compiled = self._compiled.get(name)
-        if compiled is None:
-            source = self.sources.get(name)
-            if source is None:
-                hint = did_you_mean(name, self.sources)
-                raise InvalidInputError(f"{self.model_name} has no chat template {name!r}.", hint=hint)
-            if len(source) > MAX_SOURCE_LENGTH:
-                raise UnsupportedModelError(f"The chat template of {self.model_name} has {len(source):,} characters.")
-            compiled = self._compiled[name] = environment().from_string(source)
-        return compiled
+        if isinstance(error, TemplateSyntaxError):
+            return UnsupportedModelError(f"{what} is not valid jinja, in line {error.lineno}: {error.message}.")
+        if isinstance(error, RaisedError):
+            return InvalidInputError(f"{what} refuses these messages: {error.message}")
+        if isinstance(error, LimitError):
+            return UnsupportedModelError(f"{what} was stopped: {error.message}.")
+        if isinstance(error, SecurityError | RecursionError | OverflowError | MemoryError):
+            return UnsupportedModelError(f"{what} does something that is not allowed: {error}.")
+        return InvalidInputError(f"{what} cannot be applied to these messages: {error}.")
 
 
 @cache
@@ -238,11 +224,6 @@ def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return sources
 
 
-def token_text(value: object) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """A copy of a conversation in plain types. Text parts of a message are joined by line breaks."""
     hint = 'Give a list of {"role": ..., "content": ...}.'
@@ -252,26 +233,27 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         raise InvalidInputError("messages is empty.", hint=hint)
     if len(messages) > MAX_MESSAGES:
         raise InvalidInputError(f"There are {len(messages):,} messages; the limit is {MAX_MESSAGES:,}.")
-    return [check_message(message, f"messages[{index}]", hint) for index, message in enumerate(messages)]
-
-
-def check_message(message: object, where: str, hint: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidInputError(f"{where} must be a dict, not {type(message).__name__}.", hint=hint)
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidInputError(f'{where} has no "role", such as "user", "assistant" or "system".', hint=hint)
-    if message.get("content") is None and not message.get("tool_calls"):
-        raise InvalidInputError(f'{where} has no "content".', hint=hint)
-    copied: dict[str, Any] = plain(dict(message), where)
-    read_arguments(copied.get("tool_calls"))
-    content = copied.get("content")
-    if isinstance(content, list):
-        copied["content"] = "\n".join(part_text(part, f'{where}["content"][{index}]') for index, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        kind = type(content).__name__
-        raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
-    return copied
+    copies: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidInputError(f"{where} must be a dict, not {type(message).__name__}.", hint=hint)
+        role, calls = message.get("role"), message.get("tool_calls")
+        if not isinstance(role, str) or not role:
+            raise InvalidInputError(f'{where} has no "role", such as "user", "assistant" or "system".', hint=hint)
+        if message.get("content") is None and not calls:
+            raise InvalidInputError(f'{where} has no "content".', hint=hint)
+        copy = plain(dict(message), where)
+        content = copy.get("content")
+        if calls:
+            read_arguments(copy["tool_calls"])
+        if isinstance(content, list):
+            copy["content"] = "\n".join(part_text(part, f'{where}["content"][{place}]') for place, part in enumerate(content))
+        elif content is not None and not isinstance(content, str):
+            kind = type(content).__name__
+            raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
+        copies.append(copy)
+    return copies
 
 
 def read_arguments(tool_calls: object) -> None:

@@ -1,13 +1,24 @@
-"""The text of one sequence while it grows: tokens in, text that can be shown out."""
+"""The text of one sequence while it grows: tokens in, text that can be shown out.
+
+Tokens of a byte-level vocabulary (Llama 3, Qwen, SmolLM) are bytes for an incremental UTF-8 decoder. Other tokens are decoded
+by the tokenizer, a few at a time together with the tokens before them, because spaces depend on those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import codecs
+import re
+from collections.abc import Callable, Container, Sequence
 
 from archerfish.params import SamplingParams
-from archerfish.text.detokenizer import Detokenizer
-from archerfish.text.stops import StopStrings
 from archerfish.text.tokenizer import Tokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+NUM_CONTEXT = 4  # tokens that are decoded again before new ones; one with visible text is enough
+MAX_PROMPT_TAIL = 64  # last tokens of the prompt that are read
+BYTES_TAIL = 16  # the same for byte-level vocabularies, where at most three bytes are an incomplete character
+MAX_PENDING = 8  # tokens that are held back; a character has at most 4 bytes
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class OutputText:
@@ -17,13 +28,12 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer: Detokenizer | None = None
+        self._decoder: ByteDecoder | WindowDecoder | None = None
         if tokenizer is not None and not params.stages:
-            self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        self._has_stops = bool(params.stop)
-        self._min_tokens = params.min_tokens if params.stop else 0
+            self._decoder = make_decoder(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._shows_end = params.include_stop_str_in_output
+        self._stops = StopStrings(params.stop, self._shows_end) if params.stop else None
+        self._min_tokens = params.min_tokens
         self.num_tokens = 0  # of the output: up to and with the token that completed a stop string
         self.num_shown = 0  # the same without the token that ended the sequence, unless that is shown
 
@@ -34,31 +44,174 @@ class OutputText:
 
         end_token_ids: the last token is hidden if it is one of these and the sequence ends with "stop".
         """
-        detokenizer = self._detokenizer
-        if finish_reason is None and not self._has_stops:
-            self.num_tokens += len(token_ids)
-            self.num_shown = self.num_tokens
-            return "" if detokenizer is None else detokenizer.feed(token_ids), None
+        decoder, stops = self._decoder, self._stops
         is_end = finish_reason == "stop" and bool(token_ids) and token_ids[-1] in end_token_ids
         num_visible = len(token_ids) - (is_end and not self._shows_end)
-        if detokenizer is None:
+        if decoder is None or stops is None:
             self.num_shown = self.num_tokens + num_visible
             self.num_tokens += len(token_ids)
-            return "", None
+            is_last = finish_reason is not None
+            return "" if decoder is None else decoder.feed(token_ids[:num_visible], is_last), None
         texts: list[str] = []
         for token_id in token_ids[:num_visible]:
-            if self._stops.matched is not None:
+            if stops.matched is not None:
                 break
             self.num_tokens += 1
-            texts.append(self._search(detokenizer.feed((token_id,))))
+            text = decoder.feed((token_id,))
+            # Before min_tokens a stop string is ordinary text.
+            texts.append(text if self.num_tokens < self._min_tokens else stops.feed(text))
         self.num_shown = self.num_tokens
-        if self._stops.matched is None:
+        if stops.matched is None:
             self.num_tokens += len(token_ids) - num_visible
             if finish_reason is not None:
-                texts.append(self._search(detokenizer.finish()))
-                texts.append(self._stops.finish())
-        return "".join(texts), self._stops.matched
+                text = decoder.feed((), is_last=True)
+                texts += [text if self.num_tokens < self._min_tokens else stops.feed(text), stops.held]
+        return "".join(texts), stops.matched
 
-    def _search(self, text: str) -> str:
-        """The part of a text that can be shown. Before min_tokens a stop string is ordinary text."""
-        return text if self.num_tokens < self._min_tokens else self._stops.feed(text)[0]
+
+def make_decoder(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
+) -> ByteDecoder | WindowDecoder:
+    """The decoder of one output. What its `feed` gives, joined, is what the tokenizer decodes after the prompt.
+
+    `feed` gives only text that later tokens cannot change; after the last ones an incomplete character becomes U+FFFD.
+    A character that begins in the prompt and ends in the output belongs to the output.
+    """
+    hidden = tokenizer.special_tokens if skip_special_tokens else {}
+    kinds = tokenizer.decoder_kinds
+    is_bytes = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
+    visible = [i for i in prompt_ids[-(BYTES_TAIL if is_bytes else MAX_PROMPT_TAIL) :] if i not in hidden]
+    return ByteDecoder(tokenizer.token_bytes, visible, hidden) if is_bytes else WindowDecoder(tokenizer, visible, hidden)
+
+
+class ByteDecoder:
+    """Decodes tokens that are bytes."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], context: Sequence[int], hidden: Container[int]) -> None:
+        self._token_bytes, self._hidden = token_bytes, hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(b"".join(map(token_bytes, context)))
+        self._owes_prompt = bool(self._utf8.getstate()[0])  # a broken character that began in the prompt is not shown
+
+    def feed(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        data = b"".join([self._token_bytes(i) for i in token_ids if i not in self._hidden])
+        text = self._utf8.decode(data, is_last)
+        if self._owes_prompt and text:
+            self._owes_prompt = False
+            return text.removeprefix(BROKEN)
+        return text
+
+
+class WindowDecoder:
+    """Decodes other tokens, together with the last ones before them."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], hidden: Container[int]) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
+        self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_kinds
+        self._may_break = "ByteLevel" in tokenizer.decoder_kinds
+        tokens = [(i, token) for i in context if (token := tokenizer.id_to_token(i)) is not None]
+        start = max(0, len(tokens) - NUM_CONTEXT)
+        while start and self._is_byte(tokens[start][1]):
+            start -= 1
+        self._context = [token_id for token_id, _ in tokens[start:]]
+        self._context_text = self._decode(self._context)
+        self._pending: list[int] = []
+
+    def feed(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        end = 0
+        for token_id in token_ids:
+            token = self._tokenizer.id_to_token(token_id)
+            if token is None or token_id in self._hidden:  # None: a row of the model beyond the vocabulary
+                continue
+            self._pending.append(token_id)
+            # A run of byte tokens is decoded as a whole, so it is not final before its end.
+            if not self._is_byte(token):
+                end = len(self._pending)
+        end = len(self._pending) if is_last else end
+        if not end:
+            return ""
+        window = self._context + self._pending[:end]
+        text = self._decode(window)
+        if self._may_break and not is_last and text.endswith(BROKEN) and end < MAX_PENDING:
+            return ""
+        num_known = num_common(self._context_text, text)  # fewer if a character of the prompt is completed
+        self._context, self._pending = window[-NUM_CONTEXT:], self._pending[end:]
+        self._context_text = self._decode(self._context)
+        return text[num_known:]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _is_byte(self, token: str) -> bool:
+        return self._has_byte_tokens and BYTE_TOKEN.fullmatch(token) is not None
+
+
+def num_common(left: str, right: str) -> int:
+    """The length of the common beginning of two texts."""
+    if right.startswith(left):
+        return len(left)
+    return next((place for place, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(right))
+
+
+class StopStrings:
+    """Finds the stop string that ends first in a stream of text; of several that end there, the longest.
+
+    Text that may begin a stop string is held back. The cost is linear in the length of the text.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._matchers = [Matcher(stop) for stop in stops]
+        self._include = include
+        self.held = ""  # text that may begin a stop string
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that may be shown. None is shown after a stop string, which `matched` then names."""
+        if self.matched is not None:
+            return ""
+        best: tuple[int, int] | None = None  # where a stop ends in `text`, and minus its length
+        for matcher in self._matchers:
+            end = matcher.feed(text)
+            if end is not None and (best is None or (end, -len(matcher.stop)) < best):
+                best, self.matched = (end, -len(matcher.stop)), matcher.stop
+        text, num_before = self.held + text, len(self.held)
+        if best is not None:
+            end, minus_length = best
+            self.held = ""
+            return text[: num_before + end + (0 if self._include else minus_length)]
+        num_kept = max(matcher.num_matched for matcher in self._matchers)
+        self.held = text[len(text) - num_kept :]
+        return text[: len(text) - num_kept]
+
+
+class Matcher:
+    """The longest beginning of one stop string with which the text so far ends (Knuth, Morris and Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._fallback = [0] * len(stop)  # after i + 1 matched characters: the length of the next shorter match
+        for i in range(1, len(stop)):
+            length = self._fallback[i - 1]
+            while length and stop[i] != stop[length]:
+                length = self._fallback[length - 1]
+            self._fallback[i] = length + (stop[i] == stop[length])
+
+    def feed(self, text: str) -> int | None:
+        """The position in `text` where the stop string first ends; None if it does not."""
+        stop, fallback, matched = self.stop, self._fallback, self.num_matched
+        place = 0
+        while place < len(text):
+            if not matched:
+                place = text.find(stop[0], place)
+                if place < 0:
+                    break
+            while matched and text[place] != stop[matched]:
+                matched = fallback[matched - 1]
+            matched += text[place] == stop[matched]
+            place += 1
+            if matched == len(stop):
+                self.num_matched = 0
+                return place
+        self.num_matched = matched
+        return None

@@ -12,9 +12,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -22,7 +22,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -30,9 +30,14 @@ MAX_STEPS = 1_000_000  # loop iterations, calls and filters; a chat of 10,000 me
 MAX_CHARACTERS = 64_000_000  # of all texts that a rendering makes, intermediate ones included
 MAX_SECONDS = 3.0  # of processor time of this thread
 MAX_WIDTH = 1000  # of padding and indentation
-WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap")
-WIDTH_METHODS = ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill")
-TEXT_FILTERS = ("escape", "forceescape", "join", "pprint", "string", "tojson", "urlencode", "xmlattr")
+WIDTHS = (  # filters and methods whose numbers are widths
+    "batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson", "truncate", "wordwrap", "zfill",
+)  # fmt: skip
+STRUCTURE_FILTERS = frozenset((  # those that make no text of their values
+    "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length", "list",
+    "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "sum", "unique",
+))  # fmt: skip
+FORMAT_WIDTH = re.compile(r"\{|\d{4,}")  # of str.format, also one that is a value itself
 PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 
 
@@ -44,29 +49,31 @@ class RaisedError(TemplateError):
     """The message of a template's raise_exception."""
 
 
-class Budget:
-    """The steps, characters and seconds of one rendering."""
+class Budget(threading.local):
+    """The steps, characters and seconds that are left of the rendering in this thread."""
 
-    def __init__(self) -> None:
-        self._num_steps = 0
-        self._num_characters = 0
-        self._deadline = time.thread_time() + MAX_SECONDS
+    num_steps = num_characters = 0
+    deadline = 0.0
+
+    def start(self) -> None:
+        self.num_steps, self.num_characters = MAX_STEPS, MAX_CHARACTERS
+        self.deadline = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps > MAX_STEPS:
+        self.num_steps -= 1
+        if self.num_steps < 0:
             raise LimitError(f"it takes more than {MAX_STEPS:,} steps")
-        if self._num_steps % 64 == 0 and time.thread_time() > self._deadline:
+        if self.num_steps % 64 == 0 and time.thread_time() > self.deadline:
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def take(self, num_characters: int) -> None:
-        self._num_characters += num_characters
-        if self._num_characters > MAX_CHARACTERS:
+        self.num_characters -= num_characters
+        if self.num_characters < 0:
             raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
 
     def take_text_of(self, value: object) -> int:
         """Count the characters of a value's text. A list that is contained several times counts each time."""
-        pending, before = [value], self._num_characters
+        pending, before = [value], self.num_characters
         while pending:
             self.step()
             item = pending.pop()
@@ -79,7 +86,7 @@ class Budget:
                 pending += item
             elif isinstance(item, int):
                 self.take(item.bit_length() // 3)
-        return self._num_characters - before
+        return before - self.num_characters
 
 
 class GenerationTag(Extension):
@@ -106,25 +113,13 @@ class PublicNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-class BoundedFormatter(SandboxedFormatter):
-    """str.format with bounded widths and results."""
-
-    _env: ChatEnvironment
-
-    def format_field(self, value: Any, format_spec: str) -> Any:
-        if any(int(digits) > MAX_WIDTH for digits in re.findall(r"\d+", format_spec[:1000])) or len(format_spec) > 1000:
-            raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
-        self._env.budget.take_text_of(value)
-        return super().format_field(value, format_spec)
-
-
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """The environment that templates of transformers expect, with limits."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        self.budget = Budget()
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.measure_output
         )
@@ -133,20 +128,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = self._guarded(name, function)
         self.globals.pop("lipsum")
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace)
-
-    @contextmanager
-    def bounded(self) -> Iterator[None]:
-        """Give the compiling and rendering inside of the block one budget."""
-        self._local.budget = Budget()
-        try:
-            yield
-        finally:
-            del self._local.budget
-
-    @property
-    def budget(self) -> Budget:
-        found: Budget = self._local.budget
-        return found
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -171,10 +152,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def measure_output(self, value: Any) -> Any:
         """Called with the value of every {{ ... }}."""
-        if isinstance(value, str):
-            self.budget.take(len(value))
-        else:
-            self.budget.take_text_of(value)
+        self.budget.take_text_of(value)
         return value
 
     def concat(self, texts: Iterable[str]) -> str:
@@ -202,64 +180,63 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         num_characters = self.budget.take_text_of((text, values))
         self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used several times
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def bounded_format(*args: Any, **kwargs: Any) -> str:
+            text: str = value.__self__
+            if any(spec and FORMAT_WIDTH.search(spec) for _, _, spec, _ in Formatter().parse(text)):
+                raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
+            self.budget.take(self.budget.take_text_of((text, args, kwargs)) * text.count("{"))
+            return formatted(*args, **kwargs)
+
+        return functools.update_wrapper(bounded_format, value)
+
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
         budget.step()
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str | bytes | int):
-            args = self._measured_arguments(owner, name, args, kwargs)
+            args = tuple(map(as_list, args))
+            self._check_growth(name, (owner, *args), kwargs)
         result = super().call(context, function, *args, **kwargs)
         budget.take(size_of(result))
         return result
 
-    def _measured_arguments(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a method of a text or number, after a check of the size of its result."""
-        if name in WIDTH_METHODS:
-            check_width(args, kwargs)
-        elif name == "replace":
-            self.budget.take(replaced_size(owner, args))
-        elif name == "join":
-            args = tuple(as_list(argument) for argument in args)
-            self.budget.take_text_of(args)
-            self.budget.take(len(owner) * sum(map(size_of, args)))
-        return args
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if super().wrap_str_format(value) is None:
-            return None
-        text, is_map = value.__self__, value.__name__ == "format_map"
-
-        def bounded_format(*args: Any, **kwargs: Any) -> str:
-            values = args[0] if is_map else kwargs
-            return BoundedFormatter(self).vformat(str(text), () if is_map else args, values)
-
-        return functools.update_wrapper(bounded_format, value)
-
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The filter with counting and size checks."""
+        num_own = int(hasattr(function, "jinja_pass_arg"))  # arguments that jinja2 adds before the template's
 
         @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
         def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
             budget = self.budget
             budget.step()
-            if name in WIDTH_FILTERS:
-                check_width(args[1:], kwargs)
-            if name == "replace":
-                texts = [str(argument) for argument in args if isinstance(argument, str | int)]
-                budget.take(replaced_size(texts[0], texts[1:]) if texts else 0)
-            elif name == "format":
-                self._check_percent(str(args[0]), (args[1:], kwargs))
-            elif name in TEXT_FILTERS:
-                args = tuple(as_list(argument) for argument in args)
-                budget.take_text_of((args, kwargs))
-                if name == "join":
-                    _, values, *separator = args  # the first argument is jinja2's own
-                    budget.take(len(str(kwargs.get("d", separator[:1]))) * size_of(values))
+            if name not in STRUCTURE_FILTERS:
+                args = tuple(map(as_list, args))
+                self._check_growth(name, args[num_own:], kwargs)
             result = function(*args, **kwargs)
             budget.take(size_of(result))
             return counted(result, budget) if isinstance(result, Iterator) else result
 
         return filter_within_bounds
+
+    def _check_growth(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the size of a text before a filter makes it, or a method, whose object is the first argument."""
+        self.budget.take_text_of([value for value in (*args, *kwargs.values()) if not isinstance(value, str)])
+        if name in WIDTHS:
+            check_width(args[1:], kwargs)
+        elif name == "format":
+            self._check_percent(str(args[0]), (args[1:], kwargs))
+        elif name in ("replace", "join"):
+            given = dict(zip(("text", "old", "new"), args, strict=False)) | kwargs
+            text, old, new = (given.get(key, "") for key in ("text", "old", "new"))
+            if name == "join":
+                self.budget.take(size_of(text) * size_of(kwargs.get("d", old)))
+            else:
+                texts: list[Any] = [value if isinstance(value, bytes) else str(value) for value in (text, old, new)]
+                self.budget.take(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
 
 
 class ConcatTransformer(NodeTransformer):
@@ -282,7 +259,7 @@ def as_list(value: Any) -> Any:
 
 
 def size_of(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict | range) else 0
 
 
 def check_width(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
@@ -296,12 +273,6 @@ def product_size(left: Any, right: Any) -> int:
         if hasattr(value, "__len__") and isinstance(times, int):
             return len(value) * max(0, times)
     return left.bit_length() + right.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
-
-
-def replaced_size(text: Any, arguments: Sequence[Any]) -> int:
-    if len(arguments) < 2 or not all(isinstance(argument, str | bytes) for argument in arguments[:2]):
-        return 0
-    return len(text) + int(text.count(arguments[0])) * len(arguments[1])
 
 
 def refuse_private(name: object) -> None:

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archerfish.background import Lazy
-from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings
+from archerfish.text.tokenizer import Tokenizer, find_tokenizer, open_tokenizer, read_settings, token_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -27,34 +26,29 @@ class TextTokenizer:
         self, directory: str | Path, *, config: Mapping[str, Any] | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> None:
-        file = find_tokenizer(Path(directory))
+        file = self._file = find_tokenizer(Path(directory))
         self._settings = read_settings(file.parent / "tokenizer_config.json")
         self._special_names = read_settings(file.parent / "special_tokens_map.json")
         self._config = read_settings(file.parent / "config.json") if config is None else config
         if generation_config is None:
             generation_config = read_settings(file.parent / "generation_config.json")
         self._generation_config = generation_config
-        self._parsed = Lazy(lambda: open_tokenizer(file))
-        self._plain = Lazy(self._make_plain)
         self._bytes: dict[int, bytes] = {}
 
-    @classmethod
-    def find(
-        cls, directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
-    ) -> TextTokenizer | None:
-        """The tokenizer of a model directory; None if it has none."""
-        root = Path(directory)
-        if not any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
-            return None
-        return cls(root, config=config, generation_config=generation_config)
-
-    @property
+    @cached_property
     def _base(self) -> RustTokenizer:
-        return self._parsed.get()
+        return open_tokenizer(self._file)
+
+    @cached_property
+    def _plain(self) -> RustTokenizer:
+        """A copy that reads the names of special tokens as text."""
+        plain = copy.deepcopy(self._base)
+        plain.encode_special_tokens = True
+        return plain
 
     def encode(self, text: str, add_special_tokens: bool = True, *, plain: bool = False) -> list[int]:
         """Token ids of a text. Names of special tokens in it become those tokens, unless `plain`."""
-        tokenizer = self._plain.get() if plain else self._base
+        tokenizer = self._plain if plain else self._base
         texts = [text.encode(errors="replace").decode()]  # a batch of one: only batches release the interpreter lock
         ids: list[int] = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
         return [*self._missing_bos, *ids] if add_special_tokens else ids
@@ -89,18 +83,9 @@ class TextTokenizer:
         added = self._base.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
 
-    def named_token(self, role: str) -> str | None:
-        """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
-        for names in (self._settings, self._special_names):
-            value = names.get(role)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                return text
-        return None
-
     @cached_property
     def bos_token_id(self) -> int | None:
-        name = self.named_token("bos_token")
+        name = token_name("bos_token", self._settings, self._special_names)
         return None if name is None else self.token_to_id(name)
 
     @cached_property
@@ -109,7 +94,7 @@ class TextTokenizer:
         inner = self._config.get("text_config")
         stated = (self._generation_config, self._config, inner if isinstance(inner, dict) else {})
         found = next((ids for source in stated if (ids := id_list(source.get("eos_token_id")))), [])
-        name = self.named_token("eos_token")
+        name = token_name("eos_token", self._settings, self._special_names)
         own = None if name is None else self.token_to_id(name)
         return tuple(sorted({*found, *([] if own is None else [own])}))
 
@@ -123,7 +108,7 @@ class TextTokenizer:
         """The bytes of a token of a byte-level vocabulary; empty for an unknown id."""
         found = self._bytes.get(token_id)
         if found is None:
-            token = self.id_to_token(token_id) or ""
+            token: str = self._base.id_to_token(token_id) or ""
             own = [BYTE_OF_CHARACTER.get(character) for character in token]
             # An added token is written as text, not in the alphabet of bytes.
             found = token.encode() if None in own else bytes(value for value in own if value is not None)
@@ -138,12 +123,6 @@ class TextTokenizer:
             return []
         return [] if self._base.encode("a").ids[:1] == [bos] else [bos]
 
-    def _make_plain(self) -> RustTokenizer:
-        """A copy that reads the names of special tokens as text."""
-        plain = copy.deepcopy(self._base)
-        plain.encode_special_tokens = True
-        return plain
-
 
 def find_text_tokenizer(
     directory: str | Path, config: Mapping[str, Any] | None = None, generation_config: Mapping[str, Any] | None = None
@@ -151,8 +130,10 @@ def find_text_tokenizer(
     """The tokenizer of a model directory, of either kind; None if it has none: such a model takes token ids only."""
     from archerfish.text.world_tokenizer import WorldTokenizer
 
-    found = TextTokenizer.find(directory, config, generation_config)
-    return WorldTokenizer.find(directory, config) if found is None else found
+    root = Path(directory)
+    if any(file.is_file() for file in (root / "tokenizer.json", root / "tokenizer" / "tokenizer.json")):
+        return TextTokenizer(root, config=config, generation_config=generation_config)
+    return WorldTokenizer.find(root, config)
 
 
 def id_list(value: object) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -56,9 +56,6 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; empty for an unknown id."""
-
-    def named_token(self, role: str) -> str | None:
-        """The special token of a role: `bos_token`, `eos_token`, `pad_token`, `unk_token`."""
 
 
 class TokenizedText(NamedTuple):
@@ -175,6 +172,16 @@ def stated_max_length(settings: dict[str, Any]) -> int | None:
     """The model_max_length of a tokenizer_config.json, if it has one."""
     limit = settings.get("model_max_length")
     return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
+
+
+def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
+    """The special token of a role, such as `bos_token`, in the first of some JSON objects that names it."""
+    for source in sources:
+        value = source.get(role)
+        name = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str):
+            return name
+    return None
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from archerfish.errors import InvalidInputError, did_you_mean
 from archerfish.text.grammar import JSON_OPTIONS
 from archerfish.text.tokenizer import Tokenizer
-from archerfish.text.tool_object import CallObject, Outcome
 
+T = TypeVar("T")
+Reader = Generator[None, str, T]  # takes one character after the other
 MAX_HELD = 1 << 16  # characters that are held back because they may become a call
+ARGUMENTS = ("arguments", "parameters")
+USUAL_KEYS = ("name", *ARGUMENTS, "type", "id")
+SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+CLOSERS = {"{": "}", "[": "]"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class ToolPiece:
     text: str
 
 
+class NotACallError(Exception):
+    """What began like a call is text."""
+
+
 class ToolCallParser:
     """Splits an answer into text and calls as it comes. Whatever is not a valid call is text.
 
@@ -66,8 +75,12 @@ class ToolCallParser:
         self._has_only_calls = True  # so far the answer is white space and calls
         self._blanks = ""  # white space that is held back meanwhile
         self._tail = ""  # characters that may begin a mark
-        self._block: _Block | None = None
         self._queue: deque[str] = deque()  # characters to read, some of them for the second time
+        self._block: Reader[None] | None = None  # reads the calls after a mark
+        self._mark = ""  # before the block; empty if it began without one
+        self._held: list[str] = []  # characters of the block since its last call
+        self._num_before = 0  # calls before the block
+        self._is_begun = False  # whether the object that is being read has been reported as a call
 
     def feed(self, text: str) -> list[ToolPiece]:
         """The pieces of more text of the answer. Some of it may be held back."""
@@ -79,12 +92,11 @@ class ToolCallParser:
         """The pieces of the text that was held back. A truncated call stays as it is; a truncated end mark is dropped."""
         while self._block is not None or self._tail:
             if self._block is not None:
-                self._break_off(self._block)
+                self._break_off()
             elif self._has_only_calls and self.num_calls and self._style.end.startswith(self._tail):
                 self._tail = ""
             else:
-                first = self._give_back_tail()
-                self._write(first)
+                self._write(self._give_back_tail())
             self._run()
         if not self.num_calls:
             self._emit("text", -1, self._blanks)
@@ -96,10 +108,19 @@ class ToolCallParser:
             character = self._queue.popleft()
             if self._block is None:
                 self._outside(character)
-            elif (outcome := self._block.step(character)) == "done":
-                self._close()
-            elif outcome == "broken":
-                self._break_off(self._block)
+                continue
+            self._held.append(character)
+            try:
+                self._block.send(character)
+            except StopIteration:  # the calls are complete; more may follow
+                self._block, self._blanks, self._has_only_calls = None, "", True
+            except NotACallError:
+                self._break_off()
+            else:
+                if self._is_begun:
+                    self._held.clear()
+                elif len(self._held) > MAX_HELD:
+                    self._break_off()
 
     def _give_back_tail(self) -> str:
         """The first character of the tail; the others are read again."""
@@ -124,8 +145,6 @@ class ToolCallParser:
         self._emit("text", -1, self._blanks + text)
         self._blanks, self._has_only_calls = "", False
 
-    # Outside of calls
-
     def _outside(self, character: str) -> None:
         self._tail += character
         marks = [self._style.mark, self._style.end] if self._has_only_calls and self.num_calls else [self._style.mark]
@@ -149,88 +168,151 @@ class ToolCallParser:
             self._write(character)
 
     def _open(self, mark: str) -> None:
-        self._tail = ""
-        self._block = _Block(self, mark)
+        self._tail, self._mark, self._held, self._num_before, self._is_begun = "", mark, list(mark), self.num_calls, False
+        self._block = self._read_calls()
+        next(self._block)
 
-    # Inside
-
-    def _close(self) -> None:
-        """The calls are complete; more may follow."""
-        self._block, self._blanks, self._has_only_calls = None, "", True
-
-    def _break_off(self, block: _Block) -> None:
+    def _break_off(self) -> None:
         """The block is not a valid call: emit its mark or first character as text and read the rest again."""
-        held, self._block = block.held, None
-        if block.num_calls:
-            self._close()  # earlier calls of the block are complete
+        self._block, held = None, self._held
+        if self.num_calls > self._num_before:  # its earlier calls are complete
+            self._blanks, self._has_only_calls = "", True
         elif held:
-            num_first = max(1, len(block.mark))
+            num_first = max(1, len(self._mark))
             self._write("".join(held[:num_first]))
             held = held[num_first:]
         self._queue.extendleft(reversed(held))
 
-    def begin_call(self, name: str) -> int:
-        index = self.num_calls
+    def _read_calls(self) -> Reader[None]:
+        """Read what follows a mark: a call, or a list of calls."""
+        character = yield from next_visible()
+        is_list = character == "["
+        if is_list:
+            character = yield from next_visible()
+        while character == "{":
+            yield from self._read_call()
+            if not is_list or (character := (yield from next_visible())) == "]":
+                return
+            if character != ",":
+                break
+            character = yield from next_visible()
+        raise NotACallError
+
+    def _read_call(self) -> Reader[None]:
+        """Read an object after its opening brace. A call is reported when its name is known and its arguments begin.
+
+        Arguments are not validated, only followed to their end. Without a mark, an object with unusual keys is not a call.
+        """
+        name: str | None = None
+        arguments: list[str] | None = None
+        character = yield from next_visible()
+        while character != "}":
+            key = yield from self._read_key(character)
+            character = yield from next_visible()
+            text: list[str] = []
+            if key in ARGUMENTS and character == "{" and arguments is None and not self._is_begun:
+                arguments = text
+                if name is not None:
+                    self._begin_call(name)
+                after = yield from follow_value(character, self._add_arguments if self._is_begun else text.append)
+            else:
+                after = yield from follow_value(character, text.append)
+                if key == "name" and not self._is_begun:
+                    name = read_string("".join(text))
+                    if name is None or (self._names and name not in self._names):
+                        raise NotACallError
+                elif key in ARGUMENTS and not self._is_begun and text != list("null"):
+                    inner = read_string("".join(text))  # some models write the arguments as a string of JSON
+                    if inner is None or not inner.lstrip().startswith("{") or arguments is not None:
+                        raise NotACallError
+                    arguments = [inner]
+                if name is not None and arguments is not None and not self._is_begun:
+                    self._begin_call(name)
+                    self._add_arguments("".join(arguments))
+            character = after if after.strip() else (yield from next_visible())
+            if character != "}":
+                character = yield from read_comma(character)
+        if not self._is_begun:
+            if name is None or not (self._mark or self._names):
+                raise NotACallError
+            self._begin_call(name)
+            self._add_arguments("{}")
+        self._held.clear()
+        self._is_begun = False
+
+    def _read_key(self, first: str) -> Reader[str]:
+        if first != '"':
+            raise NotACallError
+        text: list[str] = []
+        yield from follow_value(first, text.append)
+        key = read_string("".join(text))
+        if key is None or (not self._mark and key not in USUAL_KEYS) or (yield from next_visible()) != ":":
+            raise NotACallError
+        return key
+
+    def _begin_call(self, name: str) -> None:
+        """Report a call, which cannot be undone."""
+        self._emit("name", self.num_calls, name)
         self.num_calls += 1
-        self._emit("name", index, name)
-        return index
+        self._is_begun = True
 
-    def add_arguments(self, index: int, text: str) -> None:
-        self._emit("arguments", index, text)
-
-    def knows(self, name: str) -> bool:
-        return not self._names or name in self._names
-
-    @property
-    def has_tools(self) -> bool:
-        return bool(self._names)
+    def _add_arguments(self, text: str) -> None:
+        self._emit("arguments", self.num_calls - 1, text)
 
 
-class _Block:
-    """The text after a mark: a call, or a list of calls."""
+def next_visible() -> Reader[str]:
+    """The next character that is not white space."""
+    while (character := (yield)).isspace():
+        pass
+    return character
 
-    def __init__(self, parser: ToolCallParser, mark: str) -> None:
-        self.parser, self.mark = parser, mark
-        self.held = list(mark)  # characters since the last call
-        self.num_calls = 0
-        self._is_list = False
-        self._state: Literal["open", "item", "object", "next"] = "open"
-        self._object: CallObject | None = None
 
-    def step(self, character: str) -> Outcome:
-        self.held.append(character)
-        if self._state == "object":
-            return self._in_object(character)
-        if character.isspace():
-            return "going"
-        if character == "{" and self._state in ("open", "item"):
-            self._object, self._state = self._new_object(), "object"
-            return "going"
-        if character == "[" and self._state == "open":
-            self._is_list, self._state = True, "item"
-            return "going"
-        if self._state == "next" and character == ",":
-            self._state = "item"
-            return "going"
-        return "done" if self._state == "next" and character == "]" else "broken"
+def read_comma(character: str) -> Reader[str]:
+    """The quote that follows a comma."""
+    if character != "," or (yield from next_visible()) != '"':
+        raise NotACallError
+    return '"'
 
-    def _new_object(self) -> CallObject:
-        is_strict = not self.mark
-        return CallObject(self.parser, is_strict=is_strict, needs_arguments=is_strict and not self.parser.has_tools)
 
-    def _in_object(self, character: str) -> Outcome:
-        assert self._object is not None
-        outcome = self._object.step(character)
-        if self._object.index is not None:
-            self.held = []
-        if outcome == "going":
-            return "broken" if len(self.held) > MAX_HELD else "going"
-        self.num_calls += self._object.index is not None
-        if outcome == "broken":
-            self.held = self.held or [character]
-            return "broken"
-        self._state = "next"
-        return "going" if self._is_list else "done"
+def follow_value(first: str, emit: Callable[[str], object]) -> Reader[str]:
+    """Emit a JSON value up to its end, character by character; gives the character after a scalar, else "".
+
+    Strings and brackets are tracked; the rest is not validated.
+    """
+    character = first
+    if first in SCALAR:
+        while character in SCALAR:
+            emit(character)
+            character = yield
+        return character
+    closers: list[str] = []
+    is_string = is_escaped = False
+    while True:
+        if is_escaped:
+            is_escaped = False
+        elif is_string:
+            is_escaped, is_string = character == "\\", character != '"'
+        elif character == '"':
+            is_string = True
+        elif character in CLOSERS:
+            closers.append(CLOSERS[character])
+        elif closers[-1:] == [character]:
+            closers.pop()
+        elif not closers or not (character.isspace() or character in ":," or character in SCALAR):
+            raise NotACallError
+        emit(character)
+        if not closers and not is_string:
+            return ""
+        character = yield
+
+
+def read_string(text: str) -> str | None:
+    """The value of a JSON string; None if the text is not one."""
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
 
 
 def style_of(chat_template: str, model_type: str = "") -> str:

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from archerfish.background import Lazy
 from archerfish.errors import CorruptFileError
 from archerfish.store.metadata import is_converted, read_metadata
 from archerfish.store.tokenizer_files import WORLD_NAME
@@ -40,9 +39,7 @@ class WorldTokenizer:
 
     def __init__(self, path: str | Path | None = None) -> None:
         given = BUNDLED if path is None else Path(path)
-        file = given / VOCABULARY_NAME if given.is_dir() else given
-        self._tokens = Lazy(lambda: read_vocabulary(file))
-        self._longest = Lazy(lambda: longest_by_prefix(self._tokens.get()))
+        self._file = given / VOCABULARY_NAME if given.is_dir() else given
 
     @classmethod
     def find(cls, directory: str | Path, config: Mapping[str, Any] | None = None) -> WorldTokenizer | None:
@@ -69,7 +66,7 @@ class WorldTokenizer:
         `longest` has every prefix of every token, so a missing prefix has no longer match. The search starts at four bytes,
         a usual length.
         """
-        longest = self._longest.get()
+        longest = self._longest
         ids: list[int] = []
         get, append, place, end = longest.get, ids.append, 0, len(data)
         while place < end:
@@ -98,7 +95,7 @@ class WorldTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token; empty for an unknown id."""
-        tokens = self._tokens.get()
+        tokens = self._tokens
         return tokens[token_id] if 0 <= token_id < len(tokens) else b""
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -110,13 +107,17 @@ class WorldTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return END_OF_TEXT if token == END_NAME else self._ids.get(token.encode(errors="replace"))
 
-    def named_token(self, role: str) -> str | None:
-        """The special token of a role; only `eos_token` has one."""
-        return END_NAME if role == "eos_token" else None
+    @cached_property
+    def _tokens(self) -> list[bytes]:
+        return read_vocabulary(self._file)
+
+    @cached_property
+    def _longest(self) -> dict[bytes, tuple[int, int]]:
+        return longest_by_prefix(self._tokens)
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        return {token: token_id for token_id, token in enumerate(self._tokens.get()) if token}
+        return {token: token_id for token_id, token in enumerate(self._tokens) if token}
 
 
 def read_vocabulary(file: Path) -> list[bytes]:

@@ -17,7 +17,6 @@ from archerfish.cli import embed as embed_command
 from archerfish.cli import output
 from archerfish.cli.main import main
 from archerfish.cli.texts import gather_texts
-from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import (
     ArcherfishError,
     DeviceError,
@@ -26,6 +25,7 @@ from archerfish.errors import (
     UnreachableError,
     WriteError,
 )
+from tests.engine.fakes import FakeEngine
 
 
 class Engine(FakeEngine):

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from archerfish.compat.batch_processor import BatchProcessor
-from archerfish.engine.fakes import FakeEngine
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, ModelError
+from tests.engine.fakes import FakeEngine
 
 
 def test_a_full_buffer_is_encoded_in_order() -> None:

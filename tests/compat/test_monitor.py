@@ -111,15 +111,6 @@ def test_sampling_metrics(engine: LLMEngine) -> None:
         PerformanceMonitor().sampling()
 
 
-def test_a_repeated_batch_allocates_no_buffers(engine: LLMEngine) -> None:
-    drawn = GREEDY.replace(temperature=0.8, top_p=0.9, seed=1)
-    engine.generate(prompts(8), drawn)
-    before = engine.pool_stats()
-    engine.generate(prompts(8, seed=1), drawn)
-    after = engine.pool_stats()
-    assert after.total_gets > before.total_gets and after.cache_misses == before.cache_misses > 0
-
-
 def test_an_engine_is_watched_once(engine: LLMEngine) -> None:
     with PerformanceMonitor(engine), pytest.raises(InvalidInputError, match="watched already"):
         PerformanceMonitor(engine)

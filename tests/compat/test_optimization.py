@@ -19,9 +19,8 @@ from archerfish.cache.radix import RadixCache, RadixKey
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError, OverloadedError, UnknownOptionError
-from archerfish.params import SamplingParams
 from archerfish.serve.result_cache import ResultCache
-from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
+from tests.engine.tiny_llama import greedy, prompts, save_tiny_llama, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,6 @@ def engine(tiny: Path) -> Iterator[LLMEngine]:
         yield made
 
 
-def greedy(num_tokens: int = 12) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-
-
 def check_memory(engine: LLMEngine) -> None:
     scheduler = engine.scheduler
     scheduler.cache.check(scheduler.owned_blocks())
@@ -46,18 +41,6 @@ def check_memory(engine: LLMEngine) -> None:
 
 
 # Reading
-
-
-def test_second_names_in_updates() -> None:
-    config = OptimizationConfig().updated({
-        "enable_logits_cache": False, "enable_object_pool": True, "enable_simd_sampling": "yes", "enable_prefetch": False,
-        "cache_size_mb": 8,
-    })  # fmt: skip
-    assert config == OptimizationConfig(enable_logits_cache=False, logits_cache_mib=8, pipeline_depth=0)
-    assert OptimizationConfig().updated({"enable_prefetch": "on"}).pipeline_depth == 1
-    assert OptimizationConfig().updated({}) == OptimizationConfig()
-    assert OptimizationConfig().updated(config.as_dict()) == config
-    assert config.updated({"cache_size_mb": 9}).logits_cache_mib == 9 and config.logits_cache_mib == 8
 
 
 @pytest.mark.parametrize(("values", "told"), [

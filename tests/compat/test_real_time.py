@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from archerfish.compat.real_time import MetricEvent, RealTimeMonitor
+from archerfish.compat.monitor import MetricEvent, RealTimeMonitor
 
 
 def test_a_listener_that_fails_disturbs_no_other(caplog: pytest.LogCaptureFixture) -> None:

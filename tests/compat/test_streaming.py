@@ -51,7 +51,7 @@ def test_one_step_is_in_flight_while_the_next_is_launched(engine: LLMEngine) -> 
 
     def counted(plan: object) -> object:
         nonlocal most
-        most = max(most, len(engine._steps))
+        most = max(most, len(engine._in_flight))
         return launch(plan)  # type: ignore[arg-type]
 
     engine.runner.launch = counted  # type: ignore[method-assign, assignment]
@@ -128,14 +128,6 @@ def test_an_invalid_prompt_has_no_logits(engine: LLMEngine) -> None:
     asyncio.run(run())
     with pytest.raises(InvalidInputError, match="wants_logits"):
         engine.generate([1, 2], wants_logits=1)
-
-
-def test_prefetch_options_without_a_meaning_are_refused() -> None:
-    for name in ("window_size", "prefetch_threshold"):
-        with pytest.raises(UnknownOptionError, match=f"{name} does not exist.*before the token is drawn"):
-            PrefetchConfig(**{name: 1})
-    with pytest.raises(UnknownOptionError, match="max_prefetch"):
-        PrefetchConfig(max_prefetsch=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("depth", [2, -1])

@@ -22,7 +22,7 @@ from archerfish.errors import (
     StoppedError,
 )
 from archerfish.params import SamplingParams
-from tests.engine.tiny_llama import VOCAB, prompts, save_tiny_llama, tiny_config
+from tests.engine.tiny_llama import VOCAB, check_memory, greedy, prompts, save_tiny_llama, tiny_config, tokens
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +57,6 @@ def test_an_engine_is_of_no_use_behind_a_fork(tiny: Path, monkeypatch: pytest.Mo
             child.setattr("archerfish.engine.llm_engine.os.getpid", lambda: -1)
             with pytest.raises(StoppedError, match="fork"):
                 engine.generate(prompts(1), greedy(1))
-
-
-def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
-
-
-def check_memory(engine: LLMEngine) -> None:
-    engine.scheduler.cache.check([])
-    blocks = engine.scheduler.blocks
-    assert blocks.num_free + engine.scheduler.cache.num_evictable == blocks.num_total
 
 
 def alone(tiny: Path, many: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -249,8 +235,6 @@ def bad_prompts() -> list[tuple[Any, Any, type[ArcherfishError]]]:
         ([5] * 256, None, InputTooLargeError), ("text without a tokenizer", None, InvalidInputError),
         ([1.5], None, InvalidInputError), (None, None, InvalidInputError),
         ([5], {"logit_bias": {VOCAB: 1.0}}, InvalidInputError),
-        ([5], {"temperature": float("nan")}, InvalidInputError), ([5], {"min_tokens": 9, "max_tokens": 3}, InvalidInputError),
-        ([5], {"stop": ["x"] * 10_000}, InvalidInputError), ([5], {"top_p": 0.0}, InvalidInputError),
     ]
 
 

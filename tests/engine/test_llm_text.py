@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from archerfish import LLM, LLMEngine, SamplingParams
-from archerfish.errors import ArcherfishError, InputTooLargeError, InvalidInputError
+from archerfish import LLMEngine, SamplingParams
+from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.store.loader import WeightLoader
-from archerfish.text import template_sandbox as sandbox
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -65,7 +64,7 @@ def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:
     assert "tokens came from the cache" in second.hit.explain()
 
 
-def test_bad_text_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_text_is_refused(engine: LLMEngine) -> None:
     with pytest.raises(InvalidInputError, match="empty"):
         engine.generate("")
     with pytest.raises(InputTooLargeError, match="bytes"):
@@ -74,16 +73,6 @@ def test_bad_text_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch)
         engine.generate("fish " * 9000)
     with pytest.raises(InvalidInputError, match="role"):
         engine.chat([{"content": "no role"}])
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
-    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ArcherfishError, match="template"):
-        type(engine.chat_template)(loop).render(QUESTION)
-
-
-def test_the_snippet_of_vllm_runs() -> None:
-    with LLM(model=MODEL, gpu_memory_utilization=0.9, max_cache_tokens=2048) as llm:
-        outputs = llm.generate(["Hello, my name is", "The sea is"], SamplingParams(temperature=0.7, top_p=0.9, max_tokens=5))
-        assert all(isinstance(output.outputs[0].text, str) and output.outputs[0].text for output in outputs)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from archerfish.engine.outputs import CompletionOutput, RequestOutput, request_metrics
+from archerfish.engine.outputs import CompletionOutput, OutputCollector, RequestOutput, request_metrics
 from archerfish.errors import DeviceError
 from archerfish.params import SamplingParams
 from archerfish.sequence import Delta, FinishReason, Request, Sequence, SequenceTimes
@@ -18,35 +18,33 @@ def sequence(num_output: int = 3, index: int = 0, **times: float) -> Sequence:
     return made
 
 
-def finished(reason: FinishReason, *token_ids: int, stop: str | None = None) -> CompletionOutput:
-    output = CompletionOutput()
-    output.add("te", token_ids, None)
-    output.add("xt", [], None)
-    output.stop_reason = stop
-    output.finish(Delta(sequence(), [], finish_reason=reason))
-    return output
-
-
-def test_an_output_grows() -> None:
-    output = finished("length", 5, 6)
-    assert (output.text, output.token_ids, output.finish_reason, output.stop_reason) == ("text", [5, 6], "length", None)
-    assert output.logprobs is None and output.cumulative_logprob is None
+def collected(*deltas: Delta, stop: str | None = None) -> CompletionOutput:
+    collector = OutputCollector(sequence().request, None, None)
+    collector.outputs[0].stop_reason = stop
+    for delta in deltas:
+        collector.add(delta)
+    return collector.outputs[0]
 
 
 def test_reasons_for_the_end_of_an_output() -> None:
+    def finished(reason: FinishReason, *token_ids: int, stop: str | None = None) -> CompletionOutput:
+        return collected(Delta(sequence(), list(token_ids)), Delta(sequence(), [], finish_reason=reason), stop=stop)
+
+    output = finished("length", 5, 6)
+    assert (output.token_ids, output.finish_reason, output.stop_reason, output.logprobs) == ([5, 6], "length", None, None)
     assert finished("stop", 5, 9).stop_reason == 9
     assert finished("stop", 5).stop_reason is None
     late = finished("length", 5, stop="END")  # the sequence reached its length while the stop string was being found
-    assert (late.finish_reason, late.stop_reason) == ("stop", "END")
-    output = CompletionOutput()
-    output.finish(Delta(sequence(), [], finish_reason="error", error=DeviceError("x")))
-    assert isinstance(output.error, DeviceError)
+    assert (late.finish_reason, late.stop_reason, late.token_ids) == ("stop", "END", [])
+    failed = collected(Delta(sequence(), [], finish_reason="error", error=DeviceError("x")))
+    assert isinstance(failed.error, DeviceError)
 
 
 def test_log_probabilities_add_up() -> None:
-    output = CompletionOutput()
-    output.add("a", [1], [TokenLogprobs(1, -0.5, 1, [])])
-    output.add("b", [2, 3], [TokenLogprobs(2, -1.0, 2, []), TokenLogprobs(3, -0.25, 1, [])])
+    output = collected(
+        Delta(sequence(), [1], logprobs=[TokenLogprobs(1, -0.5, 1, [])]),
+        Delta(sequence(), [2, 3], logprobs=[TokenLogprobs(2, -1.0, 2, []), TokenLogprobs(3, -0.25, 1, [])]),
+    )
     assert output.cumulative_logprob == pytest.approx(-1.75) and [item.token_id for item in output.logprobs or []] == [1, 2, 3]
 
 

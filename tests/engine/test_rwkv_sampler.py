@@ -140,11 +140,11 @@ def test_the_end_token_ends_a_request(sampler: RwkvSampler, monkeypatch: pytest.
 
 
 def test_a_batch_gives_the_tokens_of_single_requests(sampler: RwkvSampler) -> None:
-    together = sampler.generate_tts_tokens_batch(requests(16))
+    together = sampler.generate_tts_tokens_batch(requests(6))
     sampler.reset()
-    alone = [sampler.generate_tts_tokens(request) for request in requests(16)]
+    alone = [sampler.generate_tts_tokens(request) for request in requests(6)]
     assert alone == together
-    assert sampler.generate_tts_tokens_batch(reversed(requests(16))) == together[::-1]
+    assert sampler.generate_tts_tokens_batch(reversed(requests(6))) == together[::-1]
 
 
 @pytest.mark.parametrize("kind", PROPERTIES)
@@ -201,16 +201,9 @@ def test_recorded_steps_change_nothing(sampler: RwkvSampler, tmp_path: Path, mon
         assert len(plans) > 35 and max(len(prepared.rows) for prepared in plans) == 8
 
 
-def test_options_apply_to_all_texts_of_a_batch(sampler: RwkvSampler) -> None:
-    whole = TTSRequest(text="b", seed=3, max_tokens=4)
-    first, second = sampler.generate_tts_tokens_batch(["a", whole], seed=1, max_tokens=2)
-    assert (len(first.semantic_tokens), len(second.semantic_tokens)) == (2, 4)
-    assert first == sampler.generate_tts_tokens("a", seed=1, max_tokens=2)
-
-
 def test_a_mapping_overrides_the_options_of_its_batch(sampler: RwkvSampler) -> None:
     whole = TTSRequest(text=TEXTS[0], max_tokens=4, seed=3)
-    tables: list[Any] = [{"text": TEXTS[0]}, {"text": TEXTS[0], "max_tokens": 5}, whole]
+    tables: list[Any] = [TEXTS[0], {"text": TEXTS[0], "max_tokens": 5}, whole]
     found = sampler.generate_tts_tokens_batch(tables, max_tokens=3, seed=3)
     assert [len(tokens.semantic_tokens) for tokens in found] == [3, 5, 4]
     assert found[0].semantic_tokens == found[1].semantic_tokens[:3] == found[2].semantic_tokens[:3]
@@ -304,7 +297,7 @@ def test_texts_over_the_limit_of_bytes_are_refused(sampler: RwkvSampler) -> None
 
 
 def test_max_tokens_defaults_to_the_room_of_the_model(sampler: RwkvSampler) -> None:
-    prompt = TTSRequest(text="word " * 2500)
+    prompt = TTSRequest(text="word " * 2540)
     room = sampler.engine.facts.max_len - len(prompt.prompt())
     assert 33 < room < 2081
     tokens = sampler.generate_tts_tokens(prompt)
@@ -340,7 +333,7 @@ def test_leaving_a_stream_aborts_it(sampler: RwkvSampler) -> None:
 
 def test_seeds(sampler: RwkvSampler) -> None:
     def draw(seed: int | None) -> TTSTokens:
-        return sampler.generate_tts_tokens("Hello", seed=seed, max_tokens=4)
+        return sampler.generate_tts_tokens("Hello", seed=seed, max_tokens=4, **REFERENCE)
 
     assert draw(1) == draw(1) != draw(2)
     assert draw(None) != draw(None)

@@ -78,7 +78,7 @@ def test_half_a_character_is_held_back(engine: LLM) -> None:
         piece.text for piece in engine.stream(prompt, SamplingParams(max_tokens=4, grammar={"kind": "regex", "value": "a水"}))
     ]
     assert "".join(pieces) == "a水" and all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
-    held = LLMEngine.prepare_request(engine, prompt, SamplingParams(max_tokens=9), listener=lambda delta: None)
+    held = engine.requests.make(prompt, SamplingParams(max_tokens=9))
     text = held.collector.texts[0]
     assert text is not None
     assert [text.feed([i])[0] for i in ids] == ["a", "", "", "水"]

@@ -68,12 +68,6 @@ def test_staged_requests_beside_others(engine: LLMEngine) -> None:
     assert [output.token_ids for output in together] == [engine.generate([PROMPT], one)[0].token_ids for one in params]
 
 
-def test_tokens_stream_as_others_do(engine: LLMEngine) -> None:
-    params = SamplingParams(stages=STAGES, seed=7)
-    expected = engine.generate([PROMPT], params)[0].token_ids
-    assert [token for delta in engine.stream(PROMPT, params) for token in delta.token_ids] == expected
-
-
 @pytest.mark.parametrize("stage", [Stage(first=0, end=61, num_tokens=1), Stage(first=0, end=50, num_tokens=1, offset=11)])
 def test_stages_outside_of_the_vocabulary_are_refused(engine: LLMEngine, stage: Stage) -> None:
     with pytest.raises(InvalidInputError, match=r"stages\[1\] reaches to token 60"):

@@ -29,10 +29,6 @@ from tests.models.test_rwkv7 import load_rwkv, needs_rwkv, their_logits
 
 HELD_OUT = read_stories(Path(__file__).with_name("held_out_stories.txt"))
 REQUESTED = [{"role": "user", "content": "Tell me a story about a dog and a ball."}]
-BEGINNINGS = [
-    "Once upon a time", "Tom and Sara went to the park.", "One day, a big", "Lily", "The sun was", "A frog", '"Look!"',
-    "Ben had a",
-]  # fmt: skip
 BLINK_PARTS = {
     "pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn.g_norm": "att.ln_x", "attn.r_proj": "att.receptance",
     "attn.k_proj": "att.key", "attn.v_proj": "att.value", "attn.o_proj": "att.output", "ffn.key": "ffn.key",
@@ -125,26 +121,6 @@ def test_a_chat_is_a_story_about_what_was_asked_for(story: LLM) -> None:
 def test_its_own_files_say_how_to_draw(story: LLM) -> None:
     assert story.facts.generation_config["temperature"] == 0.8
     assert story.facts.end_token_ids == (END,)
-
-
-def test_a_batch_of_eight_gives_what_each_gives_alone(story: LLM, hub: HubConfig) -> None:
-    params = [SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=seed) for seed in range(8)]
-    together = [output.token_ids for output in story.generate(BEGINNINGS, params)]
-    with LLMEngine(rwkv_config(Path(STORY_MODEL), enable_prefix_caching=False), hub=hub) as other:
-        alone = [other.generate([text], each)[0].token_ids for text, each in zip(BEGINNINGS, params, strict=True)]
-    assert together == alone
-    assert len({tuple(each) for each in together}) == 8
-
-
-def test_what_begins_alike_goes_on_from_a_state(hub: HubConfig) -> None:
-    begun, params = HELD_OUT[0][:400], greedy(16)
-    prompts = [begun + end for end in (" Then", " But", " Suddenly, the dog")]
-    with LLMEngine(rwkv_config(Path(STORY_MODEL), enable_prefix_caching=False), hub=hub) as engine:
-        expected = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
-    with LLMEngine(rwkv_config(Path(STORY_MODEL)), hub=hub) as engine:
-        outputs = [engine.generate([prompt], params)[0] for prompt in prompts]
-    assert [output.token_ids for output in outputs] == expected
-    assert outputs[0].num_cached_tokens == 0 and all(output.num_cached_tokens >= 64 for output in outputs[1:])
 
 
 @needs_rwkv

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 
 from archerfish.config import EngineConfig
+from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.outputs import RequestOutput
+from archerfish.params import SamplingParams
 
 VOCAB = 96
 TINY = {
@@ -35,3 +38,18 @@ def tiny_config(directory: Path, **options: Any) -> EngineConfig:
 def prompts(num: int, seed: int = 0, least: int = 1, most: int = 60) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, VOCAB, rng.integers(least, most + 1)).tolist() for _ in range(num)]
+
+
+def greedy(num_tokens: int = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **options)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def check_memory(engine: LLMEngine) -> None:
+    """No block may be in use when nothing runs."""
+    engine.scheduler.cache.check([])
+    blocks = engine.scheduler.blocks
+    assert blocks.num_free + engine.scheduler.cache.num_evictable == blocks.num_total

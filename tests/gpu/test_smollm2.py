@@ -54,8 +54,7 @@ def reference() -> Reference:
     from archerfish.kernels.torch.cpu import TorchCpuOps
 
     loader = converted("float32")
-    tokenizer = TextTokenizer.find(loader.directory, loader.config, {})
-    assert tokenizer is not None
+    tokenizer = TextTokenizer(loader.directory, config=loader.config, generation_config={})
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     tokens = [[*prompt, *([0] * NUM_NEW)] for prompt in prompts]
     model = GivenTokens(TorchCpuOps(), loader.load_weights(), loader.config, tokens)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from archerfish import EngineConfig, LLMEngine, SamplingParams
 from archerfish.cache.key import RadixKey
+from archerfish.errors import UnknownOptionError
 from tests.engine.tiny_llama import prompts, save_tiny_llama
+
+
+def test_shape_options_are_refused_with_what_to_write() -> None:
+    for name in ("num_layers", "kv_dim"):
+        with pytest.raises(UnknownOptionError, match=rf"option of \[engine\]: '{name}'\. Leave it out.*max_cache_tokens"):
+            EngineConfig(max_batch_size=32, **{name: 28})  # type: ignore[arg-type]
 
 
 def test_an_engine_and_its_statistics(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from archerfish.config import EngineConfig, ServeConfig
-from archerfish.engine.request_options import RUNNING_OPTIONS
+from archerfish.engine.request_maker import RUNNING_OPTIONS
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.client import Answer, Part, Question, RemoteError

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import zmq
 
-from archerfish.engine.fakes import word_vector
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidInputError
 from archerfish.serve import wire
@@ -27,6 +26,7 @@ from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, ModelEntry
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, Query, Report
 from archerfish.text.tokenizer import TokenizedText
+from tests.engine.fakes import word_vector
 from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.text.detokenizer import BROKEN, Detokenizer
+from archerfish.text.output_text import BROKEN, make_decoder
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.text import tiny_tokenizers as tiny
 
@@ -48,13 +48,13 @@ def expected(tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int]
 def streamed(
     tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool, sizes: Sequence[int]
 ) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt, skip)
+    decoder = make_decoder(tokenizer, prompt, skip)
     pieces, place, turn = [], 0, 0
     while place < len(ids):
         size = sizes[turn % len(sizes)]
-        pieces.append(detokenizer.feed(ids[place : place + size]))
+        pieces.append(decoder.feed(ids[place : place + size]))
         place, turn = place + size, turn + 1
-    return [*pieces, detokenizer.finish()]
+    return [*pieces, decoder.feed([], is_last=True)]
 
 
 @pytest.mark.no_cover

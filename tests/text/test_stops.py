@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from archerfish.params import SamplingParams
 from archerfish.sequence import FinishReason
-from archerfish.text.output_text import OutputText
-from archerfish.text.stops import StopStrings
+from archerfish.text.output_text import OutputText, StopStrings
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.text.tiny_tokenizers import smollm2_directory
 
@@ -38,30 +37,23 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
 
 @given(st.lists(SHORT, min_size=1, max_size=4), st.lists(st.text("abc", max_size=5), max_size=8), st.booleans())
 def test_stops_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str], include: bool) -> None:
-    finder, shown, matched = StopStrings(stops, include), "", None
-    for piece in pieces:
-        emit, matched = finder.feed(piece)
-        shown += emit
-        if matched:
-            break
-    shown += "" if matched else finder.finish()
+    finder = StopStrings(stops, include)
+    shown = "".join([finder.feed(piece) for piece in pieces]) + finder.held
     text = "".join(pieces)
     wanted = first_stop(text, stops)
     if wanted is None:
-        assert (shown, matched) == (text, None)
+        assert (shown, finder.matched) == (text, None)
     else:
         end, start, stop = wanted
-        assert (shown, matched) == (text[: end if include else start], stop)
-        assert finder.feed("more") == ("", None) and finder.finish() == ""
+        assert (shown, finder.matched) == (text[: end if include else start], stop)
 
 
 @given(st.lists(SHORT, min_size=1, max_size=4), st.text("abc", max_size=12))
 def test_only_the_beginning_of_a_stop_is_held_back(stops: list[str], text: str) -> None:
     finder, shown = StopStrings(stops), ""
     for character in text:
-        emit, matched = finder.feed(character)
-        shown += emit
-        if matched:
+        shown += finder.feed(character)
+        if finder.matched:
             return
     held = text[len(shown) :]
     assert held == "" or any(stop.startswith(held) for stop in stops)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from archerfish.errors import CorruptFileError
-from archerfish.text.text_tokenizer import TextTokenizer
+from archerfish.text.text_tokenizer import TextTokenizer, find_text_tokenizer
 from tests.text.tiny_tokenizers import byte_fallback, metaspace, smollm2_directory
 
 TEXTS = [
@@ -94,15 +94,13 @@ def test_tokens_named_by_objects_and_by_the_map(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
     tokenizer = TextTokenizer(tmp_path)
-    assert (tokenizer.named_token("eos_token"), tokenizer.named_token("bos_token")) == ("</s>", "<s>")
-    assert tokenizer.named_token("pad_token") is None
+    assert (tokenizer.eos_token_ids, tokenizer.bos_token_id) == ((2,), 1)
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
-    assert TextTokenizer.find(tmp_path) is None
+    assert find_text_tokenizer(tmp_path) is None
     with pytest.raises(CorruptFileError, match=r"no tokenizer\.json"):
         TextTokenizer(tmp_path)
-    assert TextTokenizer.find(smollm2_directory()) is not None
 
 
 def test_the_vocabulary_is_parsed_on_first_use(tmp_path: Path) -> None:

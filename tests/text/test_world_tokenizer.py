@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import CorruptFileError
-from archerfish.text.detokenizer import ByteDecoder
+from archerfish.text.output_text import make_decoder
 from archerfish.text.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
 
 WORLD = WorldTokenizer()
@@ -79,9 +79,9 @@ def test_any_bytes(data: bytes) -> None:
 @given(st.lists(st.integers(0, 65535), max_size=40))
 def test_text_of_any_tokens_in_pieces(ids: list[int]) -> None:
     """Characters that tokens cut in two come whole, whichever tokens."""
-    decoder = ByteDecoder(WORLD.token_bytes, [])
+    decoder = make_decoder(WORLD, [])
     pieces = [decoder.feed([token_id]) for token_id in ids]
-    assert "".join([*pieces, decoder.finish()]) == WORLD.decode(ids)
+    assert "".join([*pieces, decoder.feed([], is_last=True)]) == WORLD.decode(ids)
 
 
 @pytest.mark.no_cover
@@ -105,8 +105,7 @@ def their_tokenizer() -> Any:
 
 def test_the_tokenizer_interface() -> None:
     assert (WORLD.vocab_size, WORLD.bos_token_id, WORLD.eos_token_ids) == (65536, None, (0,))
-    assert WORLD.special_tokens == {0: "<|endoftext|>"} and WORLD.named_token("eos_token") == "<|endoftext|>"
-    assert WORLD.named_token("bos_token") is None and WORLD.token_to_id("<|endoftext|>") == 0
+    assert WORLD.special_tokens == {0: "<|endoftext|>"} and WORLD.token_to_id("<|endoftext|>") == 0
     assert WORLD.id_to_token(0) == "<|endoftext|>" and WORLD.id_to_token(36786) == " Hello"
     assert WORLD.token_to_id(" Hello") == 36786 and WORLD.token_to_id("no such token") is None
     assert WORLD.id_to_token(65530) is None and WORLD.token_bytes(99999) == b"" and WORLD.token_bytes(-1) == b""

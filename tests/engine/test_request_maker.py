@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from archerfish.engine.request_options import is_token_ids, read_token_ids
+from archerfish.engine.request_maker import is_token_ids, read_token_ids
 from archerfish.errors import InvalidInputError
 
 
@@ -28,9 +28,3 @@ def test_a_list_is_known_by_its_first(prompt: object, expected: bool) -> None:
 def test_wrong_ids_are_named(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         read_token_ids(prompt, 10)
-
-
-def test_right_ids_are_copied() -> None:
-    prompt = [0, 9, 4]
-    found = read_token_ids(prompt, 10)
-    assert found.tolist() == prompt
