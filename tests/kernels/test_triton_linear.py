@@ -12,8 +12,7 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, random, untraced
 
 from archerfish.kernels.ops import Activation, HeadShape, LinearWeight  # isort: skip
-from archerfish.kernels.formats import PLAIN, WeightFormat  # isort: skip
-from archerfish.kernels.formats.int8_rows import Int8Rows  # isort: skip
+from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton import linear as triton_linear  # isort: skip
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up  # isort: skip

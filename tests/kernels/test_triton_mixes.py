@@ -13,8 +13,7 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
-from archerfish.kernels.formats import PLAIN, WeightFormat  # isort: skip
-from archerfish.kernels.formats.int8_rows import Int8Rows  # isort: skip
+from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: skip
 from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight  # isort: skip

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from archerfish.kernels.formats import Tensors, WeightFormat
-from archerfish.kernels.formats.int8_rows import row_pieces
+from archerfish.kernels.formats import Tensors, WeightFormat, row_pieces
 from archerfish.kernels.machine import ARM
 from archerfish.kernels.ops import (
     Activation,
