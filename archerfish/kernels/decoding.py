@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic
 
-from archerfish.kernels.handle import T
+from archerfish.kernels.ops import T
 
 FILLING_POSITION = -1
 NO_BLOCK = -1  # in place of one that is in front of a sequence: the empty state

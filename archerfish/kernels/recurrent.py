@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.handle import Ids, T
+from archerfish.kernels.ops import Activation, Ids, LinearWeight, T
 from archerfish.kernels.sampling import SamplingBatch
-
-if TYPE_CHECKING:
-    from archerfish.kernels.ops import Activation, LinearWeight
 
 EMPTY_SLOT = 0
 FIRST_SLOT = 1  # of block 0

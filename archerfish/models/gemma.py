@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from archerfish.errors import UnsupportedModelError
@@ -34,7 +34,7 @@ class Gemma2Model(LlamaModel[T]):
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head, softcap=self.config.limit("final_logit_softcapping", self.logit_cap))
 
-    def mlp(self, weights: Weights[T]) -> Callable[[T], T]:
+    def mlp(self, weights: Weights[T]) -> GatedMLP[T]:
         activation = self.config.activation("hidden_activation", "gelu_pytorch_tanh")
         return GatedMLP(weights, self.width, self.config.integer("intermediate_size"), activation)
 

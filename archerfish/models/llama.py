@@ -61,7 +61,7 @@ class LlamaModel(ModelAdapter[T]):
             qkv_bias=self.has_qkv_bias or bias, out_bias=bias, norms=self.head_norms(weights) if self.has_head_norms else None,
         )
 
-    def mlp(self, weights: Weights[T]) -> Callable[[T], T]:
+    def mlp(self, weights: Weights[T]) -> GatedMLP[T] | Callable[[T], T]:
         return GatedMLP(
             weights, self.width, self.config.integer("intermediate_size"), self.config.activation("hidden_act", "silu"),
             is_fused=self.is_fused, bias=self.config.flag("mlp_bias") or None,

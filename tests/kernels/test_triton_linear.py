@@ -345,18 +345,7 @@ def test_tiles_fit_the_card() -> None:
                     assert not tile.is_dot or tile.columns // tile.num_warps >= 16
 
 
-class FusingOps(TorchOps):
-    """The reference, with a note of what was asked of normed_linear."""
-
-    fuses_norms = True
-    num_calls = 0
-
-    def normed_linear(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.num_calls += 1
-        return super().normed_linear(*args, **kwargs)
-
-
-def block_of(ops: TorchOps, mlp: Callable[[Weights[Tensor]], Any], attention: type[Attention[Tensor]]) -> DecoderBlock[Tensor]:
+def block_of(ops: TorchOps, mlp: Callable[[Weights[Tensor]], Any]) -> DecoderBlock[Tensor]:
     sizes = {"q_proj": (32, 24), "k_proj": (16, 24), "v_proj": (16, 24), "o_proj": (24, 32)}
     sizes |= {"gate_proj": (40, 24), "up_proj": (40, 24), "down_proj": (24, 40)}
     torch.manual_seed(3)
@@ -364,45 +353,14 @@ def block_of(ops: TorchOps, mlp: Callable[[Weights[Tensor]], Any], attention: ty
     source |= {"norm.weight": 1 + 0.1 * random(24)}
     own = Weights(source, ops)
     norm = RMSNorm(own, "norm", 24, 1e-5)
-    return DecoderBlock(attention(own, 24, HeadShape(4, 2, 8, 0.3), None), mlp(own), BlockNorms(norm, norm))
+    return DecoderBlock(Attention(own, 24, HeadShape(4, 2, 8, 0.3), None), mlp(own), BlockNorms(norm, norm))
 
 
-class OwnAttention(Attention[Tensor]):
-    """A subclass may do anything with the normalised input."""
-
-    def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        return super().__call__(2 * x, *args)
-
-
-@pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize(
-    ("mlp", "attention", "num_calls"),
-    [
-        (lambda own: GatedMLP(own, 24, 40, "silu"), Attention, 2), (lambda own: lambda x: 3 * x, Attention, 1),
-        (lambda own: GatedMLP(own, 24, 40, "gelu"), OwnAttention, 1),
-    ],
-)
-def test_a_block_gives_the_same_with_norms_fused(
-    mlp: Callable[[Weights[Tensor]], Any], attention: type[Attention[Tensor]], num_calls: int, has_residual: bool
-) -> None:
-    found = []
-    for ops in (TorchOps(DEVICE), FusingOps(DEVICE)):
-        batch, kv = batch_over(ops, ((1, 5), (1, 9)), 4, HeadShape(4, 2, 8, 0.3))
-        block = block_of(ops, mlp, attention)
-        torch.manual_seed(1)
-        x, residual = random(2, 24), random(2, 24)
-        x, added = block(x, residual if has_residual else None, batch, kv)
-        found.append(x if added is None else x + added)
-    assert torch.equal(*found)
-    assert isinstance(ops, FusingOps)
-    assert ops.num_calls == num_calls
-
-
-@pytest.mark.parametrize("attention", [Attention, OwnAttention])
-@pytest.mark.parametrize("ops", [TorchOps(DEVICE), FusingOps(DEVICE)])
-def test_a_block_gives_the_rows_that_are_wanted(ops: TorchOps, attention: type[Attention[Tensor]]) -> None:
+@pytest.mark.parametrize("mlp", [lambda own: GatedMLP(own, 24, 40, "silu"), lambda own: lambda x: 3 * x])
+def test_a_block_gives_the_rows_that_are_wanted(mlp: Callable[[Weights[Tensor]], Any]) -> None:
+    ops = TorchOps(DEVICE)
     batch, kv = batch_over(ops, ((1, 5), (4, 9)), 4, HeadShape(4, 2, 8, 0.3))
-    block = block_of(ops, lambda own: GatedMLP(own, 24, 40, "silu"), attention)
+    block = block_of(ops, mlp)
     x, residual = random(5, 24), random(5, 24)
     found = []
     for kept in (None, ops.ids(np.array([0, 4]))):

@@ -108,7 +108,7 @@ def test_lengths_are_read_from_the_device(num_splits: int) -> None:
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q = random(3, 128)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
-    find_places.set(batch, Places(lengths, lengths, lengths, num_splits=num_splits))
+    batch.notes["places"] = Places(lengths, lengths, lengths, num_splits=num_splits)
     out = ops.paged_attention(q, kv, batch, heads)
     shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     expected = TorchOps(DEVICE).paged_attention(q, in_float32(kv), shorter, heads)
@@ -299,7 +299,7 @@ def test_decodes_can_be_captured() -> None:
     batch, kv = batch_over(ops, sequences, 16, heads)
     lengths = torch.tensor([10, 10, 0, 10], dtype=torch.int32, device=DEVICE)
     static = replace(batch)
-    find_places.set(static, Places(lengths, lengths, lengths))
+    static.notes["places"] = Places(lengths, lengths, lengths)
     rotary = ops.rotary(np.random.default_rng(0).normal(size=(1200, 64)).astype(np.float32), 64)
     qkv, weight = random(4, 12 * 64, dtype="bfloat16"), random(512)
 

@@ -40,7 +40,7 @@ def sharing(batch: PagedBatch[Tensor], kv: KVLayer[Tensor], shared_len: int, num
     num_shared = torch.tensor([shared_len], dtype=torch.int32, device=DEVICE)
     places = Places(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
     shared = replace(batch, block_tables=tables)
-    find_places.set(shared, places)
+    shared.notes["places"] = places
     return shared
 
 
@@ -150,7 +150,7 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
     q = random(num, 1024, dtype="bfloat16")
     nothing_shared = sharing(batch, kv, 0)
     shared = replace(nothing_shared, block_tables=batch.block_tables)
-    find_places.set(shared, find_places(nothing_shared))
+    shared.notes["places"] = find_places(nothing_shared)
     places = find_places(shared)
     lengths = places.context_lens.clone()
     places.context_lens.fill_(0)

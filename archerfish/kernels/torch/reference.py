@@ -37,11 +37,12 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
-from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
+from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
+FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 
 
 class TorchWeight(PackedWeight[Tensor]):
@@ -310,10 +311,19 @@ class TorchOps(Ops[Tensor]):
         return lambda: x.cpu().numpy()
 
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
-        return new_counts(num_rows, vocab_size, self.device)
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=self.device)
+        token_ids = torch.zeros(num_rows, FIRST_CAPACITY, dtype=torch.int64, device=self.device)
+        return TokenCounts(counts, token_ids, token_ids.new_zeros(num_rows), np.zeros(num_rows, dtype=np.int64))
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
-        set_counts(counts, row, prompt, output)
+        found = 2 * np.bincount(output, minlength=counts.counts.shape[1]).astype(np.int32)
+        found[prompt] += 1
+        ids = np.flatnonzero(found)
+        counts.num_ids[row] = len(ids)
+        make_room(counts, len(ids) + 1)
+        counts.counts[row].copy_(torch.from_numpy(found))
+        counts.token_ids[row, : len(ids)].copy_(torch.from_numpy(ids))
+        counts.lengths[row] = len(ids)
 
 
 def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:

@@ -31,6 +31,7 @@ from archerfish.kernels.triton.attend import (
     take_loaded,
 )
 from archerfish.kernels.triton.launch import early_start, follow
+from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
 from archerfish.kernels.triton.places import (
     Places,
     Tile,
@@ -41,7 +42,6 @@ from archerfish.kernels.triton.places import (
     lay_mask,
     shared_tile,
 )
-from archerfish.kernels.triton.rope import load_heads, rotate_heads, rotation_factors
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor

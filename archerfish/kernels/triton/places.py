@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
-from archerfish.kernels.torch.weak_cache import WeakCache
 from archerfish.kernels.triton.tiles import next_power_of_2
 
 Tensor = torch.Tensor
@@ -88,7 +87,10 @@ def send_pieces(pieces: Sequence[Ids], device: torch.device) -> list[Tensor]:
     return [sent[place : place + length] for length, place in zip(lengths, places, strict=False)]
 
 
-def new_places(batch: PagedBatch[Tensor]) -> Places:
+def find_places(batch: PagedBatch[Tensor]) -> Places:
+    places: Places | None = batch.notes.get("places")
+    if places is not None:
+        return places
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
     pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
@@ -97,10 +99,8 @@ def new_places(batch: PagedBatch[Tensor]) -> Places:
     if num_new and not batch.is_deterministic:
         places.is_gathered = num_keys <= GATHER_RATIO * num_new
         places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
+    batch.notes["places"] = places
     return places
-
-
-find_places = WeakCache(new_places)
 
 
 def cut(lengths: Ids, size: int) -> tuple[Ids, Ids]:

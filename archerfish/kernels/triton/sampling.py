@@ -11,15 +11,13 @@ numbers depend on the row alone. No `from __future__ import annotations` here: s
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from archerfish.kernels import sampling
 from archerfish.kernels.sampling import TOP_K_OFF, Drawn, SamplingBatch
-from archerfish.kernels.torch.sampling import TorchSampling, count_tokens, signed
+from archerfish.kernels.torch.sampling import TorchSampling, count_tokens
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
@@ -29,9 +27,9 @@ TILE = 1024  # tokens of a list at a time
 NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
 UNIT_BITS = 44
 
-GAMMA = tl.constexpr(signed(sampling.GAMMA))
-MIX_A = tl.constexpr(signed(sampling.MIX_A))
-MIX_B = tl.constexpr(signed(sampling.MIX_B))
+GAMMA = tl.constexpr(sampling.GAMMA)
+MIX_A = tl.constexpr(sampling.MIX_A)
+MIX_B = tl.constexpr(sampling.MIX_B)
 CHOSEN = tl.constexpr(sampling.CHOSEN)
 NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
 NONE_LEFT = tl.constexpr(sampling.NONE_LEFT)
@@ -407,95 +405,70 @@ def finish_kernel(
     tl.store(report + row, token)
 
 
-@dataclass(frozen=True)
-class RowCuts:
-    """top_k, top_p and min_p of all rows."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-
-def cuts_of_rows(batch: SamplingBatch[Tensor], like: Tensor) -> RowCuts | None:
-    """The cuts of a batch, `like` being (rows,) float64; None where it has none."""
+def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """top_k, top_p and min_p of all rows; None where no row has any."""
     all_cuts = [cuts for cuts in (batch.short_cuts, batch.long_cuts) if cuts is not None]
-    if not all_cuts and batch.min_p is None:
-        return None
-    min_p = torch.zeros_like(like) if batch.min_p is None else batch.min_p
+    like, min_p = batch.temperature, batch.min_p
+    if like is None or (not all_cuts and min_p is None):
+        return None, None, None
+    if min_p is None:
+        min_p = torch.zeros_like(like)
     if len(all_cuts) == 1 and len(all_cuts[0].rows) == len(like):
-        return RowCuts(all_cuts[0].top_k, all_cuts[0].top_p, min_p)
+        return all_cuts[0].top_k, all_cuts[0].top_p, min_p
     top_k = torch.full_like(like, TOP_K_OFF, dtype=torch.int64)
     top_p = torch.full_like(like, float("inf"))
     for cuts in all_cuts:
         top_k.index_copy_(0, cuts.rows, cuts.top_k)
         top_p.index_copy_(0, cuts.rows, cuts.top_p)
-    return RowCuts(top_k, top_p, min_p)
-
-
-def range_columns(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    """Firsts, ends and offsets, where rows have ranges."""
-    ranges = batch.ranges
-    return (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+    return top_k, top_p, min_p
 
 
 def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
     """The report of `Drawn` for the first vocab_size columns of logits, which only its ranges still leave out of."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    num_rows, device = len(logits), logits.device
-    report = torch.empty((2, num_rows), dtype=torch.int64, device=device)
+    num_rows, stride, num_chunks = len(logits), logits.stride(0), cdiv(vocab_size, CHUNK)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    report = new(2, num_rows, dtype=torch.int64)
     if not num_rows:
         return report
-    num_chunks = cdiv(vocab_size, CHUNK)
     width = next_power_of_2(num_chunks)
     unit = 2.0 ** min(UNIT_BITS, 63 - vocab_size.bit_length())
-    tops, sums = (torch.empty((num_rows, num_chunks), device=device) for _ in range(2))
-    top_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    temperature = batch.temperature
-    is_drawn = temperature is not None
-    first, end, offset = range_columns(batch)
-    has_ranges = first is not None
+    tops, sums = new(num_rows, num_chunks), new(num_rows, num_chunks)
+    top_ids = new(num_rows, num_chunks, dtype=torch.int32)
+    temperature, ranges = batch.temperature, batch.ranges
+    first, end, offset = (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+    is_drawn, has_ranges = temperature is not None, ranges is not None
     survey_kernel[(num_rows, num_chunks)](
-        logits, first, end, temperature, tops, top_ids, sums, vocab_size, logits.stride(0), chunk=CHUNK, is_drawn=is_drawn,
+        logits, first, end, temperature, tops, top_ids, sums, vocab_size, stride, chunk=CHUNK, is_drawn=is_drawn,
         has_ranges=has_ranges, num_warps=4,
     )
-    cuts = None if temperature is None else cuts_of_rows(batch, temperature)
-    cut_tops, levels = torch.empty(num_rows, device=device), torch.empty((num_rows, NUM_LEVELS), device=device)
-    top_k, top_p, min_p = (None, None, None) if cuts is None else (cuts.top_k, cuts.top_p, cuts.min_p)
+    top_k, top_p, min_p = cuts_of_rows(batch)
+    cut_tops, levels = new(num_rows), new(num_rows, NUM_LEVELS)
     settle_kernel[(num_rows,)](
         logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
-        top_ids, sums, cut_tops, levels, report, vocab_size, logits.stride(0), num_chunks, unit=unit, chunk=CHUNK, width=width,
-        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=cuts is not None,
+        top_ids, sums, cut_tops, levels, report, vocab_size, stride, num_chunks, unit=unit, chunk=CHUNK, width=width,
+        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=top_k is not None,
         has_ranges=has_ranges, num_warps=4,
     )
-    if cuts is not None:
-        draw_cut_rows(logits, batch, cuts, cut_tops, levels, report, vocab_size, unit)
-    return report
-
-
-def draw_cut_rows(
-    logits: Tensor, batch: SamplingBatch[Tensor], cuts: RowCuts, cut_tops: Tensor, levels: Tensor, report: Tensor,
-    vocab_size: int, unit: float,
-) -> None:
-    """Write the tokens of rows whose cut_tops is not NaN."""
-    num_rows, device, stride = len(logits), logits.device, logits.stride(0)
-    num_chunks = cdiv(vocab_size, CHUNK)
-    width, capacity = next_power_of_2(num_chunks), min(CAPACITY, vocab_size)
-    counts = torch.empty((num_rows, num_chunks, NUM_LEVELS), dtype=torch.int32, device=device)
-    masses = torch.empty((num_rows, num_chunks, NUM_LEVELS), device=device)
-    bounds = torch.empty((num_rows, 2), device=device)
-    ends = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
-    listed = torch.empty((num_rows, capacity), device=device)
-    listed_ids = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
-    first, end, offset = range_columns(batch)
-    has_ranges = first is not None
+    if top_k is None:
+        return report
+    # Rows whose cut_tops is not NaN go on.
+    capacity = min(CAPACITY, vocab_size)
+    counts = new(num_rows, num_chunks, NUM_LEVELS, dtype=torch.int32)
+    masses = new(num_rows, num_chunks, NUM_LEVELS)
+    bounds, ends = new(num_rows, 2), new(num_rows, num_chunks, dtype=torch.int32)
+    totals = new(num_rows, dtype=torch.float64)
+    listed, listed_ids = new(num_rows, capacity), new(num_rows, capacity, dtype=torch.int32)
     tabulate_kernel[(num_rows, num_chunks)](
-        logits, first, end, batch.temperature, cuts.min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+        logits, first, end, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
         chunk=CHUNK, num_levels=NUM_LEVELS, has_ranges=has_ranges, num_warps=4,
     )
     choose_kernel[(num_rows,)](
-        cuts.top_k, cuts.top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
+        top_k, top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
         width=width, num_levels=NUM_LEVELS, num_warps=8,
     )
     list_kernel[(num_rows, num_chunks)](
@@ -503,18 +476,22 @@ def draw_cut_rows(
         chunk=CHUNK, has_ranges=has_ranges, num_warps=4,
     )
     finish_kernel[(num_rows,)](
-        logits, first, end, offset, batch.temperature, batch.keys, batch.positions, cuts.top_k, cuts.top_p, cuts.min_p,
+        logits, first, end, offset, temperature, batch.keys, batch.positions, top_k, top_p, min_p,
         cut_tops, bounds, ends, totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
         unit=unit, tile=TILE, num_edges=NUM_EDGES, has_ranges=has_ranges, num_warps=8,
     )
+    return report
 
 
 class TritonSampling(TorchSampling):
     """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
-        adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
-        report = draw(adjusted, batch, logits.shape[1])
+    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        try:
+            adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
+            report = draw(adjusted, batch, logits.shape[1])
+        finally:
+            self._give_back()
         if batch.penalties is not None:
             count_tokens(batch.penalties, report[0])
         return Drawn(report[0], report)
