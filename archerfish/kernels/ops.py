@@ -90,7 +90,6 @@ class HeadShape:
     scale: float  # of the scores, usually head_dim ** -0.5
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
-    sinks: int = 0  # with a window: so many tokens at the start of a sequence are seen by all after them too
 
 
 @dataclass(frozen=True)
@@ -341,10 +340,6 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def floats(self, values: npt.NDArray[np.float64]) -> T:
         """Numbers of the host as a float64 tensor of the device."""
-
-    @abstractmethod
-    def to_ids(self, x: T) -> Ids:
-        """An integer tensor of the device as an array of the host."""
 
     @abstractmethod
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer
 from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available
 from archerfish.kernels.torch.reference import TorchOps, activate
-from archerfish.runtime.batch import build_batch
+from tests.kernels.paged import batch_over
 
 BACKENDS = [TorchOps, TorchCpuOps]
 TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
@@ -25,30 +25,6 @@ SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(
 
 def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(*shape).to(getattr(torch, dtype))
-
-
-def batch_over(
-    ops: TorchOps, sequences: list[tuple[int, int]], block_size: int, heads: HeadShape, *, is_deterministic: bool = False
-) -> tuple[PagedBatch[torch.Tensor], KVLayer[torch.Tensor]]:
-    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
-    torch.manual_seed(0)
-    sequences = sorted(sequences, key=lambda item: item[0] != 1)
-    needed = [-(-context // block_size) for _, context in sequences]
-    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
-    blocks = [[order.pop() for _ in range(num)] for num in needed]
-    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
-    for memory in (kv.keys, kv.values):
-        memory.fill_(float("nan"))
-        for owned, (_, context) in zip(blocks, sequences, strict=True):
-            slots = [owned[i // block_size] * block_size + i % block_size for i in range(context)]
-            memory.view(-1, heads.num_kv_heads, heads.head_dim)[slots] = random(
-                context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype
-            )
-    tokens = [[7] * new for new, _ in sequences]
-    starts = [context - new for new, context in sequences]
-    return build_batch(
-        ops, tokens=tokens, starts=starts, blocks=blocks, block_size=block_size, is_deterministic=is_deterministic
-    ), kv
 
 
 def test_reference_attention_written_out() -> None:

@@ -221,7 +221,7 @@ class TorchCpuOps(TorchOps):
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,
         mask: BlockMask[Tensor] | None = None,
     ) -> Tensor:
-        if heads.softcap or heads.sinks or mask is not None:
+        if heads.softcap or mask is not None:
             return super().paged_attention(q, kv, batch, heads, mask=mask)
         layout = batch.notes.get(("layout", heads.window))
         if layout is None:
@@ -234,16 +234,15 @@ class TorchCpuOps(TorchOps):
         for slots, hidden, num in layout.decodes:
             k, v = (memory.index_select(0, slots).view(num, -1, kv_heads, dim).transpose(1, 2) for memory in memories)
             query = rows[start : start + num].view(num, kv_heads, -1, dim)
-            attended = F.scaled_dot_product_attention(query, k, v, attn_mask=hidden, scale=heads.scale)
-            parts.append(attended.reshape(num, -1))
+            parts.append(F.scaled_dot_product_attention(query, k, v, attn_mask=hidden, scale=heads.scale).reshape(num, -1))
             start += num
         if layout.places is not None:
             parts = [torch.cat(parts).index_select(0, layout.places)]
+        attended = joined(parts) if parts else q[:0]
         if num_decodes == len(q):
-            return joined(parts)
+            return attended
         out = torch.empty_like(q)
-        if parts:
-            out[:num_decodes] = joined(parts)
+        out[:num_decodes] = attended
         for prefill in layout.prefills:
             end = prefill.start + prefill.num_new
             out[prefill.start : end] = attend_prefill(q[prefill.start : end], memories, prefill, heads)
@@ -302,8 +301,11 @@ def lay_rows(segments: Segments, num_rows: int, dtype: torch.dtype) -> Rows:
             row_tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in row])
             tokens[place, : len(row_tokens)] = row_tokens
             owners[place, : len(row_tokens)] = np.repeat(row, [segments.lengths[i] for i in row])
-        is_full = bool((owners == owners[:, :1]).all())
-        groups.append((width, len(rows), None if is_full else block_mask(owners, dtype)))
+        mask = None
+        if (owners != owners[:, :1]).any():  # unfilled places of a row see each other, so that no line is all -inf
+            is_hidden = torch.from_numpy(owners[:, None, :, None] != owners[:, None, None, :])
+            mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
+        groups.append((width, len(rows), mask))
         token_at.append(tokens.reshape(-1))
     places = np.concatenate(token_at)
     if len(places) == num_rows and bool((places == np.arange(len(places))).all()):
@@ -327,13 +329,6 @@ def padded_rows(num_rows: int) -> int:
         return 4 if num_rows <= 4 else 8
     step = max(16, (1 << (num_rows - 1).bit_length()) // 8)
     return -(-num_rows // step) * step
-
-
-def block_mask(owners: Ids, dtype: torch.dtype) -> Tensor:
-    """(rows, 1, width, width); the unfilled places of a row see each other, so that no line is all -inf."""
-    owner = torch.from_numpy(owners)
-    mask = torch.zeros(owner.shape[0], 1, owner.shape[1], owner.shape[1], dtype=dtype)
-    return mask.masked_fill_((owner[:, :, None] != owner[:, None, :]).unsqueeze(1), float("-inf"))
 
 
 def fill_rows(lengths: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:

@@ -67,7 +67,7 @@ class TorchSampling:
             logits = logits[:, start:end]
         try:
             x = self._adjusted(logits, batch, start)
-            peaks = self._peaks(x)
+            peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
             block = peaks.argmax(-1, keepdim=True)  # of the likeliest token, the lowest id among equals; NaN comes first
             inside = x.gather(1, block * BLOCK + torch.arange(BLOCK, device=x.device)).argmax(-1, keepdim=True)
             tokens = best = (block * BLOCK + inside)[:, 0]
@@ -93,7 +93,7 @@ class TorchSampling:
                 part = self._buffer(len(rows), logits.shape[1])
                 logits = torch.index_select(logits, 0, torch.from_numpy(rows).to(logits.device), out=part)
             x = self._padded(logits, is_changed=False)
-            peaks = self._peaks(x)
+            peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
             highest = peaks.amax(-1)
             weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).exp_()
             base = (highest.double() + self._block_sums(weights).sum(-1, dtype=torch.float64).log())[:, None]
@@ -137,11 +137,6 @@ class TorchSampling:
         if batch.penalties is not None:
             penalise(x, batch.penalties)
         return x
-
-    def _peaks(self, x: Tensor) -> Tensor:
-        """The largest logit of every block."""
-        blocks = x.view(x.shape[0], -1, BLOCK)
-        return torch.amax(blocks, -1, out=self._buffer(*blocks.shape[:2]))
 
     def _block_sums(self, weights: Tensor) -> Tensor:
         blocks = weights.view(weights.shape[0], -1, BLOCK)

@@ -237,7 +237,9 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def __init__(self, ops: TorchOps) -> None:
         self.ops: TorchOps = ops
         self._ends = WeakCache(Ends.of)
-        self._groups = WeakCache(self._group_steps)
+        self._groups: WeakCache[RecurrentBatch[Tensor], list[StepGroup]] = WeakCache(
+            lambda batch: StepGroup.all_of(batch, self._num_stepped(batch))
+        )
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
@@ -279,9 +281,6 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         decodes = wkv_together(inputs.part(0, num_stepped), states, self._groups(batch))
         rest = batch.sources[num_stepped:], batch.targets[num_stepped:], batch.piece_lens[num_stepped:]
         return torch.cat((decodes, wkv_chunked(inputs.part(num_stepped), states, *rest, batch.piece_counts[num_stepped:])))
-
-    def _group_steps(self, batch: RecurrentBatch[Tensor]) -> list[StepGroup]:
-        return StepGroup.all_of(batch, self._num_stepped(batch))
 
     def _num_stepped(self, batch: RecurrentBatch[Tensor]) -> int:
         """Leading sequences that are computed token by token; the others are computed in chunks."""

@@ -72,7 +72,7 @@ class Int8RowsWeight(RowsWeight):
 
 
 def with_room(matrix: Tensor) -> Tensor:
-    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
+    """A copy of a matrix in memory with room for a multiple of ROW_STEP rows."""
     num_rows, width = matrix.shape
     if num_rows % ROW_STEP == 0:
         return matrix
@@ -81,7 +81,7 @@ def with_room(matrix: Tensor) -> Tensor:
 
 
 def filled_up(matrix: Tensor) -> Tensor:
-    """A matrix that `with_room` gave with the memory behind it as further rows; any other as it is."""
+    """A matrix from `with_room` with its room as further rows; any other matrix as it is."""
     num_rows, width = matrix.shape
     num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
     num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
@@ -90,7 +90,7 @@ def filled_up(matrix: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
+    """total + x @ matrix.T in total's memory, by cuBLAS; the sum is rounded once."""
     if total.dtype == x.dtype:
         return total.addmm_(x, matrix.t())
     if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
@@ -105,9 +105,8 @@ def linear(
 ) -> Tensor:
     """`Ops.linear` for the rows that `packed.takes`, in x's type or in another one.
 
-    is_gated: `Ops.gated` with the activation follows. norm: x is normalised first, by these factors; not with is_dot tiles,
-    without which x may also be float32.
-    residual: must not be written by the kernel right in front, as x may be: it is read before that kernel has ended.
+    is_gated: `Ops.gated` with the activation follows. norm: x, which may be float32, is normalised first, by these factors; not
+    with is_dot tiles. residual: is read before the kernel in front has ended, so that kernel must not write it.
     """
     weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
@@ -182,7 +181,9 @@ class Uploads:
         torch.cuda.set_device(self._device)
         own = self._own
         own.stream = torch.cuda.Stream(self._device)
-        own.buffers = [new_buffer() for _ in range(2)]
+        own.buffers = [  # pinned memory, and when it may be written
+            (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+        ]
 
     def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
         own = self._own
@@ -195,8 +196,3 @@ class Uploads:
             target.copy_(pinned, non_blocking=True)
             is_free.record()
         return is_free
-
-
-def new_buffer() -> tuple[Tensor, torch.cuda.Event]:
-    """Pinned memory, and when it may be written."""
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()

@@ -42,7 +42,7 @@ from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
 from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
-from archerfish.kernels.triton.places import SHORT_ROWS, Places, Tile, to_device
+from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
 from archerfish.kernels.triton.tiles import NORMED_WIDTH
@@ -93,12 +93,6 @@ def stage_kernel(
     tl.store(source + own, block.to(tl.int32), mask=is_real)
 
 
-def is_want_of_memory(error: RuntimeError) -> bool:
-    """Of the allocator, of a kernel that is loaded, or of cuBLAS."""
-    words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words
-
-
 class TritonOps(TorchOps):
     """TorchOps with Triton kernels."""
 
@@ -113,7 +107,7 @@ class TritonOps(TorchOps):
         self.encoder_tile: Tile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
-        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
+        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `AttentionPlan.tiles` of prompts, by rows
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
 
@@ -127,7 +121,8 @@ class TritonOps(TorchOps):
         try:
             yield
         except RuntimeError as error:
-            if not is_want_of_memory(error):
+            words = str(error).lower()  # of the allocator, of a kernel that is loaded, or of cuBLAS
+            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words):
                 raise
             traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
             self.free_unused()
@@ -218,18 +213,18 @@ class TritonOps(TorchOps):
             slots=places[1], block_tables=tables, block_size=block_size,
         )
         shared_len = lengths[num:] if is_shared else None
-        batch.notes["places"] = Places(contexts, contexts, contexts, shared_len=shared_len)
+        batch.notes["plan"] = AttentionPlan(contexts, contexts, contexts, shared_len=shared_len)
         return batch, sampling_batch(inputs, places[2], self._count(num))
 
     def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
         batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
         num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
         contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
-        places = Places(
+        plan = AttentionPlan(
             contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
             tiles=self._prompt_tiles.setdefault(num_rows, {}),
         )
-        batch.notes["places"] = places
+        batch.notes["plan"] = plan
         return batch
 
     def _count(self, num: int) -> Tensor:

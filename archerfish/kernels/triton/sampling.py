@@ -1,13 +1,15 @@
-"""Sampling in Triton: each row by its own parameters, which are read on the device, so that a captured graph serves any.
+"""Sampling in Triton. Each row has its own parameters, which are read on the device, so that a captured graph serves any.
 
-A survey takes the largest logit of every chunk of the vocabulary and the sum of its weights; one program per row then settles
-rows that are greedy or drawn from all tokens. Rows with a top_k, top_p or min_p go on: what they keep is a run of the likeliest
-tokens, so counts and weights between a few levels of logits tell a level that the run does not pass. The tokens from there on,
-mostly a few hundred, are listed in the order of their ids; in the list one program finds where the run ends, and draws.
+1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights.
+2. `settle_kernel`, one program per row, chooses the token of rows that are greedy or that draw from all tokens.
+3. Rows with a top_k, top_p or min_p keep some of the likeliest tokens. `tabulate_kernel` counts and sums up tokens between a
+   few levels of logits, and `choose_kernel` finds a level below which no token is kept.
+4. `list_kernel` lists the tokens above that level, mostly a few hundred, in the order of their ids.
+5. `finish_kernel` finds which tokens of the list are kept, and draws one.
 
-A weight is relative to that of the likeliest token, and sums that decide are of whole units of 2 ** -44: they are the same in
-any order, and a token whose weight is below a unit is never drawn. Chunks are of one size whatever the batch, so that a row's
-numbers depend on the row alone. No `from __future__ import annotations` here: see `triton/norm.py`.
+A weight is relative to that of the likeliest token. Sums that decide are integers in units of 2 ** -44: they do not depend on
+the order of addition, and a token whose weight is below a unit is never drawn. All chunks have one size, so that a row's result
+does not depend on the batch. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -22,8 +24,8 @@ from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 CHUNK = 2048  # tokens that a program surveys
-CAPACITY = 8192  # of a row's list; where more tokens are left, all of the row are searched
-TILE = 1024  # tokens of a list at a time
+CAPACITY = 8192  # tokens of a row's list; where more are left, the whole row is searched
+TILE = 1024  # tokens of a list that are read at a time
 NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
 UNIT_BITS = 44
 
@@ -56,7 +58,7 @@ def uniform(key, position):
 
 @triton.jit
 def scale_of(temperature, row):
-    """What turns a difference of logits into a base-2 logarithm of weights."""
+    """The factor from a difference of logits to a base-2 logarithm of weights."""
     return (1.0 / tl.maximum(tl.load(temperature + row).to(tl.float32), 1e-30).to(tl.float64) * LOG2_E).to(tl.float32)
 
 
@@ -69,14 +71,14 @@ def weigh(values, highest, scale, min_p):
 
 @triton.jit
 def order_of(values):
-    """32-bit integers that stand in the order of the logits."""
+    """32-bit integers in the same order as the logits."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
-    """Which tokens a row chooses from: the first, and the one beyond the last."""
+    """The range of tokens that a row chooses from: the first, and the one after the last."""
     first = vocab_size * 0
     end = vocab_size
     if has_ranges:
@@ -140,7 +142,7 @@ def settle_kernel(
     num_levels: tl.constexpr, is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
     has_ranges: tl.constexpr,
 ):
-    """Join the chunks of a row. Rows to cut get their highest logit in cut_tops, the others NaN, and their levels."""
+    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others NaN."""
     row = tl.program_id(0).to(tl.int64)
     tops += row * num_chunks
     chunks = tl.arange(0, width)
@@ -242,7 +244,7 @@ def list_kernel(
     logits, firsts, range_ends, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
     chunk: tl.constexpr, has_ranges: tl.constexpr,
 ):
-    """A chunk's tokens from the lower level on, in the order of their ids."""
+    """List a chunk's tokens from the lower bound on, in the order of their ids."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.load(cut_tops + row)
     if highest != highest:
@@ -264,7 +266,7 @@ def list_kernel(
 
 @triton.jit
 def load_tile(listed, logits, is_listed, start, size, tile: tl.constexpr):
-    """Logits of a list, or of all tokens."""
+    """A tile of logits, from a row's list or from all its tokens."""
     places = start + tl.arange(0, tile)
     is_inside = places < size
     short = tl.load(listed + places, mask=is_inside & is_listed, other=float("-inf"))
@@ -277,8 +279,8 @@ def find_end(
     listed, logits, is_listed, size, low, high, goal, highest, scale, min_p,
     is_count: tl.constexpr, unit: tl.constexpr, tile: tl.constexpr, num_edges: tl.constexpr,
 ):
-    """Between two orders, that of the last token of the shortest run of likeliest tokens that comes to the goal; and what the
-    tokens of higher orders come to. Without enough tokens: the lower order."""
+    """The order of the last of the fewest likeliest tokens whose count or weight reaches the goal, or the lower order where all
+    together do not; and the sum over tokens of higher orders."""
     at = tl.arange(0, num_edges)
     before = goal * 0
     is_open = goal == goal
@@ -305,7 +307,7 @@ def find_end(
 
 @triton.jit
 def units_of(order, highest, scale, min_p, unit: tl.constexpr):
-    """Weight of a token, given its order."""
+    """Weight in units of a token with a given order."""
     bits = order.to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return (weigh(value, highest, scale, min_p) * unit).to(tl.int64)
@@ -315,7 +317,7 @@ def units_of(order, highest, scale, min_p, unit: tl.constexpr):
 def sum_run(
     listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
 ):
-    """Weight of the tokens of higher orders than the last and of at most so many of the last."""
+    """Weight in units of all tokens above the order `last`, and of at most num_last tokens of that order."""
     total = num_last * 0
     num_equal = num_last * 0
     for start in range(0, size, tile):
@@ -330,7 +332,7 @@ def sum_run(
 def pick(
     listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
 ):
-    """The place of the token in whose weight the goal falls, in the order of ids."""
+    """The place of the kept token at which the sum of weights, in the order of ids, passes the goal."""
     found = size
     num_equal = num_last * 0
     start = size * 0
@@ -356,7 +358,7 @@ def finish_kernel(
     listed, listed_ids, report, vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr,
     num_edges: tl.constexpr, has_ranges: tl.constexpr,
 ):
-    """Where the cuts end the run of likeliest tokens, and a token of it."""
+    """Find which tokens the cuts of a row keep, and draw one."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.load(cut_tops + row)
     if highest != highest:
@@ -424,7 +426,7 @@ def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] 
 
 
 def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
-    """The report of `Drawn` for the first vocab_size columns of logits, which only its ranges still leave out of."""
+    """The report of `Drawn` for the first vocab_size columns of logits, to which all but the ranges has been applied."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     num_rows, stride, num_chunks = len(logits), logits.stride(0), cdiv(vocab_size, CHUNK)
