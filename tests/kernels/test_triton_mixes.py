@@ -261,7 +261,7 @@ def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     golden = torch.from_numpy(np.load(GOLDEN))
     ops, tokens = MixOps(DEVICE), random_tokens(SIZES["tiny"], 3, 100)
     driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=4)
-    for work in ([(0, 19)], [(0, 1)], [(0, 1)], [(0, 1), (1, 18), (2, 3)], [(1, 1), (2, 1), (0, 1)]):
+    for work in ([(0, 19)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
         before = list(driver.num_computed)
         for (i, count), logits in zip(work, driver.step(work), strict=True):
             torch.testing.assert_close(logits.cpu(), golden[i, before[i] : before[i] + count], atol=2e-4, rtol=2e-4)

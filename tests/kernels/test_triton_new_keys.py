@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, TOLERANCE, TYPES, batch_over, in_float32, random, untraced
+from tests.kernels.triton_support import DEVICE, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
 
 from archerfish.kernels.ops import HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
@@ -29,19 +29,16 @@ class WatchedOps(TritonOps):
         return super().store_kv(*args, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(
-    ("heads", "has_rotary", "is_normed", "block_size"),
-    [
-        (HeadShape(4, 2, 64, 0.125), True, True, 16), (HeadShape(6, 2, 32, 0.2), True, False, 1),
-        (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8), (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
-        (HeadShape(2, 1, 32, 0.25, window=10), True, False, 16),
-    ],
-)
-def test_new_keys(
-    heads: HeadShape, has_rotary: bool, is_normed: bool, block_size: int, num_splits: int, dtype: str
-) -> None:
+SHAPES = [  # heads, has_rotary, is_normed, block size
+    (HeadShape(4, 2, 64, 0.125), True, True, 16), (HeadShape(6, 2, 32, 0.2), True, False, 1),
+    (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8), (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
+    (HeadShape(2, 1, 32, 0.25, window=10), True, False, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SHAPES, [1, 3], TYPES))
+def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dtype: str) -> None:
+    heads, has_rotary, is_normed, block_size = shape
     ops, reference = WatchedOps(DEVICE, dtype), TorchOps(DEVICE)
     ops.decode_tile = Tile(16, 16, 4, 2)
     batch, kv = batch_over(ops, DECODES, block_size, heads)
