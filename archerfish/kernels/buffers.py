@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -56,22 +55,6 @@ class BufferPool(Generic[A]):
             insort(self._idle, array, key=len)
             self._num_returns += 1
             self._num_lent -= len(array)
-
-    @contextmanager
-    def lease(self) -> Iterator[Callable[[int], A]]:
-        """A function that borrows arrays of exactly the size asked for; all are given back at the end of the block."""
-        borrowed: list[A] = []
-
-        def get(size: int) -> A:
-            borrowed.append(self.borrow(size))
-            part: A = borrowed[-1][:size]
-            return part
-
-        try:
-            yield get
-        finally:
-            for array in borrowed:
-                self.give_back(array)
 
     def clear(self) -> None:
         """Release all idle arrays."""

@@ -1,11 +1,11 @@
-"""What recorded passes read of the host, in one array of 64-bit words; all else lies on the device from step to step.
+"""What the host sends for a recorded pass: one array of 64-bit words. Everything else stays on the device between steps.
 
-A step that is only decodes has a (NUM_INPUTS, rows) array with a column for each sequence. So the same work over the same
-memory serves every such step of a batch size, and a backend can record it once. Rows of a batch that are only filling have
-FILLING_POSITION, and the row after the last sequence's.
+For a step of decodes only, the array is (NUM_INPUTS, rows), with a column for each sequence. So every step of a batch size is
+the same work over the same memory, which a backend can record once. Columns without a sequence have FILLING_POSITION, and the
+row after the last sequence's.
 
-A pass over one prompt, or the last part of one, has an array that begins as `Word` says. Rows that fill a prompt up to a
-recorded size are computed and thrown away.
+For a pass over one prompt, or over its last part, the array is laid out as `Word` says. Rows after the prompt's last token are
+computed and thrown away.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Generic
 
-from archerfish.kernels.handle import T
+from archerfish.kernels.ops import T
 
 FILLING_POSITION = -1
-NO_BLOCK = -1  # in place of one that is in front of a sequence: the empty state
-ON_DEVICE = -1  # in place of a token: the one that the sequence was given last
+NO_BLOCK = -1  # instead of the block of a state: the empty state
+ON_DEVICE = -1  # instead of a token: the one that was sampled last for the sequence
 
 
 class Input(IntEnum):
@@ -27,15 +27,15 @@ class Input(IntEnum):
     TOKEN = 0
     ROW = 1  # of the sequence in DecodeState
     POSITION = 2  # of the token
-    BLOCK = 3  # in which its key and value go, or the state behind it
-    KEY = 4  # as in SamplingBatch, from here on
+    BLOCK = 3  # where its key and value go, or the state after it
+    KEY = 4  # this and the following are as in SamplingBatch
     IS_GREEDY = 5
     TOP_K = 6
-    FIRST = 7  # of the range, as the next two
+    FIRST = 7  # of the range of tokens; so are the next two
     END = 8
     OFFSET = 9
-    NUM_SHARED = 10  # of models with keys, in the first column: tokens whose keys lie in the same blocks for all sequences
-    SOURCE = NUM_SHARED  # of models with states: the block of the state in front of the token, or NO_BLOCK
+    NUM_SHARED = 10  # for models with keys, in the first column: tokens whose keys all sequences have in the same blocks
+    SOURCE = NUM_SHARED  # for models with states: the block of the state before the token, or NO_BLOCK
     TEMPERATURE = 11
     TOP_P = 12
     MIN_P = 13
@@ -47,7 +47,7 @@ NUM_INPUTS, FIRST_FLOAT = len(Input), Input.TEMPERATURE
 class Word(IntEnum):
     """Where the parts of a prompt's array begin. The sequence's blocks follow the tokens of all rows."""
 
-    NUM_NEW = 0  # tokens; the rows behind them are filling
+    NUM_NEW = 0  # number of new tokens; rows after them are filling
     START = 1  # position of the first
     TOKENS = 2
 

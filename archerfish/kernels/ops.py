@@ -13,9 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,28 @@ import numpy.typing as npt
 from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
 from archerfish.kernels.buffers import PoolStats
-from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.formats import PLAIN, WeightFormat
-from archerfish.kernels.handle import Handle as Handle
-from archerfish.kernels.handle import Ids as Ids
-from archerfish.kernels.handle import T as T
-from archerfish.kernels.handle import T_co
-from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 if TYPE_CHECKING:
+    from archerfish.kernels.decoding import DecodeState
     from archerfish.kernels.recurrent import RecurrentOps
+    from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
+Ids = npt.NDArray[np.int64]
 MASK_STEP = 16  # tokens that a mask's blocks are a multiple of
+
+
+class Handle(Protocol):
+    """All that a model may ask of a tensor."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+T = TypeVar("T", bound=Handle)
+T_co = TypeVar("T_co", bound=Handle, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,6 @@ class HeadShape:
     scale: float  # of the scores, usually head_dim ** -0.5
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
-    sinks: int = 0  # with a window: so many tokens at the start of a sequence are seen by all after them too
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ class PagedBatch(Generic[T]):
     is_deterministic: bool = False  # a sequence's numbers must not depend on the others in the batch
     num_shared: int = 0  # leading tokens whose keys all decodes have in the same blocks, as far as is known
     kept_rows: T | None = None  # those of the hidden states that are wanted; None: all
+    notes: dict[Any, Any] = field(default_factory=dict, init=False)  # what a backend finds out once for all layers
 
 
 class PackedWeight(ABC, Generic[T]):
@@ -291,8 +299,6 @@ class Ops(ABC, Generic[T]):
     def gated(self, x: T, activation: Activation) -> T:
         """activation(first half of the last axis) * second half."""
 
-    fuses_norms: bool = False  # normed_linear is more than its parts; else layers call those, and free what they have used
-
     def normed_linear(
         self, x: T, norm: T, eps: float, weight: LinearWeight[T], *, residual: T | None = None, gate: Activation | None = None
     ) -> tuple[T, T]:
@@ -334,10 +340,6 @@ class Ops(ABC, Generic[T]):
     @abstractmethod
     def floats(self, values: npt.NDArray[np.float64]) -> T:
         """Numbers of the host as a float64 tensor of the device."""
-
-    @abstractmethod
-    def to_ids(self, x: T) -> Ids:
-        """An integer tensor of the device as an array of the host."""
 
     @abstractmethod
     def sample(self, logits: T, batch: SamplingBatch[T]) -> Drawn[T]:

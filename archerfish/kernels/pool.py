@@ -38,7 +38,9 @@ class ComputePool:
 
         def start() -> None:
             torch.set_num_threads(1)
-            forbid_more_threads()
+            library = openmp()
+            if library and platform.machine() in ARM:  # where oneDNN's products do not ask torch how many threads to start
+                library.omp_set_max_active_levels(0)
             ready.wait()
 
         before = torch.get_num_threads()
@@ -71,13 +73,6 @@ class ComputePool:
     def _finish(self, _: Future[R] | None = None) -> None:
         with self._lock:
             self._num_running -= 1
-
-
-def forbid_more_threads() -> None:
-    """Keep this thread from starting OpenMP threads: oneDNN's products on ARM do not ask torch how many to use."""
-    library = openmp()
-    if library and platform.machine() in ARM:
-        library.omp_set_max_active_levels(0)
 
 
 def release_threads() -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from archerfish.kernels.decoding import DecodeState
-from archerfish.kernels.handle import Ids, T
+from archerfish.kernels.ops import Activation, Ids, LinearWeight, T
 from archerfish.kernels.sampling import SamplingBatch
-
-if TYPE_CHECKING:
-    from archerfish.kernels.ops import Activation, LinearWeight
 
 EMPTY_SLOT = 0
 FIRST_SLOT = 1  # of block 0
@@ -63,9 +60,9 @@ class StateMemory(Generic[T]):
 class RecurrentBatch(Generic[T]):
     """Packed tokens of one step over state slots. Sequences with one new token stand first.
 
-    The new tokens of a sequence are cut into pieces wherever its state is to be kept: a piece goes on from the state in its
-    source and leaves what comes of it in its target, which is the source of the sequence's next piece. Sequences may share a
-    source, but a target is one piece's alone, and the source of no other sequence.
+    The new tokens of a sequence are divided into pieces wherever its state is to be kept. A piece starts from the state in its
+    source slot and leaves the new state in its target slot, which is the source of the sequence's next piece. Sequences may
+    share a source; a target belongs to one piece only, and is the source of no other sequence.
 
     Tensors of T may have more rows than there are tokens (a backend's filling): num_tokens counts the real ones.
     """
@@ -91,7 +88,7 @@ class RecurrentBatch(Generic[T]):
 
 @dataclass(frozen=True)
 class HeadInputs(Generic[T]):
-    """Products of a time mix, (tokens, width) each, before anything but a product has been done to them."""
+    """Products of a time mix, (tokens, width) each, as the linear maps give them."""
 
     receptance: T
     decay: T
@@ -100,7 +97,7 @@ class HeadInputs(Generic[T]):
     rate: T  # the in-context learning rate
     gate: T
     first_value: T | None = None  # the first layer's values; None in that layer
-    value_mix: T | None = None  # how much of them goes into the values
+    value_mix: T | None = None  # how much of the first layer's values is mixed in
 
 
 @dataclass(frozen=True)
@@ -173,25 +170,25 @@ class RecurrentOps(ABC, Generic[T]):
 
     @abstractmethod
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[T]:
-        """Memory for so many slots, slot 0 included, which is the empty state; the others hold nothing of meaning yet."""
+        """Memory for num_slots slots. Slot 0 is the empty state; the others are not initialised."""
 
     @abstractmethod
     def shift(self, x: T, inputs: T, batch: RecurrentBatch[T], factors: T) -> tuple[T, ...]:
-        """For each of some (width,) factors, one after the other in `factors`: x + (the token's before it - x) * factor.
+        """x + (x of the token before - x) * factor, for each of the (width,) factors that follow one another in `factors`.
 
-        inputs: (slots, width): the token before a sequence's first comes from its source, the last x of a piece goes to its
-        target.
+        inputs: (slots, width). The x before a sequence's first token is read from its source slot; the last x of a piece is
+        written to its target slot.
         """
 
     @abstractmethod
     def mix_heads(self, inputs: HeadInputs[T], weights: HeadWeights[T], states: T, batch: RecurrentBatch[T]) -> T:
-        """The time mix between its products: (tokens, width). states: a layer's wkv, from sources to targets."""
+        """The time mix between its products: (tokens, width). states: a layer's wkv, read from sources, written to targets."""
 
     def fused_block(
         self, x: T, first_value: T | None, weights: BlockWeights[T], batch: RecurrentBatch[T], layer: StateLayer[T]
     ) -> tuple[T, T] | None:
-        """Time mix and channel mix as `models/rwkv7.py` states them, in a backend's own kernels: the sum, whose memory may be
-        x's, and the time mix's values. None: the backend has no kernels for such a batch."""
+        """Time mix and channel mix (`models/rwkv7.py`) in a backend's own kernels: the sum, which may use x's memory, and the
+        time mix's values. None: the backend has no kernels for such a batch."""
         return None
 
     @abstractmethod

@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
-from archerfish.kernels.handle import Ids, T
+from archerfish.kernels.ops import Ids, T
 
 WORD = (1 << 64) - 1
-GAMMA, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's constants
+# splitmix64's constants as signed words, which tensors can be multiplied with
+GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 TOP_K_OFF, SHORT_TOP_K = 1 << 40, 256
 CHOSEN, NOT_FINITE, NONE_LEFT = 0, 1, 2  # how a row went: a token; NaN or infinite logits; every token is ruled out
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from archerfish.errors import UnsupportedModelError
 
 Floats = npt.NDArray[np.float32]
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class RotaryConfig:
             return max(self.max_positions, int(self.number("factor") * self.original_max_positions))
         return min(self.max_positions, self.original_max_positions) if self.rope_type == "longrope" else self.max_positions
 
-    def with_theta(self, theta: float) -> RotaryConfig:
-        """The unscaled embedding of another base."""
-        return replace(self, rope_type="default", theta=theta, parameters={})
-
 
 def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float = 10000.0) -> RotaryConfig:
     """What a config.json says in `rope_parameters` (transformers 5; maybe by layer type), or `rope_theta` and `rope_scaling`.
@@ -63,8 +58,8 @@ def read_rotary(values: Mapping[str, Any], layer_type: str = "", *, theta: float
     found |= {name: value for name, value in stated.items() if value is not None}
     rope_type = str(found.get("rope_type") or found.get("type") or "default")
     rope_type = "longrope" if rope_type == "su" else rope_type  # its first name
-    if rope_type not in TYPES:
-        raise UnsupportedModelError(f"Rotary type {rope_type!r} is not supported.", hint=f"Known: {', '.join(TYPES)}.")
+    if rope_type not in FREQUENCIES:
+        raise UnsupportedModelError(f"Rotary type {rope_type!r} is not supported.", hint=f"Known: {', '.join(FREQUENCIES)}.")
     most = int(values.get("max_position_embeddings") or 0)
     original = values.get("original_max_position_embeddings") or found.get("original_max_position_embeddings") or most
     config = RotaryConfig(rope_type, 0.0, 0.0, most, int(original), found)

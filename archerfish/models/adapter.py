@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, cast
 
 from archerfish.errors import UnsupportedModelError, did_you_mean
@@ -169,7 +169,15 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
         return class_of(MODELS[config.model_type])
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if config.model_type in installed:
-        return load_entry_point(installed[config.model_type])
+        point = installed[config.model_type]
+        about = f"The entry point {point.value!r} of model {point.name!r} is"
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedModelError(f"{about} broken: {error}.") from error
+        if not isinstance(loaded, type) or not issubclass(loaded, ModelAdapter):
+            raise UnsupportedModelError(f"{about} no ModelAdapter class.")
+        return loaded
     known = [*MODELS, *installed]
     hint = did_you_mean(config.model_type, known) or f"Known: {', '.join(known)}."
     if config.model_type.startswith("rwkv"):
@@ -177,16 +185,6 @@ def model_class(config: Config) -> type[ModelAdapter[Any]]:
     elif config.model_type in ENCODERS:
         hint = "It embeds texts or ranks them: ArrowEngine and `archerfish embed` take it."
     raise UnsupportedModelError(f"No text generation model for model_type {config.model_type!r}.", hint=hint)
-
-
-def load_entry_point(point: EntryPoint) -> type[ModelAdapter[Any]]:
-    try:
-        loaded = point.load()
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedModelError(f"The entry point {point.value!r} of model {point.name!r} is broken: {error}.") from error
-    if not isinstance(loaded, type) or not issubclass(loaded, ModelAdapter):
-        raise UnsupportedModelError(f"The entry point {point.value!r} of model {point.name!r} is no ModelAdapter class.")
-    return loaded
 
 
 def register_encoder(model_type: str, encoder: type[Encoder[Any]]) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from archerfish.errors import UnsupportedModelError
-from archerfish.kernels.ops import Ids, T
+from archerfish.kernels.ops import Activation, Ids, T
 from archerfish.layers.encoder import BlockNames, BlockShape, ClassifierHead, EncoderBlock, LayerNorm
 from archerfish.layers.weights import Weights
 from archerfish.models.adapter import Encoder, TokenBatch
@@ -29,6 +29,7 @@ class BertEncoder(Encoder[T]):
     num_layers: ClassVar[str] = "num_hidden_layers"  # the name in the configuration
     has_types: ClassVar[bool] = True  # tokens have a type: first or second text
     counts_from_padding: ClassVar[bool] = False  # positions count from the padding id on
+    head_parts: ClassVar[tuple[str, str, Activation]] = ("bert.pooler.dense", "classifier", "tanh")  # of a classifier
 
     def __init__(self, weights: Weights[T], config: Config) -> None:
         super().__init__(weights, config)
@@ -73,9 +74,8 @@ class BertEncoder(Encoder[T]):
 
     @classmethod
     def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        return ClassifierHead(
-            weights, "bert.pooler.dense", "classifier", config.integer("hidden_size"), config.num_labels, "tanh"
-        )
+        dense, out, activation = cls.head_parts
+        return ClassifierHead(weights, dense, out, cls.block_shape(config).width, config.num_labels, activation)
 
 
 class RobertaEncoder(BertEncoder[T]):
@@ -83,12 +83,7 @@ class RobertaEncoder(BertEncoder[T]):
 
     prefix = "roberta"
     counts_from_padding = True
-
-    @classmethod
-    def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        return ClassifierHead(
-            weights, "classifier.dense", "classifier.out_proj", config.integer("hidden_size"), config.num_labels, "tanh"
-        )
+    head_parts = ("classifier.dense", "classifier.out_proj", "tanh")
 
 
 class DistilBertEncoder(BertEncoder[T]):
@@ -101,14 +96,11 @@ class DistilBertEncoder(BertEncoder[T]):
     layers = "transformer.layer"
     num_layers = "n_layers"
     has_types = False
+    head_parts = ("pre_classifier", "classifier", "relu")
 
     @classmethod
     def block_shape(cls, config: Config) -> BlockShape:
         return config.block_shape("dim", "n_heads", "hidden_dim", "activation")
-
-    @classmethod
-    def head(cls, weights: Weights[T], config: Config) -> ClassifierHead[T]:
-        return ClassifierHead(weights, "pre_classifier", "classifier", config.integer("dim"), config.num_labels, "relu")
 
 
 class MPNetEncoder(RobertaEncoder[T]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from archerfish.errors import UnsupportedModelError
@@ -34,7 +35,7 @@ class Gemma2Model(LlamaModel[T]):
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head, softcap=self.config.limit("final_logit_softcapping", self.logit_cap))
 
-    def mlp(self, weights: Weights[T]) -> Callable[[T], T]:
+    def mlp(self, weights: Weights[T]) -> GatedMLP[T]:
         activation = self.config.activation("hidden_activation", "gelu_pytorch_tanh")
         return GatedMLP(weights, self.width, self.config.integer("intermediate_size"), activation)
 
@@ -79,4 +80,5 @@ class Gemma3Model(Gemma2Model[T]):
             return read_rotary(config.values, layer_type, theta=1_000_000.0)
         if isinstance(config.values.get("rope_parameters"), Mapping):
             return read_rotary(config.values, layer_type)
-        return read_rotary(config.values, layer_type).with_theta(config.number("rope_local_base_freq", 10_000.0))
+        theta = config.number("rope_local_base_freq", 10_000.0)  # without any scaling
+        return replace(read_rotary(config.values, layer_type), rope_type="default", theta=theta, parameters={})

@@ -55,13 +55,17 @@ class LlamaModel(ModelAdapter[T]):
         return DecoderBlock(attention, mlp, self.norms(weights))
 
     def attention(self, weights: Weights[T], layer: int) -> Attention[T]:
-        bias = self.config.flag("attention_bias") or None
+        bias, heads, norms = self.config.flag("attention_bias") or None, self.heads(layer), None
+        if self.has_head_norms:
+            names = ("q_norm.weight", "k_norm.weight")
+            query, key = (weights.vector(name, heads.head_dim, plus=self.norm_plus) for name in names)
+            norms = HeadNorms(query, key, self.config.number("rms_norm_eps", self.eps))
         return Attention(
-            weights, self.width, self.heads(layer), self.rotary(layer), is_fused=self.is_fused,
-            qkv_bias=self.has_qkv_bias or bias, out_bias=bias, norms=self.head_norms(weights) if self.has_head_norms else None,
+            weights, self.width, heads, self.rotary(layer), is_fused=self.is_fused,
+            qkv_bias=self.has_qkv_bias or bias, out_bias=bias, norms=norms,
         )
 
-    def mlp(self, weights: Weights[T]) -> Callable[[T], T]:
+    def mlp(self, weights: Weights[T]) -> GatedMLP[T] | Callable[[T], T]:
         return GatedMLP(
             weights, self.width, self.config.integer("intermediate_size"), self.config.activation("hidden_act", "silu"),
             is_fused=self.is_fused, bias=self.config.flag("mlp_bias") or None,
@@ -69,11 +73,6 @@ class LlamaModel(ModelAdapter[T]):
 
     def norms(self, weights: Weights[T]) -> BlockNorms[T]:
         return BlockNorms(self.rms_norm(weights, "input_layernorm"), self.rms_norm(weights, "post_attention_layernorm"))
-
-    def head_norms(self, weights: Weights[T]) -> HeadNorms[T]:
-        head_dim, eps = self.config.heads().head_dim, self.config.number("rms_norm_eps", self.eps)
-        query, key = (weights.vector(f"{name}.weight", head_dim, plus=self.norm_plus) for name in ("q_norm", "k_norm"))
-        return HeadNorms(query, key, eps)
 
     def rms_norm(self, weights: Weights[T], name: str) -> RMSNorm[T]:
         return RMSNorm(weights, name, self.width, self.config.number("rms_norm_eps", self.eps), self.norm_plus)

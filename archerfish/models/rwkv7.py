@@ -96,10 +96,18 @@ class Rwkv7Block(Generic[T]):
         self.ops: Ops[T] = weights.ops
         self.recurrent: RecurrentOps[T] = weights.ops.recurrent()
         eps = config.number("norm_eps", 1e-5)
-        time_norm, channel_norm = (norm_weights(weights.scope(name), shape.width, eps) for name in ("attn_norm", "ffn_norm"))
+        width, ffn = shape.width, weights.scope("ffn")
+        feed_forward = config.integer("intermediate_size", 4 * width)
+        time_norm, channel_norm = (
+            NormWeights(weights.vector(f"{name}.weight", width), weights.vector(f"{name}.bias", width), eps)
+            for name in ("attn_norm", "ffn_norm")
+        )
         self.weights = BlockWeights(
-            time_weights(weights.scope("attn"), time_norm, config, shape, layer),
-            channel_weights(weights.scope("ffn"), channel_norm, config, shape),
+            time=time_weights(weights.scope("attn"), time_norm, config, shape, layer),
+            channel=ChannelWeights(
+                norm=channel_norm, factor=ffn.vector("x_k", width), key=ffn.linear("key", feed_forward, width, bias=False),
+                value=ffn.linear("value", width, feed_forward, bias=False),
+            ),
         )
 
     def __call__(
@@ -147,10 +155,6 @@ class Rwkv7Block(Generic[T]):
         return self.ops.linear(self.ops.linear(x, weights.down, activation=weights.activation), weights.up)
 
 
-def norm_weights(weights: Weights[T], width: int, eps: float) -> NormWeights[T]:
-    return NormWeights(weights.vector("weight", width), weights.vector("bias", width), eps)
-
-
 def low_rank_weights(
     weights: Weights[T], width: int, rank: int, *, activation: Activation = "none", bias: bool = True
 ) -> LowRankWeights[T]:
@@ -177,10 +181,3 @@ def time_weights(
             norm_bias=weights.vector("g_norm.bias", width), eps=HEAD_NORM_EPS,
         ),
     )
-
-
-def channel_weights(weights: Weights[T], norm: NormWeights[T], config: Config, shape: StateShape) -> ChannelWeights[T]:
-    feed_forward = config.integer("intermediate_size", 4 * shape.width)
-    key = weights.linear("key", feed_forward, shape.width, bias=False)
-    value = weights.linear("value", shape.width, feed_forward, bias=False)
-    return ChannelWeights(norm=norm, factor=weights.vector("x_k", shape.width), key=key, value=value)

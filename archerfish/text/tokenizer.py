@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from archerfish.errors import CorruptFileError, InvalidInputError
-from archerfish.kernels.handle import Ids
+from archerfish.kernels.ops import Ids
 from archerfish.text.chunks import ChunkTokenizer
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from archerfish.engine.arrow_engine import ArrowEngine
 from archerfish.engine.llm import LLM
 from archerfish.engine.llm_engine import LLMEngine
 from archerfish.errors import InvalidOptionError
-from archerfish.kernels.formats import PLAIN, WeightFormat
-from archerfish.kernels.formats.int8_rows import Int8Rows
+from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight

@@ -15,13 +15,13 @@ from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # 
 from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.places import Places, Tile, find_places, lay_mask  # isort: skip
+from archerfish.kernels.triton.plan import AttentionPlan, Tile, find_plan, lay_mask  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
 SMALL = Tile(16, 16, 4, 1)
 WIDE = Tile(64, 32, 4, 1)  # its queries lie in several rows of a mask
-MIXED = ((1, 90), (1, 33), (1, 1), (9, 70), (40, 40))  # (new tokens, context) of sequences
+MIXED = ((1, 60), (1, 33), (1, 1), (5, 41), (20, 20))  # (new tokens, context) of sequences
 
 
 def random_mask(size: int, num_rows: int, num_columns: int, share: float = 0.3) -> BlockMask[Tensor]:
@@ -37,11 +37,11 @@ def expect(
 
 CASES = [  # heads, size of a mask's blocks, rows and columns of the mask, parts of a decode
     (HeadShape(2, 2, 64, 0.125), 16, 6, 6, 1),
-    (HeadShape(2, 2, 64, 0.125), 32, 2, 1, 3),  # shorter than the sequences
+    (HeadShape(2, 2, 64, 0.125), 16, 2, 1, 3),  # shorter than the sequences
     (HeadShape(3, 1, 64, 0.125), 16, 3, 9, 3),
-    (HeadShape(3, 1, 64, 0.125), 48, 2, 2, 1),
+    (HeadShape(3, 1, 32, 0.125), 48, 2, 2, 1),
     (HeadShape(3, 1, 64, 0.125, window=25), 16, 6, 6, 1),
-    (HeadShape(3, 1, 64, 0.125, window=25, sinks=20, softcap=3.0), 16, 6, 6, 3),
+    (HeadShape(3, 1, 64, 0.125, window=25, softcap=3.0), 16, 6, 6, 3),
 ]
 
 
@@ -50,9 +50,9 @@ def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtyp
     heads, size, num_rows, num_columns, num_splits = case
     ops = TritonOps(DEVICE, dtype)
     ops.decode_tile = ops.prefill_tile = tile
-    batch, kv = batch_over(ops, MIXED, 16, heads, num_rows=60)
-    find_places(batch).num_splits = num_splits
-    q = random(60, heads.num_heads * heads.head_dim, dtype=dtype)
+    batch, kv = batch_over(ops, MIXED, 16, heads, num_rows=30)
+    find_plan(batch).num_splits = num_splits
+    q = random(30, heads.num_heads * heads.head_dim, dtype=dtype)
     mask = random_mask(size, num_rows, num_columns)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
     expected = expect(q, kv, batch, heads, mask)
@@ -66,7 +66,7 @@ def test_keys_laid_side_by_side() -> None:
     batch, kv = batch_over(ops, ((40, 50), (70, 70)), 16, heads)
     q, mask = random(110, 128, dtype="float16"), random_mask(32, 3, 3)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
-    assert find_places(batch).gathering is not None
+    assert find_plan(batch).gathering is not None
     torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=4e-3, rtol=4e-3)
 
 
@@ -74,9 +74,9 @@ def test_more_steps_than_are_looked_up_at_once() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
     ops = TritonOps(DEVICE, "float32")
     ops.decode_tile = ops.prefill_tile = SMALL
-    batch, kv = batch_over(ops, ((1, 1100), (9, 600)), 64, heads)
-    find_places(batch).num_splits = 1
-    q, mask = random(10, 32), random_mask(16, 80, 80, share=0.1)
+    batch, kv = batch_over(ops, ((1, 600), (2, 530)), 64, heads)
+    find_plan(batch).num_splits = 1
+    q, mask = random(3, 32), random_mask(16, 40, 40, share=0.1)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
     torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
 
@@ -88,7 +88,7 @@ def test_what_no_query_sees_is_not_loaded(num_splits: int) -> None:
     ops = TritonOps(DEVICE, "float32")
     ops.decode_tile = ops.prefill_tile = replace(SMALL, step=32)
     batch, kv = batch_over(ops, ((1, 90), (6, 88)), 16, heads)
-    find_places(batch).num_splits = num_splits
+    find_plan(batch).num_splits = num_splits
     q, mask = random(7, 32), BlockMask(16, torch.zeros(1, 1, dtype=torch.uint8, device=DEVICE))
     expected = expect(q, kv, batch, heads, mask)
     for memory in (kv.keys, kv.values):
@@ -118,7 +118,7 @@ def test_lengths_and_mask_are_read_from_the_device(num_splits: int) -> None:
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q, mask = random(3, 128), random_mask(16, 4, 4)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
-    find_places.set(batch, Places(lengths, lengths, lengths, num_splits=num_splits))
+    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
     shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     for _ in range(2):
         expected = expect(q, kv, shorter, heads, mask)
@@ -137,7 +137,7 @@ def test_a_mask_shares_nothing() -> None:
     q, mask = random(2, 32), random_mask(16, 3, 3)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
     torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
-    assert [purpose for purpose, *_ in find_places(batch).scratch] == ["parts"]
+    assert [purpose for purpose, *_ in find_plan(batch).scratch] == ["parts"]
 
 
 def test_a_step_never_spans_two_blocks_of_a_mask() -> None:
@@ -180,7 +180,7 @@ def test_blocks_of_a_mask_have_a_multiple_of_16_tokens(size: int) -> None:
 def test_long_contexts(heads: HeadShape, size: int, is_gathered: bool) -> None:
     ops = TritonOps(DEVICE, "bfloat16")
     batch, kv = batch_over(ops, ((1, 8000), (1, 5000), (1, 70), (300, 2900), (1000, 1000), (3000, 3000)), 16, heads)
-    find_places(batch).is_gathered = is_gathered
+    find_plan(batch).is_gathered = is_gathered
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype="bfloat16")
     mask = random_mask(size, 8000 // size, 8000 // size, share=0.125)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
@@ -197,7 +197,7 @@ def test_masked_decodes_can_be_captured(num: int) -> None:
     q, mask = random(num, 1024, dtype="bfloat16"), random_mask(64, 40, 40, share=0.2)
     lengths = torch.zeros(num, dtype=torch.int32, device=DEVICE)
     static = replace(batch)
-    find_places.set(static, Places(lengths, lengths, lengths))
+    static.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
     ops.paged_attention(q, kv, static, heads, mask=mask)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -68,7 +68,7 @@ from archerfish.kernels.triton.prefill import prefill_kernel
 from archerfish.kernels.triton.tiles import dot_block
 
 heads = {"block_size": 16, "head_dim": 8, "width": dot_block(8), "has_cap": False, "step": 16}
-extra = {"sinks": 0, "mask_size": 0, "mask_span": 0, "has_window": False}
+extra = {"mask_size": 0, "mask_span": 0, "has_window": False}
 numbers = ("table", "tables", "tile_sequences", "tile_firsts", "context_lens", "query_starts", "query_lens", "key_starts")
 types = dict.fromkeys((*numbers, "shared_len"), "i32")
 types |= dict.fromkeys(("partials", "levels", "shared_partials", "shared_levels"), "fp32")

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.kernels.ops import Activation, HeadShape, KVLayer, PagedBatch
-from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
-from archerfish.kernels.torch.paged_cpu import SPLIT_SAVES, STEP, group_lengths, layouts, padded
+from archerfish.kernels.ops import Activation, HeadShape, KVLayer
+from archerfish.kernels.torch.cpu import ROW_STEP, SPLIT_SAVES, TorchCpuOps, group_lengths, is_available
 from archerfish.kernels.torch.reference import TorchOps, activate
-from archerfish.runtime.batch import build_batch
+from tests.kernels.paged import batch_over
 
 BACKENDS = [TorchOps, TorchCpuOps]
 TYPES = [name for name in ("float32", "bfloat16", "float16") if is_available(name)]
@@ -26,30 +25,6 @@ SEQUENCES = st.lists(st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(
 
 def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(*shape).to(getattr(torch, dtype))
-
-
-def batch_over(
-    ops: TorchOps, sequences: list[tuple[int, int]], block_size: int, heads: HeadShape, *, is_deterministic: bool = False
-) -> tuple[PagedBatch[torch.Tensor], KVLayer[torch.Tensor]]:
-    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
-    torch.manual_seed(0)
-    sequences = sorted(sequences, key=lambda item: item[0] != 1)
-    needed = [-(-context // block_size) for _, context in sequences]
-    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
-    blocks = [[order.pop() for _ in range(num)] for num in needed]
-    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
-    for memory in (kv.keys, kv.values):
-        memory.fill_(float("nan"))
-        for owned, (_, context) in zip(blocks, sequences, strict=True):
-            slots = [owned[i // block_size] * block_size + i % block_size for i in range(context)]
-            memory.view(-1, heads.num_kv_heads, heads.head_dim)[slots] = random(
-                context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype
-            )
-    tokens = [[7] * new for new, _ in sequences]
-    starts = [context - new for new, context in sequences]
-    return build_batch(
-        ops, tokens=tokens, starts=starts, blocks=blocks, block_size=block_size, is_deterministic=is_deterministic
-    ), kv
 
 
 def test_reference_attention_written_out() -> None:
@@ -93,10 +68,9 @@ def test_short_prompts_see_a_whole_number_of_steps(num_new: int, context: int, w
     q = random(fast.padded_rows(num_new), 64)
     expected = TorchOps().paged_attention(q, kv, batch, heads)[:num_new]
     torch.testing.assert_close(fast.paged_attention(q, kv, batch, heads)[:num_new], expected, atol=1e-5, rtol=1e-4)
-    [layout] = layouts(batch).values()
-    [prefill] = layout.prefills
+    [prefill] = batch.notes["layout", window].prefills
     is_whole = num_new == context and not window
-    assert (len(prefill.slots) % STEP == 0) != (is_whole and num_new == 513)
+    assert (len(prefill.slots) % ROW_STEP == 0) != (is_whole and num_new == 513)
     assert (prefill.mask is None) == (is_whole and num_new >= 512)
 
 
@@ -108,8 +82,7 @@ def test_decodes_are_grouped_by_length_and_restored_in_order() -> None:
     torch.testing.assert_close(
         fast.paged_attention(q, kv, batch, heads), TorchOps().paged_attention(q, kv, batch, heads), atol=1e-5, rtol=1e-4
     )
-    [layout] = layouts(batch).values()
-    assert [group.width for group in layout.decodes] == [2016, 928, 64]
+    assert [len(slots) // num for slots, _, num in batch.notes["layout", 0].decodes] == [2016, 928, 64]
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=64).map(lambda lengths: np.array(lengths, dtype=np.int64)))
@@ -117,12 +90,11 @@ def test_groups_hold_every_sequence_once_and_waste_little(lengths: np.ndarray[tu
     order, groups = group_lengths(lengths)
     assert sorted(i for group in groups for i in group.tolist()) == list(range(len(lengths)))
     assert order is None or np.array_equal(order, np.concatenate(groups))
-    sizes = [padded(lengths[group]) for group in groups]
+    sizes = [-(-lengths[group] // ROW_STEP) * ROW_STEP for group in groups]
     for size in sizes:
         longest_first = np.sort(size)[::-1]
         spared = (longest_first[0] - longest_first) * np.arange(len(size), 0, -1)
         assert spared.max() <= SPLIT_SAVES
-        assert (size % STEP == 0).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

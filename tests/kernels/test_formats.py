@@ -1,4 +1,4 @@
-"""Weight formats: what they keep, how they are cut, and every backend's products against the dequantised matrix."""
+"""Weight formats: what they keep, and every backend's products against the dequantised matrix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import InvalidOptionError, TensorError
+from archerfish.errors import InvalidOptionError
 from archerfish.kernels import formats
-from archerfish.kernels.formats import PLAIN, TensorLayout, Tensors, WeightFormat, choose_format, int8_rows, register_format
-from archerfish.kernels.formats.int8_rows import PIECE_ELEMENTS, Int8Rows, row_pieces
+from archerfish.kernels.formats import (
+    PIECE_ELEMENTS,
+    PLAIN,
+    Int8Rows,
+    TensorLayout,
+    Tensors,
+    WeightFormat,
+    choose_format,
+    register_format,
+    row_pieces,
+)
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
@@ -81,7 +90,7 @@ def test_option_names_a_format() -> None:
 
 
 @pytest.mark.parametrize("weight_format", [PLAIN, INT8, Int4Groups()])
-def test_cutting_and_stacking_a_matrix_commute_with_dequantising(weight_format: WeightFormat) -> None:
+def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> None:
     is_int4 = weight_format.name == "int4-groups"
     parts = [
         weight_format.load(int4_tensors(num, 64) if is_int4 else {"weight": torch.randn(num, 64)}) for num in (24, 40)
@@ -90,14 +99,8 @@ def test_cutting_and_stacking_a_matrix_commute_with_dequantising(weight_format: 
     stacked = weight_format.stack(parts)
     assert weight_format.num_outputs(stacked) == 64
     assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
-    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 16, 48)
-    assert torch.equal(weight_format.dequantise(rows, torch.float32), torch.cat(wide)[16:48])
-    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 16:48])
     held = sum(tensor.nbytes for tensor in stacked.values())
     assert weight_format.num_bytes(64, 64, "float32") == held
-    if is_int4:
-        with pytest.raises(TensorError, match="cut at 8"):
-            weight_format.cut(stacked, "inputs", 8, 64)
 
 
 @pytest.mark.parametrize("backend", [TorchOps, TorchCpuOps])
@@ -165,7 +168,7 @@ def test_int8_is_off_by_half_a_step_at_most(num_rows: int, width: int, seed: int
 def test_int8_rows_do_not_depend_on_the_pieces_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(150, 20).bfloat16()
     whole = INT8.load({"weight": weight})
-    monkeypatch.setattr(int8_rows, "PIECE_ELEMENTS", 100)
+    monkeypatch.setattr(formats, "PIECE_ELEMENTS", 100)
     for name, tensor in INT8.load({"weight": weight}).items():
         assert torch.equal(tensor, whole[name])
 
@@ -189,7 +192,7 @@ def test_pieces_cover_all_rows_once(num_rows: int, width: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_rows", [1, 3, INT8_ROWS, INT8_ROWS + 1, 40])
 def test_int8_products(num_rows: int, size: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_rows, "PIECE_ELEMENTS", 64 * 192)  # so that some have several pieces
+    monkeypatch.setattr(formats, "PIECE_ELEMENTS", 64 * 192)  # so that some have several pieces
     ops = TorchCpuOps(dtype=dtype)
     weight, wide = linear_weights(ops, *size, dtype, has_bias=True)
     x, residual = (torch.randn(num_rows, width).to(ops.torch_dtype) for width in reversed(size))

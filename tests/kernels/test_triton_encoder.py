@@ -18,9 +18,9 @@ from archerfish.store.names import resolve_model  # isort: skip
 from archerfish.engine.inference_core import RECORDED_TOKENS, InferenceCore  # isort: skip
 from archerfish.kernels.ops import Pooling, Segments  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
-from archerfish.kernels.triton.encoder import FixedInputs, choose_rows, lay_out  # isort: skip
+from archerfish.kernels.triton.encoder import FixedInputs, lay_out  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.places import Tile  # isort: skip
+from archerfish.kernels.triton.plan import Tile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.adapter import TokenBatch, encoder_class  # isort: skip
@@ -86,7 +86,8 @@ def test_a_neighbour_full_of_nan_does_not_spread() -> None:
 
 
 def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
-    assert [choose_rows(mean) for mean in (1, 16, 16.5, 40, 500)] == [16, 16, 32, 64, 64]
+    suiting = [lay_out(Segments(lengths), torch.device(DEVICE)).rows for lengths in ((1,), (16,), (16, 17), (40,), (500,))]
+    assert suiting == [16, 16, 32, 64, 64]
     segments = Segments((40, 3))
     layout = lay_out(segments, torch.device(DEVICE), 16)
     assert layout.tile_sequences.tolist() == [0, 0, 0, 1]
@@ -107,7 +108,7 @@ def test_layer_norm(width: int, dtype: str) -> None:
         assert out.dtype == ops.torch_dtype
         expected = reference.layer_norm(given.float(), weight, bias, 1e-5)
         torch.testing.assert_close(out.float(), expected, atol=error, rtol=error)
-    matrix, shift = random(width, width, dtype=dtype) / width, random(width, dtype=dtype)
+    matrix, shift, x = random(width, 24, dtype=dtype) / 24, random(width, dtype=dtype), random(7, 24, dtype=dtype)
     residual = random(7, width, dtype=dtype)
     out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, weight, bias, 1e-5)
     wide = reference.linear_weight([{"weight": matrix.float()}], [shift.float()])

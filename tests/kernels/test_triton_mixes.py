@@ -13,8 +13,7 @@ import torch
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
-from archerfish.kernels.formats import PLAIN, WeightFormat  # isort: skip
-from archerfish.kernels.formats.int8_rows import Int8Rows  # isort: skip
+from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: skip
 from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
 from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight  # isort: skip
@@ -177,33 +176,22 @@ def check_captured(captured: Decodes, plain: Decodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_rows", "num_filling", "weight_format"),
+    ("name", "num_rows", "num_real", "parts_rows", "weight_format"),
     [
-        ("tiny", 1, 0, PLAIN), ("tiny", 2, 1, PLAIN), ("odd", 4, 0, PLAIN), ("odd", 1, 0, INT8), ("tiny", 3, 0, INT8),
-        *(pytest.param("tiny", *case, PLAIN, marks=pytest.mark.slow) for case in ((3, 0), (4, 2))),
-        pytest.param("odd", 1, 0, PLAIN, marks=pytest.mark.slow),
+        ("tiny", 1, 1, 64, PLAIN), ("tiny", 2, 1, 64, PLAIN), ("odd", 4, 4, 64, PLAIN), ("odd", 1, 1, 64, INT8),
+        ("tiny", 3, 3, 64, INT8), ("tiny", 9, 7, 64, PLAIN), ("tiny", 9, 9, 8, PLAIN), ("odd", 9, 9, 64, PLAIN),
+        ("odd", 9, 9, 8, INT8), ("tiny", 9, 9, 64, INT8),
+        *(pytest.param("tiny", *case, 64, PLAIN, marks=pytest.mark.slow) for case in ((3, 3), (4, 2))),
+        pytest.param("odd", 1, 1, 64, PLAIN, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("_fused_only")
-def test_few_decodes(
-    name: str, num_rows: int, num_filling: int, weight_format: WeightFormat, models: dict[str, Model]
-) -> None:
-    num_real = num_rows - num_filling
-    ours = decodes_of(models[name], num_rows, num_real, weight_format=weight_format)
-    check(ours, reference_of(models[name], num_rows, num_real, weight_format), BOUNDED)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_real", "parts_rows", "weight_format"),
-    [("tiny", 7, 64, PLAIN), ("tiny", 9, 8, PLAIN), ("odd", 9, 64, PLAIN), ("odd", 9, 8, INT8), ("tiny", 9, 64, INT8)],
-)
-@pytest.mark.usefixtures("_fused_only")
-def test_many_decodes(
-    name: str, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
+def test_decodes(
+    name: str, num_rows: int, num_real: int, parts_rows: int, weight_format: WeightFormat, models: dict[str, Model]
 ) -> None:
     """parts_rows: up to which one kernel has all products."""
-    ours = decodes_of(models[name], 9, num_real, parts_rows=parts_rows, weight_format=weight_format)
-    check(ours, reference_of(models[name], 9, num_real, weight_format), BOUNDED)
+    ours = decodes_of(models[name], num_rows, num_real, parts_rows=parts_rows, weight_format=weight_format)
+    check(ours, reference_of(models[name], num_rows, num_real, weight_format), BOUNDED)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="counts the interpreter's launches")
@@ -253,7 +241,7 @@ def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     golden = torch.from_numpy(np.load(GOLDEN))
     ops, tokens = MixOps(DEVICE), random_tokens(SIZES["tiny"], 3, 100)
     driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=4)
-    for work in ([(0, 3)], [(0, 1)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
+    for work in ([(0, 19)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
         before = list(driver.num_computed)
         for (i, count), logits in zip(work, driver.step(work), strict=True):
             torch.testing.assert_close(logits.cpu(), golden[i, before[i] : before[i] + count], atol=2e-4, rtol=2e-4)

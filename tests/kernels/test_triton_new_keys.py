@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, TOLERANCE, TYPES, batch_over, in_float32, random, untraced
+from tests.kernels.triton_support import DEVICE, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
 
 from archerfish.kernels.ops import HeadShape  # isort: skip (triton must be told to interpret first)
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.places import Places, find_places, Tile  # isort: skip
+from archerfish.kernels.triton.plan import AttentionPlan, Tile  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 DECODES = ((1, 37), (1, 17), (1, 1), (1, 16), (1, 2))  # a new key inside of a block, first in one, last in one, the only one
@@ -29,19 +29,16 @@ class WatchedOps(TritonOps):
         return super().store_kv(*args, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(
-    ("heads", "has_rotary", "is_normed", "block_size"),
-    [
-        (HeadShape(4, 2, 64, 0.125), True, True, 16), (HeadShape(6, 2, 32, 0.2), True, False, 1),
-        (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8), (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
-        (HeadShape(2, 1, 32, 0.25, window=10, sinks=4), True, False, 16),
-    ],
-)
-def test_new_keys(
-    heads: HeadShape, has_rotary: bool, is_normed: bool, block_size: int, num_splits: int, dtype: str
-) -> None:
+SHAPES = [  # heads, has_rotary, is_normed, block size
+    (HeadShape(4, 2, 64, 0.125), True, True, 16), (HeadShape(6, 2, 32, 0.2), True, False, 1),
+    (HeadShape(3, 1, 16, 0.25, window=5), False, True, 8), (HeadShape(4, 1, 64, 0.25, softcap=2.0), True, False, 4),
+    (HeadShape(2, 1, 32, 0.25, window=10), True, False, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SHAPES, [1, 3], TYPES))
+def test_new_keys(shape: tuple[HeadShape, bool, bool, int], num_splits: int, dtype: str) -> None:
+    heads, has_rotary, is_normed, block_size = shape
     ops, reference = WatchedOps(DEVICE, dtype), TorchOps(DEVICE)
     ops.decode_tile = Tile(16, 16, 4, 2)
     batch, kv = batch_over(ops, DECODES, block_size, heads)
@@ -51,7 +48,7 @@ def test_new_keys(
         kv.keys[slot // block_size, slot % block_size] = kv.values[slot // block_size, slot % block_size] = float("nan")
     wide = in_float32(kv)
     lengths = torch.tensor([context for _, context in DECODES], dtype=torch.int32, device=DEVICE)
-    find_places.set(batch, Places(lengths, lengths, lengths, num_splits=num_splits))
+    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
     table = np.random.default_rng(0).normal(size=(40, heads.head_dim)).astype(np.float32)
     rotary = ops.rotary(table, heads.head_dim) if has_rotary else None
     norms = (random(heads.head_dim), random(heads.head_dim)) if is_normed else (None, None)
@@ -74,7 +71,7 @@ def test_filling_stores_nothing() -> None:
     ops = TritonOps(DEVICE, "float32")
     batch, kv = batch_over(ops, ((1, 5), (1, 3)), 4, heads)
     lengths = torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
-    find_places.set(batch, Places(lengths, lengths, lengths))
+    batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
     qkv, before = random(2, 64), kv.values.clone()
     out = ops.store_and_attend(qkv, kv, batch, heads, None)
     slot = int(batch.slots[0])
@@ -90,7 +87,7 @@ def test_other_batches_are_stored_first(kind: str) -> None:
     batch, kv = batch_over(ops, ((1, 9), (3 if kind == "prefill" else 1, 8)), 4, heads)
     if kind == "shared":
         length = torch.tensor([9, 8], dtype=torch.int32, device=DEVICE)
-        find_places.set(batch, Places(length, length, length, shared_len=torch.zeros(1, dtype=torch.int32, device=DEVICE)))
+        batch.notes["plan"] = AttentionPlan(length, length, length, shared_len=torch.zeros(1, dtype=torch.int32, device=DEVICE))
     rotary_dim = 16 if kind == "half turned" else heads.head_dim
     table = np.random.default_rng(0).normal(size=(9, rotary_dim)).astype(np.float32)
     rotary = ops.rotary(table, rotary_dim)

@@ -1,4 +1,4 @@
-"""A pass over one prompt whose length lies on the device, recorded where there is a card, against a batch of the host's."""
+"""Batches that are made on the device: of a prompt, recorded where there is a card, and of a step of decodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must interpret)
 from archerfish.kernels.ops import KVLayer  # isort: skip
-from archerfish.kernels.decoding import Word  # isort: skip
+from archerfish.kernels.decoding import FIRST_FLOAT, NUM_INPUTS, ON_DEVICE, Input, Word  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.linear import RowsWeight  # isort: skip
+from archerfish.kernels.triton.plan import find_plan  # isort: skip
+from archerfish.kernels.triton.tiles import LinearTile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.adapter import model_class  # isort: skip
 from archerfish.models.config import Config  # isort: skip
@@ -32,6 +36,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1, "head_dim": 16,
     },
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_CUDA:
+        monkeypatch.setattr(RowsWeight, "tile", LinearTile(64, 64, 4, 1))
 
 
 class Passes:
@@ -84,11 +94,14 @@ class Passes:
         return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
-    ("size", "spans"), [(16, [(0, 2), (2, 18), (18, 30)]), (48, [(0, 48), (48, 65), (65, 75)])]
+    ("name", "size", "spans"),
+    [
+        ("llama", 16, [(0, 2), (2, 18)]), ("qwen3", 16, [(0, 16), (16, 21)]), ("windowed", 16, [(0, 14), (14, 30)]),
+        ("llama", 40, [(0, 40), (40, 43)]),  # more rows than a tile has
+    ],
 )
-def test_logits_and_keys_are_those_of_the_host_s_batch(name: str, size: int, spans: list[tuple[int, int]]) -> None:
+def test_logits_and_keys_are_those_of_a_batch_of_the_host(name: str, size: int, spans: list[tuple[int, int]]) -> None:
     plain, recorded = Passes(VARIANTS[name], "float32"), Passes(VARIANTS[name], "float32")
     expected = [plain.of_host(*span) for span in spans]
     for own, other in zip(recorded.of_device(size, spans), expected, strict=True):
@@ -107,3 +120,38 @@ def test_bfloat16(name: str) -> None:
     expected = [plain.of_host(*span) for span in spans]
     for own, other in zip(recorded.of_device(64, spans), expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0.05, atol=0.02)
+
+
+def test_inputs_of_decodes_become_the_batch_of_the_reference() -> None:
+    ops, reference = TritonOps(DEVICE, "float32"), TorchOps(DEVICE, "float32")
+    words = np.zeros((NUM_INPUTS, 5), dtype=np.int64)
+    words[Input.ROW], words[Input.POSITION] = [2, 0, 5, 6, 6], [1037, 0, 16, -1, -1]
+    words[Input.TOKEN], words[Input.BLOCK] = [ON_DEVICE, 7, ON_DEVICE, 0, 0], [88, 77, 66, 0, 0]
+    words[Input.NUM_SHARED, 0] = 32
+    words[FIRST_FLOAT:].view(np.float64)[:] = 1.0
+    tables = np.random.default_rng(0).integers(0, 99, (6, 600))
+    inputs = ops.ids(words)
+    found = []
+    for one in (ops, reference):
+        state = one.new_decode_state(6, 600)
+        one.set_tables(state, np.arange(6), tables)
+        state.last_tokens.copy_(10 * torch.arange(7))
+        batch, sampling = one.decode_batch(inputs, state, 2, is_shared=True)
+        one.keep_tokens(inputs, state, torch.arange(5, device=DEVICE))
+        found.append((state, batch, sampling))
+    (state, batch, sampling), (other_state, other, other_sampling) = found
+    assert batch.token_ids.tolist() == other.token_ids.tolist() == [20, 7, 50, 0, 0]
+    assert batch.positions.tolist() == other.positions.tolist()
+    assert batch.slots.tolist() == [*other.slots.tolist()[:3], -1, -1]
+    assert batch.slots.tolist()[:3] == [2 * 88 + 1, 2 * 77, 2 * 66]
+    for row, num_blocks in enumerate((519, 1, 9)):
+        assert batch.block_tables[row, :num_blocks].tolist() == other.block_tables[row, :num_blocks].tolist()
+    assert torch.equal(state.tables[:6], other_state.tables[:6])
+    assert torch.equal(state.last_tokens[:6], other_state.last_tokens[:6])
+    assert state.last_tokens.tolist()[:6] == [1, 10, 0, 30, 40, 2]
+    assert sampling.positions is not None and other_sampling.positions is not None
+    assert sampling.positions.tolist() == other_sampling.positions.tolist() == [1038, 1, 17, 0, 0]
+    plan = find_plan(batch)
+    assert plan.context_lens.tolist() == [1038, 1, 17, 0, 0]
+    assert plan.shared_len is not None
+    assert plan.shared_len.tolist() == [32]

@@ -1,21 +1,18 @@
-"""Decodes over keys that all of them share, and windows that keep the first tokens in sight, against the reference."""
+"""Decodes over keys that all of them share, against the reference."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
 
 from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
-from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
-from archerfish.kernels.triton.places import Places, Tile, find_places  # isort: skip
+from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.plan import AttentionPlan, Tile, choose_shared_parts, find_plan  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.places import choose_shared_parts  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -32,15 +29,15 @@ def shared_batch(
 
 
 def sharing(batch: PagedBatch[Tensor], kv: KVLayer[Tensor], shared_len: int, num_splits: int = 0) -> PagedBatch[Tensor]:
-    """The batch with Places of its own; what the tables of all but the first say of shared keys leads to NaN."""
+    """The batch with AttentionPlan of its own; what the tables of all but the first say of shared keys leads to NaN."""
     tables = batch.block_tables.clone()
     is_unused = kv.keys.isnan().flatten(1).all(1)
     tables[1:, : shared_len // batch.block_size] = int(is_unused.nonzero()[0])
     lengths = torch.from_numpy(batch.context_lens).to(DEVICE, torch.int32)
     num_shared = torch.tensor([shared_len], dtype=torch.int32, device=DEVICE)
-    places = Places(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
+    plan = AttentionPlan(lengths, lengths, lengths, shared_len=num_shared, num_splits=num_splits)
     shared = replace(batch, block_tables=tables)
-    find_places.set(shared, places)
+    shared.notes["plan"] = plan
     return shared
 
 
@@ -50,7 +47,7 @@ def expect(q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: Hea
 
 def attend_anew(ops: TritonOps, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape) -> Tensor:
     """A call before which all scratch memory becomes NaN."""
-    scratch = find_places(batch).scratch
+    scratch = find_plan(batch).scratch
     if not scratch:
         ops.paged_attention(q, kv, batch, heads)
     for pair in scratch.values():
@@ -99,15 +96,15 @@ def test_shared_length_is_read_from_the_device(num_splits: int) -> None:
     q[3] = float("nan")
     shared = sharing(batch, kv, 0, num_splits)
     shared.block_tables.copy_(batch.block_tables)
-    places = find_places(shared)
-    places.context_lens[3:] = 0
+    plan = find_plan(shared)
+    plan.context_lens[3:] = 0
     expected = expect(q, kv, batch, heads)
     expected[3:] = 0
-    assert places.shared_len is not None
+    assert plan.shared_len is not None
     for num_blocks in (5, 0, 1):
-        places.shared_len.fill_(num_blocks * 8)
+        plan.shared_len.fill_(num_blocks * 8)
         torch.testing.assert_close(attend_anew(ops, q, kv, shared, heads), expected, atol=2e-5, rtol=2e-5)
-    places.context_lens.fill_(0)
+    plan.context_lens.fill_(0)
     assert not attend_anew(ops, q, kv, shared, heads).any()
 
 
@@ -121,7 +118,7 @@ def test_windows_and_deterministic_batches_share_nothing(window: int, is_determi
     batch = replace(batch, is_deterministic=is_deterministic)
     shared = replace(sharing(batch, kv, 32), block_tables=batch.block_tables)
     assert torch.equal(ops.paged_attention(q, kv, shared, heads), ops.paged_attention(q, kv, batch, heads))
-    assert [purpose for purpose, *_ in find_places(shared).scratch] == ["parts"]
+    assert [purpose for purpose, *_ in find_plan(shared).scratch] == ["parts"]
 
 
 def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
@@ -132,7 +129,7 @@ def test_the_host_may_say_what_decodes_beside_prefills_share() -> None:
     q = random(7, 64)
     batch = replace(batch, num_shared=32)
     out = ops.paged_attention(q, kv, batch, heads)
-    assert find_places(batch).shared_len is not None
+    assert find_plan(batch).shared_len is not None
     torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-5, rtol=2e-5)
 
 
@@ -150,69 +147,21 @@ def test_shared_decodes_can_be_captured(num: int) -> None:
     q = random(num, 1024, dtype="bfloat16")
     nothing_shared = sharing(batch, kv, 0)
     shared = replace(nothing_shared, block_tables=batch.block_tables)
-    find_places.set(shared, find_places(nothing_shared))
-    places = find_places(shared)
-    lengths = places.context_lens.clone()
-    places.context_lens.fill_(0)
+    shared.notes["plan"] = find_plan(nothing_shared)
+    plan = find_plan(shared)
+    lengths = plan.context_lens.clone()
+    plan.context_lens.fill_(0)
     ops.paged_attention(q, kv, shared, heads)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.paged_attention(q, kv, shared, heads)
     expected = expect(q, kv, batch, heads)
-    assert places.shared_len is not None
+    assert plan.shared_len is not None
     for num_blocks, num_real in ((40, num), (0, num), (17, num - 3), (1, 1)):
-        places.shared_len.fill_(16 * num_blocks)
-        places.context_lens.copy_(lengths)
-        places.context_lens[num_real:] = 0
+        plan.shared_len.fill_(16 * num_blocks)
+        plan.context_lens.copy_(lengths)
+        plan.context_lens[num_real:] = 0
         graph.replay()
         torch.testing.assert_close(out[:num_real].float(), expected[:num_real], atol=2e-2, rtol=2e-2)
         assert not out[num_real:].any()
-
-
-SINKS = [  # heads, block size
-    (HeadShape(2, 1, 64, 0.125, window=10, sinks=4), 16),
-    (HeadShape(4, 2, 32, 0.2, window=1, sinks=1), 1),
-    (HeadShape(3, 1, 16, 0.25, window=30, sinks=40, softcap=2.0), 8),
-    (HeadShape(3, 1, 16, 0.25, window=0, sinks=4), 8),
-]
-
-
-@pytest.mark.parametrize(("shape", "num_splits", "dtype"), combine(SINKS, [1, 3], TYPES))
-def test_sinks(shape: tuple[HeadShape, int], num_splits: int, dtype: str) -> None:
-    heads, block_size = shape
-    ops = TritonOps(DEVICE, dtype)
-    ops.decode_tile = ops.prefill_tile = SMALL
-    sequences = ((1, 90), (1, 5), (1, 33), (1, 1), (9, 70), (40, 40))
-    batch, kv = batch_over(ops, sequences, block_size, heads)
-    find_places(batch).num_splits = num_splits
-    q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype=dtype)
-    expected = expect(q, kv, batch, heads)
-    out = ops.paged_attention(q, kv, batch, heads).float()
-    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("is_gathered", [True, False])
-@pytest.mark.skipif(not HAS_CUDA, reason="slow in the interpreter")
-def test_sinks_of_long_prompts(is_gathered: bool) -> None:
-    heads = HeadShape(8, 2, 128, 0.1, window=100, sinks=4)
-    ops = TritonOps(DEVICE, "bfloat16")
-    batch, kv = batch_over(ops, ((1, 3000), (1, 70), (300, 900), (1000, 1000)), 16, heads)
-    find_places(batch).is_gathered = is_gathered
-    q = random(batch.num_tokens, 1024, dtype="bfloat16")
-    out = ops.paged_attention(q, kv, batch, heads).float()
-    torch.testing.assert_close(out, expect(q, kv, batch, heads), atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="batches of these tests lie on the GPU")
-def test_sinks_on_a_cpu() -> None:
-    heads = HeadShape(2, 1, 16, 0.25, window=10, sinks=4)
-    batch, kv = batch_over(TorchOps(), ((1, 90), (1, 5), (9, 70)), 8, heads)
-    q = torch.randn(11, 32)
-    expected = TorchOps().paged_attention(q, kv, batch, heads)
-    torch.testing.assert_close(TorchCpuOps().paged_attention(q, kv, batch, heads), expected)
-
-
-def test_the_reference_sees_the_window_and_the_sinks() -> None:
-    seen = visible(2, 6, 2, torch.device("cpu"), sinks=1)
-    assert np.array_equal(seen.numpy(), [[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1]])

@@ -93,7 +93,7 @@ def test_decoders_are_nearer_to_float32_than_with_rounded_sums(kind: str, keeps_
     assert set(ours.normed) == {getattr(torch, DTYPE)}
 
 
-@pytest.mark.parametrize("num_rows", [1, 6, MAX_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
 @pytest.mark.usefixtures("_fused_only")
 def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model]) -> None:  # noqa: F811
     config, weights = models["tiny"][0], rounded(models["tiny"][1])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +20,6 @@ from archerfish.kernels.torch.reference import TorchOps  # isort: skip
 from archerfish.kernels.triton.recurrent import TritonRecurrentOps  # isort: skip
 from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
 from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case  # isort: skip
-from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, random_tokens, read_rwkv7, write_checkpoint  # isort: skip
 
 pytestmark = [untraced]
 Tensor = torch.Tensor
@@ -46,19 +42,12 @@ def both(case: MixCase, dtype: str, min_chunked: int, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("lengths", [DECODES, MIXED])
+@pytest.mark.parametrize(("lengths", "min_chunked"), [(DECODES, NEVER), (MIXED, NEVER), (DECODES, 1), (MIXED, 1), (LONG, 1)])
 @pytest.mark.parametrize("has_value_mix", [True, False])
-def test_tokens_one_by_one(lengths: list[int], has_value_mix: bool, dtype: str) -> None:
+def test_mixing_heads(lengths: list[int], min_chunked: int, has_value_mix: bool, dtype: str) -> None:
+    """One token after the other, and in chunks."""
     case = make_case(lengths, device=DEVICE, dtype=dtype, has_value_mix=has_value_mix, num_filling=2)
-    both(case, dtype, NEVER, max(1e-4, TOLERANCE[dtype]))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("lengths", [DECODES, MIXED, LONG])
-@pytest.mark.parametrize("has_value_mix", [True, False])
-def test_chunks(lengths: list[int], has_value_mix: bool, dtype: str) -> None:
-    case = make_case(lengths, device=DEVICE, dtype=dtype, has_value_mix=has_value_mix)
-    both(case, dtype, 1, max(2e-4, TOLERANCE[dtype]))
+    both(case, dtype, min_chunked, max(2e-4, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("options", [{"is_repeated": True}, {"decay": 12.0}, {"decay": -12.0}])
@@ -148,16 +137,3 @@ def test_shift(lengths: list[int], width: int, num_factors: int, block_size: int
         mine, theirs = mine[: sum(lengths)], theirs[: sum(lengths)]
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(inputs, expected_inputs)
-
-
-def test_a_whole_model(tmp_path: Path) -> None:
-    """Over memory of all layers, with decodes and chunks in one step; golden logits of the package rwkv."""
-    config, weights = read_rwkv7(write_checkpoint(SIZES["tiny"], tmp_path / "tiny.pth"))
-    golden = torch.from_numpy(np.load(GOLDEN))
-    ops = TorchOps(DEVICE)
-    tokens = random_tokens(SIZES["tiny"], 3, 100)
-    driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=8)
-    for work in ([(0, 20)], [(0, 1), (1, 18), (2, 3)], [(2, 1), (0, 1), (1, 1)]):
-        before = list(driver.num_computed)
-        for (i, count), logits in zip(work, driver.step(work), strict=True):
-            torch.testing.assert_close(logits.cpu(), golden[i, before[i] : before[i] + count], atol=2e-4, rtol=2e-4)

@@ -14,15 +14,8 @@ from archerfish.errors import DeviceError
 from archerfish.kernels.ops import Ops
 from archerfish.kernels.recurrent import HeadInputs
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.kernels.torch.wkv import (
-    CHUNK,
-    TOGETHER,
-    TorchRecurrentOps,
-    WkvInputs,
-    wkv_chunked,
-    wkv_sequential,
-)
-from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case, one_slot_batch
+from archerfish.kernels.torch.wkv import CHUNK, TOGETHER, TorchRecurrentOps, wkv_chunked
+from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case, one_slot_batch, wkv_sequential
 
 Tensor = torch.Tensor
 
@@ -49,7 +42,7 @@ def test_the_loop_is_the_formula() -> None:
     out, states = sequential(case)
     state = case.states[case.targets[0], 0].double()
     for t in range(3):
-        r, log_decay, k, v, z, added = (each[t, 0].double() for each in inputs.all())
+        r, log_decay, k, v, z, added = (each[t, 0].double() for each in inputs)
         state = state @ (torch.diag(log_decay.exp()) - torch.outer(z, added)) + torch.outer(v, k)
         torch.testing.assert_close(out[t, 0].double(), state @ r, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states[case.targets[0], 0].double(), state, atol=1e-5, rtol=1e-5)
@@ -202,9 +195,3 @@ def test_a_backend_without_recurrent_models_says_so() -> None:
     concrete.__abstractmethods__ = frozenset()
     with pytest.raises(DeviceError, match="other"):
         concrete().recurrent()
-
-
-def test_parts_of_inputs() -> None:
-    case = make_case([4], head_dim=2)
-    part = replace(case.prepared()).part(1, 3)
-    assert isinstance(part, WkvInputs) and torch.equal(part.key, case.prepared().key[1:3])

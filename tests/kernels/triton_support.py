@@ -9,7 +9,6 @@ from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -74,9 +73,8 @@ if not HAS_CUDA:
     patch_once_a_kernel()
     describe_types_when_asked()
 
-from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch  # noqa: E402
-from archerfish.kernels.torch.reference import TorchOps  # noqa: E402
-from archerfish.runtime.batch import build_batch  # noqa: E402
+from archerfish.kernels.ops import KVLayer  # noqa: E402
+from tests.kernels.paged import batch_over as batch_over  # noqa: E402
 
 Tensor = torch.Tensor
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -100,29 +98,6 @@ def combine(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def random(*shape: int, dtype: str = "float32") -> Tensor:
     return torch.randn(*shape).to(DEVICE, getattr(torch, dtype))
-
-
-def batch_over(
-    ops: TorchOps, sequences: tuple[tuple[int, int], ...], block_size: int, heads: HeadShape, *, is_deterministic: bool = False,
-    num_rows: int = 0,
-) -> tuple[PagedBatch[Tensor], KVLayer[Tensor]]:
-    """A batch over shuffled blocks, in memory that is NaN wherever no sequence has a token."""
-    torch.manual_seed(0)
-    needed = [-(-context // block_size) for _, context in sequences]
-    order = np.random.default_rng(1).permutation(sum(needed) + 2).tolist()
-    blocks = [[order.pop() for _ in range(num)] for num in needed]
-    kv = ops.new_kv_layer(sum(needed) + 2, block_size, heads.num_kv_heads, heads.head_dim)
-    for memory in (kv.keys, kv.values):
-        memory.fill_(float("nan"))
-        for owned, (_, context) in zip(blocks, sequences, strict=True):
-            position = torch.arange(context, device=DEVICE)
-            block = torch.tensor(owned, device=DEVICE)[position // block_size]
-            memory[block, position % block_size] = random(context, heads.num_kv_heads, heads.head_dim, dtype=ops.dtype)
-    batch = build_batch(
-        ops, tokens=[[7] * new for new, _ in sequences], starts=[context - new for new, context in sequences], blocks=blocks,
-        block_size=block_size, is_deterministic=is_deterministic, num_rows=num_rows,
-    )
-    return batch, kv
 
 
 def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:

@@ -12,9 +12,8 @@ from archerfish.errors import TensorError, UnsupportedModelError
 from archerfish.kernels.formats import choose_format
 from archerfish.kernels.torch.cpu import TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps
-from archerfish.layers.weights import Weights
 from archerfish.models import adapter
-from archerfish.models.adapter import KVShape, ModelAdapter, model_class, register_model
+from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
 from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
@@ -145,43 +144,28 @@ def test_the_longest_context_of_yarn_follows_from_its_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        ({"model_type": "lama"}, "Did you mean 'llama'"),
-        ({"model_type": "zzzzzzzz"}, "Known: .*llama"),
-        ({"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
-        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs a number 'factor', but has None"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
-        ({"rope_parameters": "yes"}, "'yes'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
-        ({"hidden_act": "swoosh"}, "swoosh"),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ({"hidden_size": "big"}, "hidden_size"),
+        ("phi3-longrope", {}, "max_model_len to at most 64"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "each of 7 layers"),
+        ("gemma3", {"use_bidirectional_attention": True}, "both directions"),
+        ("llama", {"model_type": "lama"}, "Did you mean 'llama'"),
+        ("llama", {"model_type": "zzzzzzzz"}, "Known: .*llama"),
+        ("llama", {"model_type": "bert"}, "ArrowEngine and `archerfish embed` take it"),
+        ("llama", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "'mrope' is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' needs .*'factor', but has None"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "2", "rope_theta": 1e4}}, "'factor', but has '2'"),
+        ("llama", {"rope_parameters": "yes"}, "'yes'"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.01}}, "rotated in pairs"),
+        ("llama", {"hidden_act": "swoosh"}, "swoosh"),
+        ("llama", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ("llama", {"hidden_size": "big"}, "hidden_size"),
     ],
 )
-def test_configurations_that_cannot_run_are_refused(change: dict[str, Any], message: str) -> None:
-    model, config = make("llama")
+def test_configurations_that_cannot_run_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
+    model, config = make(kind)
     with pytest.raises(UnsupportedModelError, match=message):
-        Driver(TorchOps(), model.state_dict(), {**config, **change}, random_tokens(1))
-
-
-def test_longrope_error_names_the_longest_length() -> None:
-    model, config = make("phi3-longrope")
-    with pytest.raises(UnsupportedModelError, match="max_model_len to at most 64"):
-        Driver(TorchOps(), model.state_dict(), config, random_tokens(1), max_len=65)
-
-
-def test_gemma_layer_types_that_do_not_fit_are_refused() -> None:
-    model, config = make("gemma3")
-    with pytest.raises(UnsupportedModelError, match="each of 7 layers"):
-        Driver(TorchOps(), model.state_dict(), {**config, "layer_types": ["full_attention"]}, random_tokens(1))
-
-
-def test_a_gemma_that_sees_both_ways_is_refused() -> None:
-    model, config = make("gemma3")
-    with pytest.raises(UnsupportedModelError, match="both directions"):
-        Driver(TorchOps(), model.state_dict(), {**config, "use_bidirectional_attention": True}, random_tokens(1))
+        Driver(TorchOps(), model.state_dict(), {**config, **change}, random_tokens(1), max_len=65)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +190,6 @@ def test_a_wrong_shape_is_named_with_both_shapes() -> None:
         Driver(TorchOps(), weights, config, random_tokens(1))
 
 
-def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "MODELS", dict(adapter.MODELS))
-    register_model("mine", LlamaModel)
-    assert model_class(Config({"model_type": "mine"})) is LlamaModel
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -230,12 +208,3 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
         model_class(Config({"model_type": "packaged"}))
     with pytest.raises(UnsupportedModelError, match="Did you mean 'packaged'"):
         model_class(Config({"model_type": "package"}))
-
-
-def test_an_adapter_without_forward_cannot_be_made() -> None:
-    class Half(ModelAdapter[torch.Tensor]):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden
-
-    with pytest.raises(TypeError, match="forward"):
-        Half(Weights({}, TorchOps()), Config({}), 1)  # type: ignore[abstract]

@@ -37,11 +37,12 @@ from archerfish.kernels.ops import (
 from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
-from archerfish.kernels.torch.sampling import TorchSampling, new_counts, sampling_batch, set_counts
+from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
 Tensor = torch.Tensor
 DUMMY_SCALE = 0.02  # of random weights
+FIRST_CAPACITY = 256  # of TokenCounts.token_ids
 
 
 class TorchWeight(PackedWeight[Tensor]):
@@ -95,8 +96,12 @@ class TorchOps(Ops[Tensor]):
         self, parts: Sequence[Tensors], biases: Sequence[Tensor | None], weight_format: WeightFormat
     ) -> TorchWeight:
         loaded = [weight_format.load({name: self.to_device(each) for name, each in part.items()}) for part in parts]
-        bias = stack_biases([weight_format.num_outputs(each) for each in loaded], biases)
-        bias = None if bias is None else bias.to(self.device, self.torch_dtype)
+        given = [each for each in biases if each is not None]
+        bias = None
+        if given:  # a missing one counts as zeros unless all are missing
+            sizes = [weight_format.num_outputs(each) for each in loaded]
+            stacked = [given[0].new_zeros(size) if each is None else each for size, each in zip(sizes, biases, strict=True)]
+            bias = torch.cat(stacked).to(self.device, self.torch_dtype)
         product = self.products.get(weight_format.name, TorchWeight)
         return product(self, weight_format, weight_format.stack(loaded), bias)
 
@@ -140,8 +145,12 @@ class TorchOps(Ops[Tensor]):
 
     def new_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVLayer[Tensor]:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if self.device == "cpu":  # memory that the system gives when it is first written to; torch.zeros would touch all of it
+            num_bytes = math.prod(shape) * self.torch_dtype.itemsize
+            keys, values = (torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype) for _ in range(2))
+            return KVLayer(keys.view(shape), values.view(shape))
         try:
-            keys, values = (self._zeros(shape) for _ in range(2))
+            keys, values = (torch.zeros(shape, dtype=self.torch_dtype, device=self.device) for _ in range(2))
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(f"The device has no memory for {num_blocks:,} blocks.") from error
         return KVLayer(keys, values)
@@ -149,13 +158,6 @@ class TorchOps(Ops[Tensor]):
     def free_unused(self) -> None:
         if self.device == "cuda":
             torch.cuda.empty_cache()
-
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """On a CPU memory that the system gives when it is first written to; torch.zeros would touch all of it."""
-        if self.device != "cpu":
-            return torch.zeros(shape, dtype=self.torch_dtype, device=self.device)
-        num_bytes = math.prod(shape) * self.torch_dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.torch_dtype).view(shape)
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
@@ -251,10 +253,6 @@ class TorchOps(Ops[Tensor]):
     def floats(self, values: npt.NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
-    def to_ids(self, x: Tensor) -> Ids:
-        array: Ids = x.cpu().numpy()
-        return array
-
     @cached_property
     def _sampling(self) -> TorchSampling:
         return TorchSampling(self.device)
@@ -288,7 +286,7 @@ class TorchOps(Ops[Tensor]):
         num_real = int(is_real.sum())
         batch = PagedBatch(
             num_tokens=num_real, num_decodes=num_real, query_lens=np.ones(num_real, dtype=np.int64),
-            context_lens=self.to_ids(positions[:num_real] + 1), token_ids=tokens, positions=positions.clamp_min(0),
+            context_lens=(positions[:num_real] + 1).cpu().numpy(), token_ids=tokens, positions=positions.clamp_min(0),
             slots=blocks * block_size + positions % block_size, block_tables=state.tables[rows[:num_real]].long(),
             block_size=block_size,
         )
@@ -307,13 +305,22 @@ class TorchOps(Ops[Tensor]):
         target.copy_(torch.from_numpy(values))
 
     def fetch(self, x: Tensor) -> Callable[[], npt.NDArray[Any]]:
-        return lambda: x.cpu().numpy()
+        return x.cpu().numpy
 
     def new_counts(self, num_rows: int, vocab_size: int) -> TokenCounts[Tensor]:
-        return new_counts(num_rows, vocab_size, self.device)
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=self.device)
+        token_ids = torch.zeros(num_rows, FIRST_CAPACITY, dtype=torch.int64, device=self.device)
+        return TokenCounts(counts, token_ids, token_ids.new_zeros(num_rows), np.zeros(num_rows, dtype=np.int64))
 
     def set_counts(self, counts: TokenCounts[Tensor], row: int, prompt: Ids, output: Ids) -> None:
-        set_counts(counts, row, prompt, output)
+        found = 2 * np.bincount(output, minlength=counts.counts.shape[1]).astype(np.int32)
+        found[prompt] += 1
+        ids = np.flatnonzero(found)
+        counts.num_ids[row] = len(ids)
+        make_room(counts, len(ids) + 1)
+        counts.counts[row].copy_(torch.from_numpy(found))
+        counts.token_ids[row, : len(ids)].copy_(torch.from_numpy(ids))
+        counts.lengths[row] = len(ids)
 
 
 def prompt_rows(inputs: Tensor, num_rows: int, block_size: int, counting: Tensor) -> PagedBatch[Tensor]:
@@ -346,32 +353,23 @@ def attend(
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()) * heads.scale
     if heads.softcap:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, heads.sinks, mask), float("-inf"))
+    scores.masked_fill_(~visible(num_new, num_all, heads.window, q.device, mask), float("-inf"))
     return torch.einsum("hgqk,khd->qhgd", scores.softmax(dim=-1), values.float()).reshape(num_new, -1).to(q.dtype)
 
 
 def visible(
-    num_new: int, num_all: int, window: int, device: torch.device, sinks: int = 0, mask: BlockMask[Tensor] | None = None
+    num_new: int, num_all: int, window: int, device: torch.device, mask: BlockMask[Tensor] | None = None
 ) -> Tensor:
     """(new, all): which keys each of a sequence's last tokens sees."""
     query = torch.arange(num_all - num_new, num_all, device=device).unsqueeze(1)
     key = torch.arange(num_all, device=device)
-    seen = (key <= query) & ((key > query - window) | (key < sinks)) if window else key <= query
+    seen = (key <= query) & (key > query - window) if window else key <= query
     if mask is None:
         return seen
     row, column = query // mask.size, key // mask.size
     num_rows, num_columns = mask.visible.shape
     listed = mask.visible.bool()[row.clamp_max(num_rows - 1), column.clamp_max(num_columns - 1)]
     return seen & (listed | (row == column))
-
-
-def stack_biases(sizes: Sequence[int], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Biases of so many outputs one after the other; a missing one counts as zeros unless all are missing."""
-    given = [bias for bias in biases if bias is not None]
-    if not given:
-        return None
-    parts = [given[0].new_zeros(size) if bias is None else bias for size, bias in zip(sizes, biases, strict=True)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def split_heads(qkv: Tensor, rows: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,8 @@ learning rate a, key k and value v it becomes, and the token gives:
 
     S' = S diag(w) - (S z) (z * a)^T + v k^T        y = S' r
 
-`wkv_sequential` computes just that. `wkv_chunked` takes some tokens at once. With D_t the product of the decays of a chunk's
-first t tokens, S_t = R_t diag(D_t), where
+`wkv_together` computes just that for several sequences. `wkv_chunked` takes some tokens at once. With D_t the product of the
+decays of a chunk's first t tokens, S_t = R_t diag(D_t), where
 
     R_t = R_(t-1) + u_t (z_t a_t / D_t)^T + v_t (k_t / D_t)^T        u_t = -R_(t-1) (D_(t-1) z_t)
 
@@ -16,9 +16,10 @@ chunk. A decay is above 0.545, so that 1 / D stays within float32 for over 100 t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,20 +41,33 @@ from archerfish.kernels.recurrent import (
 )
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.weak_cache import WeakCache
 
 if TYPE_CHECKING:
     from archerfish.kernels.torch.reference import TorchOps
 
 Tensor = torch.Tensor
+K = TypeVar("K")
+V = TypeVar("V")
 DECAY_SCALE = -0.6065306597126334  # -exp(-0.5), times a number between 0 and 1: the logarithm of a decay
 LEAST_LENGTH = 1e-12  # that a removal key is divided by
 CHUNK = 32  # tokens
 TOGETHER = 32  # sequences
 
 
-@dataclass(frozen=True)
-class WkvInputs:
+class WeakCache(Generic[K, V]):
+    """A function of an object, whose result is kept as long as the object lives."""
+
+    def __init__(self, find: Callable[[K], V]) -> None:
+        self._find = find
+        self._found: WeakKeyDictionary[K, V] = WeakKeyDictionary()
+
+    def __call__(self, key: K) -> V:
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        return self._found[key]
+
+
+class WkvInputs(NamedTuple):
     """Float32 rows of tokens, (tokens, heads, head_dim) each."""
 
     receptance: Tensor
@@ -64,30 +78,7 @@ class WkvInputs:
     added: Tensor  # z * a
 
     def part(self, begin: int, end: int | None = None) -> WkvInputs:
-        return WkvInputs(*(each[begin:end] for each in self.all()))
-
-    def rows(self, rows: Tensor) -> WkvInputs:
-        return WkvInputs(*(each.index_select(0, rows) for each in self.all()))
-
-    def all(self) -> tuple[Tensor, ...]:
-        return self.receptance, self.log_decay, self.key, self.value, self.removal, self.added
-
-
-def wkv_sequential(inputs: WkvInputs, states: Tensor, batch: RecurrentBatch[Tensor]) -> Tensor:
-    """y of all tokens, piece after piece. states: (slots, heads, head_dim, head_dim)."""
-    out = torch.zeros_like(inputs.value)
-    decay = inputs.log_decay.exp()
-    place = 0
-    for source, target, length in zip(batch.sources.tolist(), batch.targets.tolist(), batch.piece_lens.tolist(), strict=True):
-        state = states[source]
-        for t in range(place, place + length):
-            removed = state @ inputs.removal[t].unsqueeze(-1)
-            state = state * decay[t].unsqueeze(-2) - removed * inputs.added[t].unsqueeze(-2)
-            state = state + inputs.value[t].unsqueeze(-1) * inputs.key[t].unsqueeze(-2)
-            out[t] = (state @ inputs.receptance[t].unsqueeze(-1)).squeeze(-1)
-        states[target] = state
-        place += length
-    return out
+        return WkvInputs(*(each[begin:end] for each in self))
 
 
 @dataclass(frozen=True)
@@ -130,13 +121,13 @@ def run_of(numbers: Ids) -> slice | None:
 
 
 def wkv_together(inputs: WkvInputs, states: Tensor, groups: Sequence[StepGroup]) -> Tensor:
-    """As `wkv_sequential`, some sequences at a time: few calls, each with enough to do for all cores.
+    """y of all tokens, some sequences at a time: few calls, each with enough to do for all cores.
 
     What a token gives does not depend on other sequences, nor on how its own is cut into steps.
     """
     out = torch.empty_like(inputs.value)
     for group in groups:
-        mine = inputs.part(group.run.start, group.run.stop) if group.run else inputs.rows(group.rows)
+        mine = WkvInputs(*(each[group.run] if group.run else each.index_select(0, group.rows) for each in inputs))
         results = out[group.run] if group.run else torch.empty_like(mine.value)
         state = states[group.place] if group.place else states.index_select(0, group.sources)
         place = 0
@@ -162,20 +153,20 @@ def advance(state: Tensor, inputs: WkvInputs, out: Tensor) -> None:
 def wkv_chunked(
     inputs: WkvInputs, states: Tensor, sources: Tensor, targets: Tensor, lengths: Ids, counts: Ids, chunk: int = CHUNK
 ) -> Tensor:
-    """As `wkv_sequential`, in chunks of some tokens. lengths: of pieces; counts: pieces of each sequence."""
+    """As `wkv_together`, in chunks of some tokens. lengths: of pieces; counts: pieces of each sequence."""
     device = states.device
     num_chunks = -(-lengths // chunk)
     first_chunks = np.cumsum(num_chunks) - num_chunks
     begins = np.cumsum(lengths) - lengths
     place = np.arange(int(lengths.sum())) + np.repeat(first_chunks * chunk - begins, lengths)
     places = torch.from_numpy(place).to(device)
-    laid = WkvInputs(*(lay_chunks(each, places, int(num_chunks.sum()), chunk) for each in inputs.all()))
-    steps = ChunkSteps.of(laid)
+    laid = WkvInputs(*(lay_chunks(each, places, int(num_chunks.sum()), chunk) for each in inputs))
+    carry, gain, reader, own = chunk_steps(laid)
     last_pieces = np.cumsum(counts) - 1
     heads = last_pieces - counts + 1  # the first piece of each sequence
     num_steps = np.add.reduceat(num_chunks, heads)
     state = states.index_select(0, sources[torch.from_numpy(heads).to(device)])
-    befores = state.new_empty((len(steps.carry), *state.shape[1:]))  # the state in front of each chunk
+    befores = state.new_empty((len(carry), *state.shape[1:]))  # the state in front of each chunk
     for number in range(int(num_steps.max())):
         is_active = num_steps > number
         chunks = torch.from_numpy(first_chunks[heads[is_active]] + number).to(device)
@@ -183,14 +174,14 @@ def wkv_chunked(
         active = torch.from_numpy(np.flatnonzero(is_active)).to(device)
         before = state if whole else state.index_select(0, active)
         befores.index_copy_(0, chunks, before)
-        after = torch.matmul(before, steps.carry.index_select(0, chunks)).add_(steps.gain.index_select(0, chunks))
+        after = torch.matmul(before, carry.index_select(0, chunks)).add_(gain.index_select(0, chunks))
         state = after if whole else state.index_copy(0, active, after)
     states.index_copy_(0, targets[torch.from_numpy(last_pieces).to(device)], state)
     inner = np.delete(np.arange(len(lengths)), last_pieces)
     if len(inner):  # what stands behind a piece stands in front of the next one
         behind = befores.index_select(0, torch.from_numpy(first_chunks[inner + 1]).to(device))
         states.index_copy_(0, targets[torch.from_numpy(inner).to(device)], behind)
-    out = torch.matmul(steps.reader, befores.transpose(-1, -2)).add_(steps.own)
+    out = torch.matmul(reader, befores.transpose(-1, -2)).add_(own)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
@@ -200,37 +191,28 @@ def lay_chunks(rows: Tensor, places: Tensor, num_chunks: int, chunk: int) -> Ten
     return laid.view(num_chunks, chunk, *rows.shape[1:]).transpose(1, 2).contiguous()
 
 
-@dataclass(frozen=True)
-class ChunkSteps:
-    """What a chunk does with the state S in front of it: S after it is S @ carry + gain, y of its tokens reader @ S^T + own."""
-
-    carry: Tensor
-    gain: Tensor
-    reader: Tensor
-    own: Tensor
-
-    @classmethod
-    def of(cls, laid: WkvInputs) -> ChunkSteps:
-        receptance, log_decay, key, value, removal, added = laid.all()
-        total = log_decay.cumsum(-2)
-        removal = removal * (total - log_decay).exp()
-        receptance = receptance * total.exp()
-        grown = (-total).exp()
-        writes = torch.cat((added * grown, key * grown), -2)
-        by_removal = removal @ writes.transpose(-1, -2)
-        among, from_keys = by_removal.chunk(2, -1)
-        # u of all tokens is, of S in front, solved @ S^T, and of the chunk's own values the rest
-        right = torch.cat((removal, from_keys.tril(-1) @ value), -1).neg_()
-        solved = torch.linalg.solve_triangular(among.tril(-1), right, upper=False, unitriangular=True)
-        on_state, on_values = solved.chunk(2, -1)
-        seen, seen_keys = (receptance @ writes.transpose(-1, -2)).chunk(2, -1)
-        seen, seen_keys = seen.tril(), seen_keys.tril()
-        last = total[..., -1:, :].exp()
-        added, key = writes.chunk(2, -2)
-        carry = on_state.transpose(-1, -2) @ added
-        carry.diagonal(dim1=-2, dim2=-1).add_(1.0)
-        gain = on_values.transpose(-1, -2) @ added + value.transpose(-1, -2) @ key
-        return cls(carry * last, gain * last, receptance + seen @ on_state, seen @ on_values + seen_keys @ value)
+def chunk_steps(laid: WkvInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """carry, gain, reader, own: what a chunk does with the state S in front of it. S after it is S @ carry + gain, and y of its
+    tokens is reader @ S^T + own."""
+    receptance, log_decay, key, value, removal, added = laid
+    total = log_decay.cumsum(-2)
+    removal = removal * (total - log_decay).exp()
+    receptance = receptance * total.exp()
+    grown = (-total).exp()
+    writes = torch.cat((added * grown, key * grown), -2)
+    among, from_keys = (removal @ writes.transpose(-1, -2)).chunk(2, -1)
+    # u of all tokens is, of S in front, solved @ S^T, and of the chunk's own values the rest
+    right = torch.cat((removal, from_keys.tril(-1) @ value), -1).neg_()
+    solved = torch.linalg.solve_triangular(among.tril(-1), right, upper=False, unitriangular=True)
+    on_state, on_values = solved.chunk(2, -1)
+    seen, seen_keys = (receptance @ writes.transpose(-1, -2)).chunk(2, -1)
+    seen, seen_keys = seen.tril(), seen_keys.tril()
+    last = total[..., -1:, :].exp()
+    added, key = writes.chunk(2, -2)
+    carry = on_state.transpose(-1, -2) @ added
+    carry.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    gain = on_values.transpose(-1, -2) @ added + value.transpose(-1, -2) @ key
+    return carry * last, gain * last, receptance + seen @ on_state, seen @ on_values + seen_keys @ value
 
 
 @dataclass(frozen=True)
@@ -255,7 +237,9 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
     def __init__(self, ops: TorchOps) -> None:
         self.ops: TorchOps = ops
         self._ends = WeakCache(Ends.of)
-        self._groups = WeakCache(self._group_steps)
+        self._groups: WeakCache[RecurrentBatch[Tensor], list[StepGroup]] = WeakCache(
+            lambda batch: StepGroup.all_of(batch, self._num_stepped(batch))
+        )
 
     def new_states(self, num_slots: int, shape: StateShape) -> StateMemory[Tensor]:
         layers, heads, dim = shape.num_layers, shape.num_heads, shape.head_dim
@@ -297,9 +281,6 @@ class TorchRecurrentOps(RecurrentOps[Tensor]):
         decodes = wkv_together(inputs.part(0, num_stepped), states, self._groups(batch))
         rest = batch.sources[num_stepped:], batch.targets[num_stepped:], batch.piece_lens[num_stepped:]
         return torch.cat((decodes, wkv_chunked(inputs.part(num_stepped), states, *rest, batch.piece_counts[num_stepped:])))
-
-    def _group_steps(self, batch: RecurrentBatch[Tensor]) -> list[StepGroup]:
-        return StepGroup.all_of(batch, self._num_stepped(batch))
 
     def _num_stepped(self, batch: RecurrentBatch[Tensor]) -> int:
         """Leading sequences that are computed token by token; the others are computed in chunks."""

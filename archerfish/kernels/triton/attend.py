@@ -1,8 +1,8 @@
-"""Keys over KV blocks taken into a running softmax, for the kernels of `triton/attention.py` and `triton/prefill.py`.
+"""The inner loop of attention over KV blocks, for the kernels of `triton/attention.py` and `triton/prefill.py`.
 
-Under a block mask only those steps of keys are taken that a query of the tile sees: the mask is read for many steps at once,
-and a loop runs over those that are left, so that loads are on their way ahead of it as they are without a mask. A step of keys
-never spans two blocks of a mask.
+Keys are taken in steps, and each step updates a running softmax. Under a block mask, steps that no query of the tile sees are
+left out: the mask is read for many steps at once, and the loop runs over the others, so that loads can be issued ahead as they
+are without a mask. A step of keys never crosses the border of two blocks of a mask.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -15,12 +15,12 @@ from archerfish.kernels.ops import HeadShape
 
 LOG2_E = 1.4426950408889634
 MASK_NUMBERS = ("num_mask_rows", "num_mask_columns")
-STEPS_AT_ONCE = tl.constexpr(32)  # that a mask is read for, each a bit of a word
+STEPS_AT_ONCE = tl.constexpr(32)  # steps that a mask is read for at a time, each a bit of a word
 
 
 @triton.jit
 def start_softmax(rows: tl.constexpr, width: tl.constexpr):
-    """A running softmax that has seen nothing: weighted values, the highest score, the sum of weights."""
+    """An empty running softmax: the sum of weighted values, the highest score, the sum of weights."""
     top = tl.full((rows,), float("-inf"), tl.float32)
     return tl.zeros((rows, width), tl.float32), top, tl.zeros((rows,), tl.float32)
 
@@ -30,7 +30,7 @@ def load_keys(
     keys, values, table, start, end, block_stride, token_stride, block_size: tl.constexpr, head_dim: tl.constexpr,
     width: tl.constexpr, step: tl.constexpr, is_masked: tl.constexpr,
 ):
-    """One step of keys and values out of their blocks; those from end on as zeros with is_masked."""
+    """One step of keys and values from their blocks; with is_masked, those from `end` on are zeros."""
     dims = tl.arange(0, width)
     positions = start + tl.arange(0, step)
     is_key = positions < end
@@ -53,10 +53,13 @@ def load_keys(
 @triton.jit
 def weigh_keys(
     query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns,
-    step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, is_masked: tl.constexpr,
+    step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, is_masked: tl.constexpr,
     has_window: tl.constexpr, has_cap: tl.constexpr, may_see_none: tl.constexpr,
 ):
-    """Weights of a step of keys, how much those before it shrink, and the highest score. may_see_none: a row, until here."""
+    """Weights of a step of keys, the factor for all weights before it, and the new highest score.
+
+    may_see_none: a row may not have seen any key yet.
+    """
     positions = start + tl.arange(0, step)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if has_cap:  # cap * tanh(x), scale having brought 2 x log2(e)
@@ -67,10 +70,7 @@ def weigh_keys(
     if is_masked:
         is_seen = (positions < end)[None, :] & (positions[None, :] <= query_positions[:, None])
         if has_window:
-            is_near = positions[None, :] > query_positions[:, None] - window
-            if sinks > 0:
-                is_near = is_near | (positions < sinks)[None, :]
-            is_seen = is_seen & is_near
+            is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
     if mask_span > 1:  # some queries of the tile may not see what others do
         key_block = start // mask_size
@@ -88,11 +88,11 @@ def weigh_keys(
 @triton.jit
 def take_loaded(
     query, acc, top, total, key, value, query_positions, start, end, window, scale, cap,
-    step: tl.constexpr, sinks: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
+    step: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
-    """One step of keys that `load_keys` has loaded up to end, perhaps none."""
+    """Add one step of keys, which `load_keys` has loaded up to `end`, to the running softmax; there may be none."""
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, sinks, 0, 0, True, has_window,
+        query, key, top, query_positions, start, end, window, scale, cap, None, 0, 0, step, 0, 0, True, has_window,
         has_cap, True,
     )
     acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
@@ -103,11 +103,11 @@ def take_loaded(
 def take_keys(
     query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap, block_stride,
     token_stride, mask, num_mask_rows, num_mask_columns,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
     mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
     has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
-    """One step of keys, all of them before end unless is_masked."""
+    """Load one step of keys and add it to the running softmax. All keys lie before `end` unless is_masked."""
     if is_gathered:
         key = keys.load([row + start, column])
     else:
@@ -115,7 +115,7 @@ def take_keys(
             keys, values, table, start, end, block_stride, token_stride, block_size, head_dim, width, step, is_masked
         )
     weights, shrink, top = weigh_keys(
-        query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step, sinks,
+        query, key, top, query_positions, start, end, window, scale, cap, mask, num_mask_rows, num_mask_columns, step,
         mask_size, mask_span, is_masked, has_window, has_cap, has_window or mask_span > 0,
     )
     total = total * shrink + tl.sum(weights, 1)
@@ -130,7 +130,7 @@ def seen_steps(
     mask, num_mask_rows, num_mask_columns, first, end, first_query, last_query,
     step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
 ):
-    """Those of the next steps from first on that a query sees something of: as bits of a word, and how many they are."""
+    """Which of the next STEPS_AT_ONCE steps any query sees, as bits of a word, and how many these are."""
     index = tl.arange(0, STEPS_AT_ONCE)
     starts = first + index * step
     key_blocks = (starts // mask_size)[None, :]
@@ -147,14 +147,14 @@ def seen_steps(
 def attend(
     query, acc, top, total, query_positions, keys, values, table, row, column, begin, end, window, scale, cap, block_stride,
     token_stride, mask, num_mask_rows, num_mask_columns, first_query, last_query,
-    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr,
+    block_size: tl.constexpr, head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
     mask_size: tl.constexpr, mask_span: tl.constexpr, is_gathered: tl.constexpr, is_masked: tl.constexpr,
     has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
-    """Keys from begin to end (a multiple of step after begin unless is_masked) taken into the running softmax.
+    """Add the keys from `begin` to `end` to the running softmax. Their number is a multiple of `step` unless is_masked.
 
-    They lie in blocks of the table, or with is_gathered from a row and a column on in what keys and values describe.
-    mask_span: rows of a mask that the queries at positions from first_query to last_query may lie in; 0: there is no mask.
+    The keys lie in blocks of the table; with is_gathered, in contiguous rows from `row` and `column` on.
+    mask_span: rows of a mask that the queries at positions first_query to last_query may fall into; 0: there is no mask.
     """
     if mask_span > 0:
         for first in range(begin, end, STEPS_AT_ONCE * step):
@@ -169,25 +169,20 @@ def attend(
                 acc, top, total = take_keys(
                     query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale,
                     cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim,
-                    width, step, sinks, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+                    width, step, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
                 )
     else:
         for start in range(begin, end, step):
             acc, top, total = take_keys(
                 query, acc, top, total, query_positions, keys, values, table, row, column, start, end, window, scale, cap,
                 block_stride, token_stride, mask, num_mask_rows, num_mask_columns, block_size, head_dim, width,
-                step, sinks, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
+                step, mask_size, mask_span, is_gathered, is_masked, has_window, has_cap,
             )
     return acc, top, total
 
 
-def count_sinks(heads: HeadShape) -> int:
-    """Leading tokens that a window does not hide."""
-    return heads.sinks if heads.window else 0
-
-
 def score_scale(heads: HeadShape) -> tuple[float, float]:
-    """Factor of the products and cap for `attend`."""
+    """The factor of query-key products and the cap of scores, for `attend`."""
     if heads.softcap:
         return 2 * LOG2_E * heads.scale / heads.softcap, LOG2_E * heads.softcap
     return LOG2_E * heads.scale, 0.0

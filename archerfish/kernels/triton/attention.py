@@ -1,14 +1,14 @@
 """Attention of sequences with one new token over KV blocks, in Triton; `triton/prefill.py` has those with several.
 
-In both, the query heads that share a KV head are rows of one tile, so that a key is read once for all of them, and blocks are
-found through the table as keys are loaded.
+In both, the query heads that share a KV head are rows of one tile, so that a key is read once for all of them. The kernels look
+up blocks in the table while they load keys.
 
-A decode is split along its keys into parts that run side by side, and a second kernel joins them. What the grid is depends
-on the number of sequences alone and lengths are read on the device, so that a captured graph serves any context. The program
-whose part has the new key can make it of what the product gave, and store it: no other reads it there.
+The keys of a decode are split into parts, which run in parallel; `join_kernel` joins their results. The grid depends only on
+the number of sequences, and lengths are read on the device, so that a captured graph serves any context. The program whose part
+has the new token can rotate and store the new key itself: no other program reads it.
 
-Keys that all decodes share are read once for many of them: a kernel of its own gives parts over those keys, its tiles being of
-the heads of many sequences, and a decode begins with what these parts come to.
+Keys that all decodes share are read once for many of them: tiles of `shared_kernel` hold the heads of many sequences, and
+`decode_kernel` begins with its results.
 
 Scores are kept as base-2 logarithms. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -24,41 +24,29 @@ from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch, Ro
 from archerfish.kernels.triton.attend import (
     MASK_NUMBERS,
     attend,
-    count_sinks,
     load_keys,
     score_scale,
     start_softmax,
     take_loaded,
 )
 from archerfish.kernels.triton.launch import early_start, follow
-from archerfish.kernels.triton.places import (
-    Places,
+from archerfish.kernels.triton.norm import load_heads, rotate_heads, rotation_factors
+from archerfish.kernels.triton.plan import (
+    AttentionPlan,
     Tile,
     choose_shared_parts,
     choose_splits,
     decode_tile,
-    find_places,
+    find_plan,
     lay_mask,
     shared_tile,
 )
-from archerfish.kernels.triton.rope import load_heads, rotate_heads, rotation_factors
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-FIXED_SPLITS = 16  # where a sequence's numbers must not depend on the batch
-PARTS_AT_ONCE = 4  # of shared keys that a decode loads
-
-
-@triton.jit
-def first_key(context_len, shared_len, window, step: tl.constexpr, has_window: tl.constexpr, is_shared: tl.constexpr):
-    """First key that the parts of a decode take in."""
-    first = context_len * 0
-    if has_window:
-        first = tl.maximum(context_len - window, 0) // step * step
-    if is_shared:
-        first = tl.load(shared_len).to(tl.int32)
-    return first
+FIXED_SPLITS = 16  # of deterministic batches, whose results must not depend on the number of sequences
+PARTS_AT_ONCE = 4  # results over shared keys that a decode loads at a time
 
 
 @triton.jit
@@ -66,15 +54,19 @@ def cut_keys(
     context_lens, sequence, shared_len, num_parts, window, step: tl.constexpr, has_window: tl.constexpr,
     is_shared: tl.constexpr,
 ):
-    """A decode's context, the first key that its parts take in, and how many keys a part takes."""
+    """The length of a decode's context, the first key of its parts, and the number of keys of a part."""
     context_len = tl.load(context_lens + sequence)
-    first = first_key(context_len, shared_len, window, step, has_window, is_shared)
+    first = context_len * 0
+    if has_window:
+        first = tl.maximum(context_len - window, 0) // step * step
+    if is_shared:
+        first = tl.load(shared_len).to(tl.int32)
     return context_len, first, part_len(context_len - first, num_parts, step)
 
 
 @triton.jit
 def part_len(num_keys, num_parts, step: tl.constexpr):
-    """How many keys a part takes."""
+    """The number of keys of a part: whole steps, at least one."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, step), num_parts), 1) * step
 
 
@@ -82,7 +74,7 @@ def part_len(num_keys, num_parts, step: tl.constexpr):
 def store_part(
     partials, levels, place, result, level, is_row, head_dim: tl.constexpr, width: tl.constexpr
 ):
-    """What a part of the keys gave each row, and how much it weighs."""
+    """Store the result of one part of the keys for each row, and the logarithm of its weight."""
     dims = tl.arange(0, width)[None, :]
     tl.store(partials + place[:, None] * head_dim + dims, result, mask=is_row[:, None] & (dims < head_dim))
     tl.store(levels + place, level, mask=is_row)
@@ -120,11 +112,11 @@ def shared_kernel(
     middle = begin + (end - begin) // step * step  # whole steps need no mask
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, middle, 0, scale, cap, block_stride,
-        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, 0, False, False, False, has_cap,
+        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, False, False, False, has_cap,
     )
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, middle, end, 0, scale, cap, block_stride,
-        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, 0, False, True, False, has_cap,
+        token_stride, table, 0, 0, 0, 0, block_size, head_dim, width, step, 0, 0, False, True, False, has_cap,
     )
     place = (sequence * tl.num_programs(1) * group + heads) * num_parts + part
     store_part(partials, levels, place, acc / total[:, None], top + tl.log2(total), is_row, head_dim, width)
@@ -135,7 +127,7 @@ def take_parts(
     acc, top, total, partials, levels, place, is_row, num_used, head_dim: tl.constexpr, width: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """The first parts from a place on taken into the running softmax, with the loads of so many on their way at once."""
+    """Add the results of the first num_used parts to the running softmax, `at_once` loads at a time."""
     dims = tl.arange(0, width)
     for first in range(0, num_used, at_once):
         for offset in tl.static_range(at_once):
@@ -159,7 +151,7 @@ def make_new(
     q, key_offset, value_offset, keys, values, place, is_own, members, eps, factors,
     group: tl.constexpr, head_dim: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
 ):
-    """A new token's queries for a KV head, its key and its value, out of what the product gave; these two are stored."""
+    """Queries, key and value of a new token for a KV head, from the product's output. Key and value are stored."""
     dims = tl.arange(0, head_dim)[None, :]
     queries = load_heads(q + members[:, None] * head_dim, (members < group)[:, None], head_dim)
     loaded = load_heads(q + key_offset, is_own, head_dim)
@@ -173,7 +165,7 @@ def make_new(
 
 @triton.jit
 def take_key(query, acc, top, total, key, value, is_taken, scale, cap, has_cap: tl.constexpr):
-    """One key and its value, as rows, taken into the running softmax where is_taken."""
+    """Add one key and its value to the running softmax where is_taken."""
     level = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
     if has_cap:
         level = cap * (1.0 - 2.0 / (tl.exp2(level) + 1.0))
@@ -191,14 +183,14 @@ def decode_kernel(
     num_splits, num_shared_parts, window, q_stride, table_stride, block_stride, token_stride, head_stride,
     mask, num_mask_rows, num_mask_columns, cos_sin, q_norm, k_norm, eps, cos_sin_stride,
     block_size: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
-    step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
+    step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr, shared_step: tl.constexpr,
     parts_at_once: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr, is_split: tl.constexpr,
     is_shared: tl.constexpr, is_new: tl.constexpr, is_rotated: tl.constexpr, has_q_norm: tl.constexpr,
     has_k_norm: tl.constexpr, is_early: tl.constexpr,
 ):
-    """is_new: q has queries, keys and values as the product gave them, and the new key is not in its block yet.
+    """is_new: q is the product's output, with queries, keys and values; the new key is not in its block yet.
 
-    All that the product in front does not give is loaded before it ends: where a decode is split, its first keys too.
+    Everything that does not come from the product in front is loaded before that ends: in a split decode, the first keys too.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -246,29 +238,22 @@ def decode_kernel(
         )
     else:
         query = tl.load(q + members[:, None] * head_dim + dims[None, :], mask=is_inside, other=0.0)
-    if is_shared:  # a decode's first part begins with what the shared keys gave
+    if is_shared:  # the first part of a decode begins with the results over shared keys
         acc, top, total = take_parts(
             acc, top, total, shared_partials, shared_levels, head_row * num_shared_parts, members < group,
             tl.where((split == 0) & (begin < end), tl.cdiv(first, part_len(first, num_shared_parts, shared_step)), 0),
             head_dim, width, parts_at_once,
         )
-    if sinks > 0:
-        last_sink = tl.where(split == 0, tl.minimum(first, sinks), 0)
-        acc, top, total = attend(
-            query, acc, top, total, query_positions, keys, values, table, 0, 0, 0, last_sink, window, scale, cap,
-            block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
-            head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
-        )
     if is_new and is_split:
         acc, top, total = take_loaded(
-            query, acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale, cap, step, sinks,
+            query, acc, top, total, first_keys, first_values, query_positions, begin, last, window, scale, cap, step,
             has_window, has_cap,
         )
         begin += step
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, 0, 0, begin, last, window, scale, cap,
         block_stride, token_stride, mask, num_mask_rows, num_mask_columns, position, position, block_size,
-        head_dim, width, step, sinks, mask_size, mask_span, False, True, has_window, has_cap,
+        head_dim, width, step, mask_size, mask_span, False, True, has_window, has_cap,
     )
     if is_new:
         acc, top, total = take_key(query, acc, top, total, key, value, is_own, scale, cap, has_cap)
@@ -286,7 +271,7 @@ def join_kernel(
     head_dim: tl.constexpr, width: tl.constexpr, step: tl.constexpr, most_splits: tl.constexpr, has_window: tl.constexpr,
     is_shared: tl.constexpr, is_early: tl.constexpr,
 ):
-    """The parts of one decode and one head, each weighed by its share of the softmax."""
+    """Join the results of the parts of one decode and one head, weighted by their shares of the softmax."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     context_len, first, num_keys = cut_keys(
@@ -309,7 +294,7 @@ def join_kernel(
 
 @dataclass(frozen=True)
 class Rotation:
-    """How queries and keys are made of a layer's product: the arguments of `Ops.store_kv`."""
+    """How queries and keys are normalised and rotated: the arguments of `Ops.store_kv`."""
 
     rotary: Rotary[Tensor] | None
     q_norm: Tensor | None
@@ -319,7 +304,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class SharedParts:
-    """What the keys that all decodes share came to, in parts."""
+    """Results over the keys that all decodes share, part by part."""
 
     partials: Tensor  # (decodes, heads, parts, head_dim)
     levels: Tensor  # (decodes, heads, parts)
@@ -328,20 +313,20 @@ class SharedParts:
 
 
 def attend_shared(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, places: Places, num_processors: int
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, plan: AttentionPlan, num_processors: int
 ) -> SharedParts | None:
-    """The decodes over the keys that they share; None where each must see to all of its own."""
-    if places.shared_len is None or heads.window or batch.is_deterministic:
+    """Attention of the decodes over the keys that they share; None where each decode reads all of its keys itself."""
+    if plan.shared_len is None or heads.window or batch.is_deterministic:
         return None
     num, head_dim, group = batch.num_decodes, heads.head_dim, heads.num_heads // heads.num_kv_heads
     tile = shared_tile(heads, q.dtype, num * group)
     num_tiles = cdiv(num * group, tile.rows)
     num_parts = choose_shared_parts(num_tiles * heads.num_kv_heads, num_processors)
     shape = (num, heads.num_heads, num_parts)
-    partials, levels = places.pair("shared parts", (*shape, head_dim), shape, torch.float32)
+    partials, levels = plan.pair("shared parts", (*shape, head_dim), shape, torch.float32)
     scale, cap = score_scale(heads)
     shared_kernel[(num_tiles, heads.num_kv_heads, num_parts)](
-        q, kv.keys, kv.values, batch.block_tables, places.context_lens, places.shared_len, partials, levels, scale, cap, num,
+        q, kv.keys, kv.values, batch.block_tables, plan.context_lens, plan.shared_len, partials, levels, scale, cap, num,
         num_parts, q.stride(0), *kv.keys.stride()[:3], block_size=batch.block_size, group=group, head_dim=head_dim,
         rows=tile.rows, width=dot_block(head_dim), step=tile.step, has_cap=heads.softcap > 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **early_start(q.device),
@@ -350,12 +335,12 @@ def attend_shared(
 
 
 def takes_new(qkv: Tensor, batch: PagedBatch[Tensor], heads: HeadShape, rotation: Rotation) -> bool:
-    """Whether `attend_decodes` can store the keys and values of a batch: decodes that share none and rotate whole heads."""
+    """Whether `attend_decodes` can store the new keys and values: only decodes, no shared keys, whole heads rotated."""
     is_whole = rotation.rotary is None or rotation.rotary.rotary_dim == heads.head_dim
     is_power = heads.head_dim <= MAX_HEAD_DIM and heads.head_dim == next_power_of_2(heads.head_dim) >= MIN_HEAD_DIM
     if not (is_whole and is_power and 0 < batch.num_decodes == len(batch.query_lens)):
         return False
-    return find_places(batch).shared_len is None
+    return find_plan(batch).shared_len is None
 
 
 def attend_decodes(
@@ -364,33 +349,32 @@ def attend_decodes(
 ) -> None:
     """Rows of out for the sequences with one new token.
 
-    rotation: q has queries, keys and values as the product gave them; keys and values are stored on the way. Not where keys
-    are shared, nor under a mask.
+    rotation: q is the product's output; new keys and values are stored on the way. Not with shared keys or a mask.
     """
-    places = find_places(batch)
+    plan = find_plan(batch)
     num, num_heads, head_dim = batch.num_decodes, heads.num_heads, heads.head_dim
-    num_splits = places.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
+    num_splits = plan.num_splits or choose_splits(num, heads.num_kv_heads, num_processors)
     if batch.is_deterministic:
         num_splits = FIXED_SPLITS
     is_split = num_splits > 1
-    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, num, is_split), 1, places.context_lens)
+    tile, laid = lay_mask(mask, tile or decode_tile(heads, q.dtype, num, is_split), 1, plan.context_lens)
     shape = (num, num_heads, num_splits) if is_split else (1, 1, 1)
-    partials, levels = places.pair("parts", (*shape, head_dim), shape, torch.float32)
-    shared = None if mask is not None else attend_shared(q, kv, batch, heads, places, num_processors)
-    shared_len = places.context_lens if shared is None or places.shared_len is None else places.shared_len
+    partials, levels = plan.pair("parts", (*shape, head_dim), shape, torch.float32)
+    shared = None if mask is not None else attend_shared(q, kv, batch, heads, plan, num_processors)
+    shared_len = plan.context_lens if shared is None or plan.shared_len is None else plan.shared_len
     parts = shared or SharedParts(partials, levels, num_parts=0, step=tile.step)
     scale, cap = score_scale(heads)
     width = dot_block(head_dim)
     given = rotation or Rotation(None, None, None, 0.0)
-    table = places.context_lens if given.rotary is None else given.rotary.cos_sin
+    table = plan.context_lens if given.rotary is None else given.rotary.cos_sin
     decode_kernel[(heads.num_kv_heads, num_splits, num)](
-        q, kv.keys, kv.values, batch.block_tables, places.context_lens, shared_len, out, partials, levels, parts.partials,
+        q, kv.keys, kv.values, batch.block_tables, plan.context_lens, shared_len, out, partials, levels, parts.partials,
         parts.levels, scale, cap, num_splits, parts.num_parts, heads.window, q.stride(0), batch.block_tables.stride(0),
         *kv.keys.stride()[:3], laid.visible, laid.num_rows, laid.num_columns, table,
         q if given.q_norm is None else given.q_norm, q if given.k_norm is None else given.k_norm, given.eps, table.stride(0),
         block_size=batch.block_size,
         group=num_heads // heads.num_kv_heads, head_dim=head_dim, rows=tile.rows, width=width, step=tile.step,
-        sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
+        mask_size=laid.size, mask_span=laid.span, shared_step=parts.step,
         parts_at_once=PARTS_AT_ONCE, has_window=heads.window > 0, has_cap=heads.softcap > 0, is_split=is_split,
         is_shared=shared is not None, is_new=rotation is not None, is_rotated=given.rotary is not None,
         has_q_norm=given.q_norm is not None, has_k_norm=given.k_norm is not None, num_warps=tile.num_warps,
@@ -398,7 +382,7 @@ def attend_decodes(
     )
     if is_split:
         join_kernel[(num_heads, num)](
-            partials, levels, places.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
+            partials, levels, plan.context_lens, shared_len, out, num_splits, heads.window, head_dim=head_dim, width=width,
             step=tile.step, most_splits=next_power_of_2(num_splits), has_window=heads.window > 0,
             is_shared=shared is not None, num_warps=4, **early_start(q.device),
         )

@@ -1,7 +1,7 @@
 """Encoders in Triton: attention within packed sequences, layer normalisation, embedding and pooling.
 
-Attention takes all sequences of a batch in one launch. The host cuts them into tiles of queries and lists these; the list, and
-where a sequence begins and ends, are read on the device, so that a captured pass serves any lengths: see `FixedInputs`.
+One launch computes attention of all sequences of a batch. The host divides them into tiles of queries. The list of tiles, and
+where each sequence begins and ends, are read on the device, so that a captured pass serves any lengths: see `FixedInputs`.
 
 Scores are kept as base-2 logarithms. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from archerfish.kernels.ops import EncoderInputs, Ids, Pooling, Segments
-from archerfish.kernels.triton.places import Tile, cut, to_device
+from archerfish.kernels.triton.plan import Tile, cut, send_pieces
 from archerfish.kernels.triton.tiles import cdiv, dot_block, next_power_of_2
 
 Tensor = torch.Tensor
@@ -27,7 +27,7 @@ TILE_ROWS = (16, 32, 64)  # queries of a tile; tl.dot takes no fewer than 16
 MAX_WIDTH = 8192  # of a row that one program holds
 ROW_ELEMENTS = 2048  # that one program takes at a time, as several rows where these are narrow
 POOL_COLUMNS, POOL_ROWS = 128, 16  # of a step of pooling
-TOKENS_PER_SEQUENCE = 4  # of captured passes: there is room for so many sequences
+TOKENS_PER_SEQUENCE = 4  # on average, at least, or a captured pass has no room for the sequences
 
 
 @triton.jit(do_not_specialize=["bias_head_stride", "bias_row_stride"])
@@ -119,7 +119,7 @@ def embed_kernel(
 def pool_kernel(
     x, starts, out, x_stride, width: tl.constexpr, block: tl.constexpr, many: tl.constexpr, mode: tl.constexpr
 ):
-    """One sequence, some columns. Of a sequence without tokens (filling of a captured pass) nothing is read."""
+    """One sequence, some columns. Nothing is read of a sequence without tokens, which fills up a captured pass."""
     sequence = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts + sequence)
     length = (tl.load(starts + sequence + 1) - begin).to(tl.int32)
@@ -183,7 +183,7 @@ class RecordedSegments(Segments):
 
 
 def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> Layout:
-    """The layout of a batch in tiles of so many rows, or of as many as suit its lengths."""
+    """The layout of a batch in tiles of `rows` queries; 0: as many as suit its lengths."""
     if isinstance(segments, RecordedSegments) and segments.layout is not None:
         return segments.layout
     return new_layout(segments, device, rows)
@@ -191,25 +191,16 @@ def lay_out(segments: Segments, device: torch.device, rows: int = 0) -> Layout:
 
 @lru_cache(maxsize=16)  # all layers of a pass share one
 def new_layout(segments: Segments, device: torch.device, rows: int) -> Layout:
-    rows = rows or choose_rows(segments.num_tokens / len(segments.lengths))
+    mean_length = segments.num_tokens / len(segments.lengths)
+    rows = rows or next((rows for rows in TILE_ROWS if mean_length <= rows), TILE_ROWS[-1])
     sequences, firsts = cut(np.asarray(segments.lengths, dtype=np.int64), rows)
-    sizes = [even(len(segments.starts)), even(len(sequences))]
-    words = np.zeros(sizes[0] + 2 * sizes[1], dtype=np.int64)
-    words[: len(segments.starts)] = segments.starts
-    words[sizes[0] : sizes[0] + len(sequences)] = sequences
-    words[sum(sizes) : sum(sizes) + len(firsts)] = firsts
-    places = to_device(words, device).split((sizes[0], sizes[1], sizes[1]))
-    num = len(sequences)
-    return Layout(places[0][: len(segments.starts)], places[1][:num], places[2][:num], rows)
+    starts, tile_sequences, tile_firsts = send_pieces((segments.starts, sequences, firsts), device, np.int64)
+    return Layout(starts, tile_sequences, tile_firsts, rows)
 
 
 def even(size: int) -> int:
-    """Room for int64 words such that what comes after is aligned to 16 bytes, without which kernels are compiled anew."""
+    """A size of int64 words after which the next address is a multiple of 16 bytes; else kernels are compiled anew."""
     return size + size % 2
-
-
-def choose_rows(mean_length: float) -> int:
-    return next((rows for rows in TILE_ROWS if mean_length <= rows), TILE_ROWS[-1])
 
 
 def choose_tile(rows: int, head_dim: int, dtype: torch.dtype) -> Tile:

@@ -1,10 +1,10 @@
-"""How kernels that follow one another in a decode step keep the card busy between them.
+"""Programmatic dependent launch: a kernel starts before the kernel in front of it has ended (Hopper and newer cards).
 
-A kernel's programs take their places while the one in front still runs (programmatic dependent launch, from Hopper on). They
-may read what that kernel does not write, and wait until it has ended before all else. Only then may programs of the next kernel
-come: whatever is read before waiting is thus safe if a kernel before the one in front, or none at all, has written it. Behind
-kernels that invite the next one earlier it must be older than all of these and than the one in front of them, which may all
-still run. All that comes after waiting sees all before it.
+A kernel that is launched with `early_start` may load what the kernel in front does not write, and then calls `follow`, which
+waits until that kernel has ended and lets the next one start. So only one other kernel can still run before `follow`: what is
+loaded there must have been written at least two kernels earlier. A kernel that calls `invite_and_follow` lets the next one
+start before it waits itself: what the next one loads early must then be older than this kernel and the one in front of it.
+After `follow`, everything that was written before is visible.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -21,7 +21,7 @@ EARLY_CAPABILITY = (9, 0)
 
 @triton.jit
 def follow(is_early: tl.constexpr):
-    """Wait for the kernel in front; the next one's programs may come."""
+    """Wait for the kernel in front to end, then let the next kernel start."""
     if is_early:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -29,7 +29,7 @@ def follow(is_early: tl.constexpr):
 
 @triton.jit
 def invite_and_follow(is_early: tl.constexpr):
-    """As `follow`, but the next kernel's programs may come before this one waits."""
+    """As `follow`, but the next kernel may start before this one waits."""
     if is_early:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -37,7 +37,7 @@ def invite_and_follow(is_early: tl.constexpr):
 
 @triton.jit
 def fetch_early(pointers, is_early: tl.constexpr):
-    """Lines of 128 bytes at these addresses on their way into the card's cache; nothing waits for them."""
+    """Prefetch lines of 128 bytes at these addresses into the card's cache; nothing waits for them."""
     if is_early:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -46,6 +46,6 @@ def fetch_early(pointers, is_early: tl.constexpr):
 
 @cache
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch of a kernel that calls `follow`."""
+    """Launch arguments of a kernel that calls `follow`."""
     is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= EARLY_CAPABILITY
     return {"is_early": is_early, "launch_pdl": is_early}

@@ -1,9 +1,12 @@
-"""Products of linear maps on a GPU: kernels of `triton/products.py` for few rows of activations, cuBLAS for more."""
+"""Linear maps on a GPU: products by the kernels of `triton/products.py` for few rows of activations, by cuBLAS for more; and
+the way of weights onto the card."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +18,8 @@ from archerfish.kernels.triton.products import add_rows_kernel, multiply_rows_ke
 from archerfish.kernels.triton.tiles import AddTile, LinearTile, add_tile, cdiv, choose_tile, next_power_of_2, shared_bytes
 
 Tensor = torch.Tensor
+NUM_THREADS = 8  # of uploads
+PIECE_BYTES = 4 << 20  # of a copy on its way, of which every thread has two
 ROW_STEP = 64  # of outputs: with an odd number of them cuBLAS takes four to six times as long
 
 
@@ -67,7 +72,7 @@ class Int8RowsWeight(RowsWeight):
 
 
 def with_room(matrix: Tensor) -> Tensor:
-    """A matrix with memory behind it for rows up to a multiple of ROW_STEP."""
+    """A copy of a matrix in memory with room for a multiple of ROW_STEP rows."""
     num_rows, width = matrix.shape
     if num_rows % ROW_STEP == 0:
         return matrix
@@ -76,7 +81,7 @@ def with_room(matrix: Tensor) -> Tensor:
 
 
 def filled_up(matrix: Tensor) -> Tensor:
-    """A matrix that `with_room` gave with the memory behind it as further rows; any other as it is."""
+    """A matrix from `with_room` with its room as further rows; any other matrix as it is."""
     num_rows, width = matrix.shape
     num_filled = cdiv(num_rows, ROW_STEP) * ROW_STEP
     num_held = matrix.untyped_storage().nbytes() // matrix.element_size() - matrix.storage_offset()
@@ -85,7 +90,7 @@ def filled_up(matrix: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """total + x @ matrix.T, in total's memory: added before it is rounded, and on the way out of the product."""
+    """total + x @ matrix.T in total's memory, by cuBLAS; the sum is rounded once."""
     if total.dtype == x.dtype:
         return total.addmm_(x, matrix.t())
     if not x.is_cuda:  # Triton's interpreter: only a card multiplies into another type
@@ -100,9 +105,8 @@ def linear(
 ) -> Tensor:
     """`Ops.linear` for the rows that `packed.takes`, in x's type or in another one.
 
-    is_gated: `Ops.gated` with the activation follows. norm: x is normalised first, by these factors; not with is_dot tiles,
-    without which x may also be float32.
-    residual: must not be written by the kernel right in front, as x may be: it is read before that kernel has ended.
+    is_gated: `Ops.gated` with the activation follows. norm: x, which may be float32, is normalised first, by these factors; not
+    with is_dot tiles. residual: is read before the kernel in front has ended, so that kernel must not write it.
     """
     weight, bias, (num_rows, width) = packed.matrix, packed.bias, x.shape
     num_outputs = len(weight) // 2 if is_gated else len(weight)
@@ -143,3 +147,52 @@ def add_rows(total: Tensor, x: Tensor, packed: RowsWeight, tile: AddTile) -> Ten
         num_stages=tile.num_stages, **early_start(x.device),
     )
     return total
+
+
+class Uploads:
+    """Copies to one CUDA device: threads bring pieces of mapped files into pinned memory, and the card fetches them from there.
+
+    The threads end with `close`.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device, torch.cuda.current_device())
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="archerfish-upload", initializer=self._start_thread)
+        self._own = threading.local()
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device."""
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source, flat = tensor.reshape(-1), target.view(-1)
+        step = max(1, PIECE_BYTES // tensor.element_size())
+        copies: list[Future[torch.cuda.Event]] = [
+            self._threads.submit(self._copy, source[first : first + step], flat[first : first + step])
+            for first in range(0, source.numel(), step)
+        ]
+        for copy in copies:
+            copy.result().synchronize()
+        return target
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _start_thread(self) -> None:
+        torch.set_num_threads(1)
+        torch.cuda.set_device(self._device)
+        own = self._own
+        own.stream = torch.cuda.Stream(self._device)
+        own.buffers = [  # pinned memory, and when it may be written
+            (torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+        ]
+
+    def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
+        own = self._own
+        own.buffers.reverse()
+        buffer, is_free = cast(tuple[Tensor, torch.cuda.Event], own.buffers[0])
+        is_free.synchronize()
+        pinned = buffer[: target.nbytes].view(target.dtype)
+        pinned.copy_(source)
+        with torch.cuda.stream(own.stream):
+            target.copy_(pinned, non_blocking=True)
+            is_free.record()
+        return is_free

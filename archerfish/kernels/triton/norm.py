@@ -1,7 +1,11 @@
-"""Triton kernels over the rows of activations: lookup, RMS normalisation with the residual added on the way, gated product.
+"""Triton kernels over the rows of activations: lookup, RMS normalisation with the residual added on the way, gated product, and
+from the product of queries, keys and values to what attention reads (split, norm, rotate, store in blocks).
 
-Each reads its input once and writes its output once, which is all that bounds it. No `from __future__ import annotations` in
-files with kernels: Triton's interpreter knows `tl.constexpr` only as an object.
+Each reads its input once and writes its output once, which is all that bounds it. In `store_kv_kernel` one program takes one
+token with all its heads, so that its row of the rotary table is read once; where tokens are few, three programs do. A head lies
+as the two halves that are rotated together, and behind them the rest that is not rotated.
+
+No `from __future__ import annotations` in files with kernels: Triton's interpreter knows `tl.constexpr` only as an object.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -9,12 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from archerfish.kernels.ops import HeadShape, KVLayer, PagedBatch, Rotary
 from archerfish.kernels.triton.launch import early_start, follow
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 MAX_WIDTH = 16384  # of a row that one program normalises
 GATED_BLOCK = 2048  # columns of a program
+ELEMENTS_PER_WARP = 1024
+FEW_TOKENS = 32  # up to which queries, keys and values have a program each
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
@@ -103,3 +110,144 @@ def gated(x: Tensor, is_silu: bool) -> Tensor:
             x, out, x.stride(0), width=width, block=block, is_silu=is_silu, num_warps=max(1, block // 512)
         )
     return out
+
+
+@triton.jit
+def move_heads(
+    source, target, target_stride, norm, cos, sin, eps, is_written,
+    num_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr, rows: tl.constexpr, half_block: tl.constexpr,
+    rest_block: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr,
+):
+    """Heads that lie one after the other at source, to target with a stride between them."""
+    heads = tl.arange(0, rows)[:, None]
+    pair = tl.arange(0, half_block)[None, :]
+    is_pair = (heads < num_heads) & (pair < half)
+    low = tl.load(source + heads * head_dim + pair, mask=is_pair, other=0.0).to(tl.float32)
+    high = tl.load(source + heads * head_dim + half + pair, mask=is_pair, other=0.0).to(tl.float32)
+    if rest_block > 0:
+        place = 2 * half + tl.arange(0, rest_block)[None, :]
+        is_rest = (heads < num_heads) & (place < head_dim)
+        rest = tl.load(source + heads * head_dim + place, mask=is_rest, other=0.0).to(tl.float32)
+    if is_normed:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if rest_block > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / head_dim + eps)[:, None]
+        low = low * scale * tl.load(norm + pair, mask=pair < half, other=0.0)
+        high = high * scale * tl.load(norm + half + pair, mask=pair < half, other=0.0)
+        if rest_block > 0:
+            rest = rest * scale * tl.load(norm + place, mask=place < head_dim, other=0.0)
+    if is_rotated:
+        rotated = low * cos - high * sin
+        high = high * cos + low * sin
+        low = rotated
+    kind = target.dtype.element_ty
+    tl.store(target + heads * target_stride + pair, low.to(kind), mask=is_pair & is_written)
+    tl.store(target + heads * target_stride + half + pair, high.to(kind), mask=is_pair & is_written)
+    if rest_block > 0:
+        tl.store(target + heads * target_stride + place, rest.to(kind), mask=is_rest & is_written)
+
+
+@triton.jit
+def rotation_factors(cos_sin, norm, head_dim: tl.constexpr, is_rotated: tl.constexpr, is_normed: tl.constexpr):
+    """What `rotate_heads` multiplies a head's values by, and those half a head away. head_dim is a power of 2."""
+    half: tl.constexpr = head_dim // 2
+    dims = tl.arange(0, head_dim)[None, :]
+    own = tl.full((1, head_dim), 1.0, tl.float32)
+    other = tl.zeros((1, head_dim), tl.float32)
+    if is_normed:
+        own = tl.load(norm + dims).to(tl.float32)
+    if is_rotated:
+        own *= tl.load(cos_sin + dims % half)
+        other = tl.where(dims < half, -1.0, 1.0) * tl.load(cos_sin + half + dims % half)
+        if is_normed:
+            other *= tl.load(norm + (dims + half) % head_dim)
+    return own, other
+
+
+@triton.jit
+def load_heads(source, is_inside, head_dim: tl.constexpr):
+    """Rows of heads of whole width, and their values half a head away."""
+    dims = tl.arange(0, head_dim)[None, :]
+    values = tl.load(source + dims, mask=is_inside, other=0.0)
+    return values, tl.load(source + (dims + head_dim // 2) % head_dim, mask=is_inside, other=0.0)
+
+
+@triton.jit
+def rotate_heads(loaded, factors, eps, head_dim: tl.constexpr, is_normed: tl.constexpr):
+    """What `load_heads` gave, in float32: normalised, and all of each rotated."""
+    values = loaded[0].to(tl.float32)
+    rotated = values * factors[0] + loaded[1].to(tl.float32) * factors[1]
+    if is_normed:
+        rotated = rotated * tl.rsqrt(tl.sum(values * values, 1) / head_dim + eps)[:, None]
+    return rotated
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def store_kv_kernel(
+    qkv, q, keys, values, slots, positions, cos_sin, q_norm, k_norm, eps, num_tokens, qkv_stride, cos_sin_stride,
+    block_stride, token_stride, head_stride,
+    block_size: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, half: tl.constexpr,
+    q_rows: tl.constexpr, kv_rows: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
+    is_rotated: tl.constexpr, has_q_norm: tl.constexpr, has_k_norm: tl.constexpr,
+    is_early: tl.constexpr,
+):
+    follow(is_early)
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, half_block)[None, :]
+    if is_rotated:
+        table = cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride + pair
+        cos = tl.load(table, mask=pair < half, other=0.0)
+        sin = tl.load(table + half, mask=pair < half, other=0.0)
+    else:
+        cos = 1.0
+        sin = 0.0
+    source = qkv + token * qkv_stride
+    part = tl.program_id(1)
+    if (part == 0) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, q + token * num_heads * head_dim, head_dim, q_norm, cos, sin, eps, token >= 0,
+            num_heads, head_dim, half, q_rows, half_block, rest_block, is_rotated, has_q_norm,
+        )
+    slot = tl.load(slots + token).to(tl.int64)
+    is_stored = (token < num_tokens) & (slot >= 0)
+    place = slot // block_size * block_stride + slot % block_size * token_stride
+    source += num_heads * head_dim
+    if (part == 1) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, keys + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, is_rotated, has_k_norm,
+        )
+    source += num_kv_heads * head_dim
+    if (part == 2) | (tl.num_programs(1) == 1):
+        move_heads(
+            source, values + place, head_stride, k_norm, cos, sin, eps, is_stored,
+            num_kv_heads, head_dim, half, kv_rows, half_block, rest_block, False, False,
+        )
+
+
+def store_kv(
+    qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> Tensor:
+    """`Ops.store_kv`. A token whose slot is negative is not stored: the filling of a captured graph."""
+    head_dim = heads.head_dim
+    q = torch.empty((len(qkv), heads.num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not len(qkv):
+        return q
+    half = head_dim // 2 if rotary is None else rotary.rotary_dim // 2
+    rest = head_dim - 2 * half
+    block_stride, token_stride, head_stride, _ = kv.keys.stride()
+    q_rows = next_power_of_2(heads.num_heads)
+    table = qkv if rotary is None else rotary.cos_sin
+    store_kv_kernel[(len(qkv), 3 if len(qkv) <= FEW_TOKENS else 1)](
+        qkv, q, kv.keys, kv.values, batch.slots, batch.positions, table, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, eps, batch.num_tokens, qkv.stride(0), table.stride(0),
+        block_stride, token_stride, head_stride,
+        block_size=batch.block_size, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads, head_dim=head_dim, half=half,
+        q_rows=q_rows, kv_rows=next_power_of_2(heads.num_kv_heads), half_block=next_power_of_2(half),
+        rest_block=next_power_of_2(rest) if rest else 0, is_rotated=rotary is not None,
+        has_q_norm=q_norm is not None, has_k_norm=k_norm is not None,
+        num_warps=max(1, min(8, next_power_of_2(q_rows * head_dim) // ELEMENTS_PER_WARP)), **early_start(qkv.device),
+    )
+    return q

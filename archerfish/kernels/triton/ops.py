@@ -1,6 +1,7 @@
 """The GPU backend: torch's products, and Triton kernels for those with few rows and for what stands between them.
 
-Host arrays travel through pinned memory, so that no operation waits for the device.
+Host arrays travel through pinned memory, so that no operation waits for the device. At the front of a recorded step of decodes
+`stage_kernel` turns what the host sent (`decoding.py`) into a batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.decoding import DecodeState, Input, Word
+from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
 from archerfish.kernels.ops import (
     Activation,
     BlockMask,
@@ -35,16 +36,13 @@ from archerfish.kernels.recurrent import RecurrentOps
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight, prompt_rows
 from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.upload import Uploads
 from archerfish.kernels.triton import attention as triton_attention
-from archerfish.kernels.triton import decode as triton_decode
 from archerfish.kernels.triton import encoder as triton_encoder
 from archerfish.kernels.triton import linear as triton_linear
 from archerfish.kernels.triton import norm as triton_norm
-from archerfish.kernels.triton import rope as triton_rope
 from archerfish.kernels.triton.attention import Rotation, attend_decodes, takes_new
-from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, filled_up
-from archerfish.kernels.triton.places import SHORT_ROWS, Places, Tile, find_places, to_device
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight, Uploads, filled_up
+from archerfish.kernels.triton.plan import SHORT_ROWS, AttentionPlan, Tile, to_device
 from archerfish.kernels.triton.prefill import attend_prefills
 from archerfish.kernels.triton.sampling import TritonSampling
 from archerfish.kernels.triton.tiles import NORMED_WIDTH
@@ -52,6 +50,7 @@ from archerfish.kernels.triton.tiles import NORMED_WIDTH
 Tensor = torch.Tensor
 FLOAT32_WIDTH = 2048  # of models that add up their layers in float32; in wider ones that would cost 2 % of a prefill
 COPY_WORDS = 2048  # of 4 bytes that a program copies at a time
+TABLE_STEP = 256  # blocks of a list that are moved at a time
 WORD_BYTES = 4
 INTERPRETER_PROCESSORS = 4  # that Triton's interpreter claims to have
 
@@ -66,10 +65,32 @@ def copy_blocks_kernel(memories, sources, targets, num_words, block: tl.constexp
         tl.store(target + words, tl.load(source + words, mask=words < num_words, other=0), mask=words < num_words)
 
 
-def is_want_of_memory(error: RuntimeError) -> bool:
-    """Of the allocator, of a kernel that is loaded, or of cuBLAS."""
-    words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words
+@triton.jit(do_not_specialize=["num_rows"])
+def stage_kernel(
+    token_words, row_words, position_words, block_words, shared_words, last_tokens, tables, token_ids, places, table_copies,
+    lengths, num_rows, table_stride, block_size: tl.constexpr, on_device: tl.constexpr, step: tl.constexpr,
+):
+    """places: positions, slots and next positions; lengths: contexts, and behind them how many tokens are shared."""
+    sequence = tl.program_id(0)
+    token = tl.load(token_words + sequence)
+    row = tl.load(row_words + sequence)
+    position = tl.load(position_words + sequence)
+    block = tl.load(block_words + sequence)
+    is_real = position >= 0
+    tl.store(token_ids + sequence, tl.where(token == on_device, tl.load(last_tokens + row), token))
+    tl.store(places + sequence, tl.maximum(position, 0))
+    tl.store(places + num_rows + sequence, tl.where(is_real, block * block_size + position % block_size, -1))
+    tl.store(places + 2 * num_rows + sequence, position + 1)
+    tl.store(lengths + sequence, (position + 1).to(tl.int32))
+    tl.store(lengths + num_rows, tl.load(shared_words).to(tl.int32), mask=sequence == 0)
+    own = tl.where(is_real, position // block_size, -1).to(tl.int32)
+    source = tables + row * table_stride
+    target = table_copies + sequence.to(tl.int64) * table_stride
+    for start in range(0, own + 1, step):
+        entries = start + tl.arange(0, step)
+        known = tl.load(source + entries, mask=entries < own, other=0)
+        tl.store(target + entries, tl.where(entries == own, block.to(tl.int32), known), mask=entries <= own)
+    tl.store(source + own, block.to(tl.int32), mask=is_real)
 
 
 class TritonOps(TorchOps):
@@ -78,7 +99,6 @@ class TritonOps(TorchOps):
     name = "torch + Triton"
     products: ClassVar[Mapping[str, type[TorchWeight]]] = {"plain": PlainRowsWeight, "int8": Int8RowsWeight}
     max_recorded_head_dim = triton_attention.MAX_HEAD_DIM
-    fuses_norms = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bfloat16") -> None:
         super().__init__(device, dtype)
@@ -87,7 +107,7 @@ class TritonOps(TorchOps):
         self.encoder_tile: Tile | None = None
         self._memories: dict[tuple[int, ...], Tensor] = {}  # addresses of keys and values of all layers, on the device
         self._counting: dict[int, Tensor] = {}  # 0, 1, 2 ... by how many
-        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `Places.tiles` of recorded prompts, by rows
+        self._prompt_tiles: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # `AttentionPlan.tiles` of prompts, by rows
         self._uploads: Uploads | None = None  # while weights are being prepared
         self.is_async = self.can_record = device == "cuda"
 
@@ -101,7 +121,8 @@ class TritonOps(TorchOps):
         try:
             yield
         except RuntimeError as error:
-            if not is_want_of_memory(error):
+            words = str(error).lower()  # of the allocator, of a kernel that is loaded, or of cuBLAS
+            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "alloc_failed" in words):
                 raise
             traceback.clear_frames(error.__traceback__)  # their tensors would live as long as the error
             self.free_unused()
@@ -176,18 +197,34 @@ class TritonOps(TorchOps):
     def decode_batch(
         self, inputs: Tensor, state: DecodeState[Tensor], block_size: int, *, is_shared: bool
     ) -> tuple[PagedBatch[Tensor], SamplingBatch[Tensor]]:
-        batch, positions = triton_decode.decode_batch(inputs, state, block_size, is_shared)
-        return batch, sampling_batch(inputs, positions, self._count(inputs.shape[1]))
+        num = inputs.shape[1]
+        token_ids = torch.empty(num, dtype=torch.int64, device=inputs.device)
+        places = torch.empty((3, num), dtype=torch.int64, device=inputs.device)  # positions, slots, next positions
+        lengths = torch.empty(num + 1, dtype=torch.int32, device=inputs.device)
+        tables = torch.empty((num, state.tables.shape[1]), dtype=torch.int32, device=inputs.device)
+        stage_kernel[(num,)](
+            inputs[Input.TOKEN], inputs[Input.ROW], inputs[Input.POSITION], inputs[Input.BLOCK], inputs[Input.NUM_SHARED],
+            state.last_tokens, state.tables, token_ids, places, tables, lengths, num, state.tables.stride(0),
+            block_size=block_size, on_device=ON_DEVICE, step=TABLE_STEP, num_warps=2,
+        )
+        ones, contexts = np.ones(num, dtype=np.int64), lengths[:num]
+        batch = PagedBatch(
+            num_tokens=num, num_decodes=num, query_lens=ones, context_lens=ones, token_ids=token_ids, positions=places[0],
+            slots=places[1], block_tables=tables, block_size=block_size,
+        )
+        shared_len = lengths[num:] if is_shared else None
+        batch.notes["plan"] = AttentionPlan(contexts, contexts, contexts, shared_len=shared_len)
+        return batch, sampling_batch(inputs, places[2], self._count(num))
 
     def prompt_batch(self, inputs: Tensor, num_rows: int, block_size: int) -> PagedBatch[Tensor]:
         batch = prompt_rows(inputs, num_rows, block_size, self._count(num_rows))
         num_new = inputs[Word.NUM_NEW : Word.NUM_NEW + 1]
         contexts, lens = (num_new + inputs[Word.START]).int(), num_new.int()
-        places = Places(
+        plan = AttentionPlan(
             contexts, torch.zeros_like(lens), lens, num_short_heads=SHORT_ROWS // num_rows,
             tiles=self._prompt_tiles.setdefault(num_rows, {}),
         )
-        find_places.set(batch, places)
+        batch.notes["plan"] = plan
         return batch
 
     def _count(self, num: int) -> Tensor:
@@ -257,7 +294,7 @@ class TritonOps(TorchOps):
         self, qkv: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, rotary: Rotary[Tensor] | None, *,
         q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     ) -> Tensor:
-        return triton_rope.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
+        return triton_norm.store_kv(qkv, kv, batch, heads, rotary, q_norm, k_norm, eps)
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, *,

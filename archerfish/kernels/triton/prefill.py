@@ -1,7 +1,8 @@
 """Attention of sequences with several new tokens over KV blocks, in Triton.
 
-Their tokens are cut into tiles that the host lists, the longest first. Where most keys are new, they are first laid side by
-side: the card's copy engine then brings them, which is worth more than laying them out costs.
+The host divides their new tokens into tiles and lists these, those with most keys first. Where most keys are new,
+`gather_kernel` first copies all keys into contiguous rows: the card's copy engine (TMA) then loads them, which saves more time
+than the copy costs.
 
 No `from __future__ import annotations` here: see `triton/norm.py`.
 """
@@ -13,13 +14,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch
-from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, count_sinks, score_scale, start_softmax
-from archerfish.kernels.triton.places import (
+from archerfish.kernels.triton.attend import MASK_NUMBERS, attend, score_scale, start_softmax
+from archerfish.kernels.triton.plan import (
     GATHER_STEP,
+    AttentionPlan,
     Gathering,
-    Places,
     Tile,
-    find_places,
+    find_plan,
     lay_mask,
     list_tiles,
     plan_gathering,
@@ -29,7 +30,7 @@ from archerfish.kernels.triton.tiles import dot_block, next_power_of_2
 
 Tensor = torch.Tensor
 GATHER_ROWS = 4  # of a program that gathers; divides GATHER_STEP
-GATHERED_DIMS = (64, 128)  # of heads that the copy engine takes whole
+GATHERED_DIMS = (64, 128)  # of heads that the copy engine can load
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", *MASK_NUMBERS])
@@ -38,7 +39,7 @@ def prefill_kernel(
     scale, cap, window, q_stride, table_stride, block_stride, token_stride, head_stride,
     mask, num_mask_rows, num_mask_columns,
     block_size: tl.constexpr, num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, rows: tl.constexpr,
-    width: tl.constexpr, step: tl.constexpr, sinks: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
+    width: tl.constexpr, step: tl.constexpr, mask_size: tl.constexpr, mask_span: tl.constexpr,
     is_gathered: tl.constexpr, has_window: tl.constexpr, has_cap: tl.constexpr,
 ):
     tile = tl.program_id(0) // num_kv_heads
@@ -60,7 +61,7 @@ def prefill_kernel(
     query_positions = first_position + members // group
 
     acc, top, total = start_softmax(rows, width)
-    num_keys = tl.where(first_query < query_len, context_len, 0)  # none for a tile that is all filling
+    num_keys = tl.where(first_query < query_len, context_len, 0)  # none for a tile without real tokens
     end = tl.minimum(first_position + rows // group, num_keys)
     last_position = end - 1
     key_row = tl.load(key_starts + sequence)
@@ -70,24 +71,17 @@ def prefill_kernel(
     table = tables + sequence * table_stride
     if has_window:
         begin = tl.maximum(first_position - window + 1, 0) // step * step
-        if sinks > 0:
-            acc, top, total = attend(
-                query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0,
-                tl.minimum(begin, sinks), window, scale, cap, block_stride, token_stride, mask, num_mask_rows,
-                num_mask_columns, first_position, last_position, block_size, head_dim, width, step, sinks, mask_size,
-                mask_span, is_gathered, True, True, has_cap,
-            )
-    else:  # what all queries of the tile see needs no mask
+    else:  # keys that all queries of the tile see need no mask
         begin = tl.minimum(first_position + 1, num_keys) // step * step
         acc, top, total = attend(
             query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, 0, begin, window,
             scale, cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position,
-            last_position, block_size, head_dim, width, step, 0, mask_size, mask_span, is_gathered, False, False, has_cap,
+            last_position, block_size, head_dim, width, step, mask_size, mask_span, is_gathered, False, False, has_cap,
         )
     acc, top, total = attend(
         query, acc, top, total, query_positions, keys, values, table, key_row, kv_head * head_dim, begin, end, window, scale,
         cap, block_stride, token_stride, mask, num_mask_rows, num_mask_columns, first_position, last_position,
-        block_size, head_dim, width, step, sinks, mask_size, mask_span, is_gathered, True, has_window, has_cap,
+        block_size, head_dim, width, step, mask_size, mask_span, is_gathered, True, has_window, has_cap,
     )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     target = (token * (num_kv_heads * group * head_dim) + column)[:, None] + dims[None, :]
@@ -100,7 +94,7 @@ def gather_kernel(
     table_stride, block_stride, token_stride,
     block_size: tl.constexpr, row_width: tl.constexpr, width: tl.constexpr, many: tl.constexpr,
 ):
-    """Keys and values of sequences, one token per row; rows that fill up a tile become zeros."""
+    """Copies keys and values of sequences, one token per row; rows past a sequence's end become zeros."""
     tile = tl.program_id(0)
     sequence = tl.load(tile_sequences + tile).to(tl.int64)
     positions = tl.load(tile_firsts + tile) + tl.program_id(1) * many + tl.arange(0, many)
@@ -117,17 +111,17 @@ def gather_kernel(
 
 
 def gather(
-    kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, places: Places, step: int
+    kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, plan: AttentionPlan, step: int
 ) -> tuple[Gathering, TensorDescriptor, TensorDescriptor]:
-    """Keys and values of the sequences with several new tokens, side by side, for loads of step keys of one head."""
-    gathering = places.gathering
+    """Copies of the keys and values of the sequences with several new tokens, for loads of `step` keys of one head."""
+    gathering = plan.gathering
     if gathering is None:
-        gathering = places.gathering = plan_gathering(batch, kv.keys.device)
+        gathering = plan.gathering = plan_gathering(batch, kv.keys.device)
     row_width = heads.num_kv_heads * heads.head_dim
     shape = (gathering.num_rows, row_width)
-    keys, values = places.pair("gathered", shape, shape, kv.keys.dtype)
+    keys, values = plan.pair("gathered", shape, shape, kv.keys.dtype)
     gather_kernel[(len(gathering.sequences), GATHER_STEP // GATHER_ROWS)](
-        kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, places.context_lens, gathering.starts,
+        kv.keys, kv.values, batch.block_tables, gathering.sequences, gathering.firsts, plan.context_lens, gathering.starts,
         keys, values, batch.block_tables.stride(0), *kv.keys.stride()[:2], block_size=batch.block_size, row_width=row_width,
         width=next_power_of_2(row_width), many=GATHER_ROWS, num_warps=4,
     )
@@ -140,26 +134,26 @@ def attend_prefills(
     mask: BlockMask[Tensor] | None = None,
 ) -> None:
     """Rows of out for the sequences with several new tokens."""
-    places = find_places(batch)
+    plan = find_plan(batch)
     group = heads.num_heads // heads.num_kv_heads
-    is_gathered = places.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
-    is_short = mask is not None or group <= places.num_short_heads
+    is_gathered = plan.is_gathered and q.dtype != torch.float32 and heads.head_dim in GATHERED_DIMS
+    is_short = mask is not None or group <= plan.num_short_heads
     tile = tile or prefill_tile(heads, q.dtype, is_gathered, is_short)
     num_queries = tile.rows // group
-    tile, laid = lay_mask(mask, tile, num_queries, places.context_lens)
-    if num_queries not in places.tiles:
-        places.tiles[num_queries] = list_tiles(batch, num_queries, q.device)
-    sequences, firsts = places.tiles[num_queries]
-    keys, values, key_starts = kv.keys, kv.values, places.query_starts
+    tile, laid = lay_mask(mask, tile, num_queries, plan.context_lens)
+    if num_queries not in plan.tiles:
+        plan.tiles[num_queries] = list_tiles(batch, num_queries, q.device)
+    sequences, firsts = plan.tiles[num_queries]
+    keys, values, key_starts = kv.keys, kv.values, plan.query_starts
     if is_gathered:
-        gathering, keys, values = gather(kv, batch, heads, places, tile.step)
+        gathering, keys, values = gather(kv, batch, heads, plan, tile.step)
         key_starts = gathering.starts
     scale, cap = score_scale(heads)
     prefill_kernel[(len(sequences) * heads.num_kv_heads,)](
-        q, keys, values, batch.block_tables, sequences, firsts, places.context_lens, places.query_starts, places.query_lens,
+        q, keys, values, batch.block_tables, sequences, firsts, plan.context_lens, plan.query_starts, plan.query_lens,
         key_starts, out, scale, cap, heads.window, q.stride(0), batch.block_tables.stride(0), *kv.keys.stride()[:3],
         laid.visible, laid.num_rows, laid.num_columns, block_size=batch.block_size, num_kv_heads=heads.num_kv_heads,
         group=group, head_dim=heads.head_dim, rows=tile.rows, width=dot_block(heads.head_dim), step=tile.step,
-        sinks=count_sinks(heads), mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
+        mask_size=laid.size, mask_span=laid.span, is_gathered=is_gathered,
         has_window=heads.window > 0, has_cap=heads.softcap > 0, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )

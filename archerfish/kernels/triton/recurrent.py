@@ -24,8 +24,7 @@ from archerfish.kernels.recurrent import (
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.kernels.torch.sampling import sampling_batch
-from archerfish.kernels.torch.weak_cache import WeakCache
-from archerfish.kernels.torch.wkv import TorchRecurrentOps
+from archerfish.kernels.torch.wkv import TorchRecurrentOps, WeakCache
 from archerfish.kernels.triton.launch import early_start
 from archerfish.kernels.triton.linear import RowsWeight
 from archerfish.kernels.triton.mixes import (

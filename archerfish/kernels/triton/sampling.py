@@ -1,17 +1,17 @@
-"""Sampling in Triton: each row by its own parameters, which are read on the device, so that a captured graph serves any.
+"""Sampling in Triton. Each row has its own parameters, which are read on the device, so that a captured graph serves any.
 
-A survey takes the largest logit of every chunk of the vocabulary and the sum of its weights; one program per row then settles
-rows that are greedy or drawn from all tokens. Rows with a top_k, top_p or min_p go on: what they keep is a run of the likeliest
-tokens, so counts and weights between a few levels of logits tell a level that the run does not pass. The tokens from there on,
-mostly a few hundred, are listed in the order of their ids; in the list one program finds where the run ends, and draws.
+1. `survey_kernel` finds the largest logit of every chunk of the vocabulary, and the sum of the chunk's weights.
+2. `settle_kernel`, one program per row, chooses the token of rows that are greedy or that draw from all tokens.
+3. Rows with a top_k, top_p or min_p keep some of the likeliest tokens. `tabulate_kernel` counts and sums up tokens between a
+   few levels of logits, and `choose_kernel` finds a level below which no token is kept.
+4. `list_kernel` lists the tokens above that level, mostly a few hundred, in the order of their ids.
+5. `finish_kernel` finds which tokens of the list are kept, and draws one.
 
-A weight is relative to that of the likeliest token, and sums that decide are of whole units of 2 ** -44: they are the same in
-any order, and a token whose weight is below a unit is never drawn. Chunks are of one size whatever the batch, so that a row's
-numbers depend on the row alone. No `from __future__ import annotations` here: see `triton/norm.py`.
+A weight is relative to that of the likeliest token. Sums that decide are integers in units of 2 ** -44: they do not depend on
+the order of addition, and a token whose weight is below a unit is never drawn. All chunks have one size, so that a row's result
+does not depend on the batch. No `from __future__ import annotations` here: see `triton/norm.py`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,19 +19,19 @@ import triton.language as tl
 
 from archerfish.kernels import sampling
 from archerfish.kernels.sampling import TOP_K_OFF, Drawn, SamplingBatch
-from archerfish.kernels.torch.sampling import TorchSampling, count_tokens, signed
+from archerfish.kernels.torch.sampling import TorchSampling, count_tokens
 from archerfish.kernels.triton.tiles import cdiv, next_power_of_2
 
 Tensor = torch.Tensor
 CHUNK = 2048  # tokens that a program surveys
-CAPACITY = 8192  # of a row's list; where more tokens are left, all of the row are searched
-TILE = 1024  # tokens of a list at a time
+CAPACITY = 8192  # tokens of a row's list; where more are left, the whole row is searched
+TILE = 1024  # tokens of a list that are read at a time
 NUM_LEVELS, NUM_EDGES = 16, 16  # edges: into how many parts a search divides its range in one pass
 UNIT_BITS = 44
 
-GAMMA = tl.constexpr(signed(sampling.GAMMA))
-MIX_A = tl.constexpr(signed(sampling.MIX_A))
-MIX_B = tl.constexpr(signed(sampling.MIX_B))
+GAMMA = tl.constexpr(sampling.GAMMA)
+MIX_A = tl.constexpr(sampling.MIX_A)
+MIX_B = tl.constexpr(sampling.MIX_B)
 CHOSEN = tl.constexpr(sampling.CHOSEN)
 NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
 NONE_LEFT = tl.constexpr(sampling.NONE_LEFT)
@@ -58,7 +58,7 @@ def uniform(key, position):
 
 @triton.jit
 def scale_of(temperature, row):
-    """What turns a difference of logits into a base-2 logarithm of weights."""
+    """The factor from a difference of logits to a base-2 logarithm of weights."""
     return (1.0 / tl.maximum(tl.load(temperature + row).to(tl.float32), 1e-30).to(tl.float64) * LOG2_E).to(tl.float32)
 
 
@@ -71,14 +71,14 @@ def weigh(values, highest, scale, min_p):
 
 @triton.jit
 def order_of(values):
-    """32-bit integers that stand in the order of the logits."""
+    """32-bit integers in the same order as the logits."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def range_of(firsts, range_ends, row, vocab_size, has_ranges: tl.constexpr):
-    """Which tokens a row chooses from: the first, and the one beyond the last."""
+    """The range of tokens that a row chooses from: the first, and the one after the last."""
     first = vocab_size * 0
     end = vocab_size
     if has_ranges:
@@ -142,7 +142,7 @@ def settle_kernel(
     num_levels: tl.constexpr, is_drawn: tl.constexpr, has_greedy: tl.constexpr, has_cuts: tl.constexpr,
     has_ranges: tl.constexpr,
 ):
-    """Join the chunks of a row. Rows to cut get their highest logit in cut_tops, the others NaN, and their levels."""
+    """Choose a token from the chunks of a row. A row with cuts gets levels, and its highest logit in cut_tops; others NaN."""
     row = tl.program_id(0).to(tl.int64)
     tops += row * num_chunks
     chunks = tl.arange(0, width)
@@ -244,7 +244,7 @@ def list_kernel(
     logits, firsts, range_ends, cut_tops, bounds, ends, listed, listed_ids, vocab_size, stride, capacity, num_chunks,
     chunk: tl.constexpr, has_ranges: tl.constexpr,
 ):
-    """A chunk's tokens from the lower level on, in the order of their ids."""
+    """List a chunk's tokens from the lower bound on, in the order of their ids."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.load(cut_tops + row)
     if highest != highest:
@@ -266,7 +266,7 @@ def list_kernel(
 
 @triton.jit
 def load_tile(listed, logits, is_listed, start, size, tile: tl.constexpr):
-    """Logits of a list, or of all tokens."""
+    """A tile of logits, from a row's list or from all its tokens."""
     places = start + tl.arange(0, tile)
     is_inside = places < size
     short = tl.load(listed + places, mask=is_inside & is_listed, other=float("-inf"))
@@ -279,8 +279,8 @@ def find_end(
     listed, logits, is_listed, size, low, high, goal, highest, scale, min_p,
     is_count: tl.constexpr, unit: tl.constexpr, tile: tl.constexpr, num_edges: tl.constexpr,
 ):
-    """Between two orders, that of the last token of the shortest run of likeliest tokens that comes to the goal; and what the
-    tokens of higher orders come to. Without enough tokens: the lower order."""
+    """The order of the last of the fewest likeliest tokens whose count or weight reaches the goal, or the lower order where all
+    together do not; and the sum over tokens of higher orders."""
     at = tl.arange(0, num_edges)
     before = goal * 0
     is_open = goal == goal
@@ -307,7 +307,7 @@ def find_end(
 
 @triton.jit
 def units_of(order, highest, scale, min_p, unit: tl.constexpr):
-    """Weight of a token, given its order."""
+    """Weight in units of a token with a given order."""
     bits = order.to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return (weigh(value, highest, scale, min_p) * unit).to(tl.int64)
@@ -317,7 +317,7 @@ def units_of(order, highest, scale, min_p, unit: tl.constexpr):
 def sum_run(
     listed, logits, is_listed, size, last, num_last, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
 ):
-    """Weight of the tokens of higher orders than the last and of at most so many of the last."""
+    """Weight in units of all tokens above the order `last`, and of at most num_last tokens of that order."""
     total = num_last * 0
     num_equal = num_last * 0
     for start in range(0, size, tile):
@@ -332,7 +332,7 @@ def sum_run(
 def pick(
     listed, logits, is_listed, size, last, num_last, goal, highest, scale, min_p, unit: tl.constexpr, tile: tl.constexpr
 ):
-    """The place of the token in whose weight the goal falls, in the order of ids."""
+    """The place of the kept token at which the sum of weights, in the order of ids, passes the goal."""
     found = size
     num_equal = num_last * 0
     start = size * 0
@@ -358,7 +358,7 @@ def finish_kernel(
     listed, listed_ids, report, vocab_size, stride, capacity, num_chunks, unit: tl.constexpr, tile: tl.constexpr,
     num_edges: tl.constexpr, has_ranges: tl.constexpr,
 ):
-    """Where the cuts end the run of likeliest tokens, and a token of it."""
+    """Find which tokens the cuts of a row keep, and draw one."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.load(cut_tops + row)
     if highest != highest:
@@ -407,95 +407,70 @@ def finish_kernel(
     tl.store(report + row, token)
 
 
-@dataclass(frozen=True)
-class RowCuts:
-    """top_k, top_p and min_p of all rows."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-
-def cuts_of_rows(batch: SamplingBatch[Tensor], like: Tensor) -> RowCuts | None:
-    """The cuts of a batch, `like` being (rows,) float64; None where it has none."""
+def cuts_of_rows(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """top_k, top_p and min_p of all rows; None where no row has any."""
     all_cuts = [cuts for cuts in (batch.short_cuts, batch.long_cuts) if cuts is not None]
-    if not all_cuts and batch.min_p is None:
-        return None
-    min_p = torch.zeros_like(like) if batch.min_p is None else batch.min_p
+    like, min_p = batch.temperature, batch.min_p
+    if like is None or (not all_cuts and min_p is None):
+        return None, None, None
+    if min_p is None:
+        min_p = torch.zeros_like(like)
     if len(all_cuts) == 1 and len(all_cuts[0].rows) == len(like):
-        return RowCuts(all_cuts[0].top_k, all_cuts[0].top_p, min_p)
+        return all_cuts[0].top_k, all_cuts[0].top_p, min_p
     top_k = torch.full_like(like, TOP_K_OFF, dtype=torch.int64)
     top_p = torch.full_like(like, float("inf"))
     for cuts in all_cuts:
         top_k.index_copy_(0, cuts.rows, cuts.top_k)
         top_p.index_copy_(0, cuts.rows, cuts.top_p)
-    return RowCuts(top_k, top_p, min_p)
-
-
-def range_columns(batch: SamplingBatch[Tensor]) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-    """Firsts, ends and offsets, where rows have ranges."""
-    ranges = batch.ranges
-    return (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+    return top_k, top_p, min_p
 
 
 def draw(logits: Tensor, batch: SamplingBatch[Tensor], vocab_size: int) -> Tensor:
-    """The report of `Drawn` for the first vocab_size columns of logits, which only its ranges still leave out of."""
+    """The report of `Drawn` for the first vocab_size columns of logits, to which all but the ranges has been applied."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    num_rows, device = len(logits), logits.device
-    report = torch.empty((2, num_rows), dtype=torch.int64, device=device)
+    num_rows, stride, num_chunks = len(logits), logits.stride(0), cdiv(vocab_size, CHUNK)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    report = new(2, num_rows, dtype=torch.int64)
     if not num_rows:
         return report
-    num_chunks = cdiv(vocab_size, CHUNK)
     width = next_power_of_2(num_chunks)
     unit = 2.0 ** min(UNIT_BITS, 63 - vocab_size.bit_length())
-    tops, sums = (torch.empty((num_rows, num_chunks), device=device) for _ in range(2))
-    top_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    temperature = batch.temperature
-    is_drawn = temperature is not None
-    first, end, offset = range_columns(batch)
-    has_ranges = first is not None
+    tops, sums = new(num_rows, num_chunks), new(num_rows, num_chunks)
+    top_ids = new(num_rows, num_chunks, dtype=torch.int32)
+    temperature, ranges = batch.temperature, batch.ranges
+    first, end, offset = (None, None, None) if ranges is None else (ranges.first, ranges.end, ranges.offset)
+    is_drawn, has_ranges = temperature is not None, ranges is not None
     survey_kernel[(num_rows, num_chunks)](
-        logits, first, end, temperature, tops, top_ids, sums, vocab_size, logits.stride(0), chunk=CHUNK, is_drawn=is_drawn,
+        logits, first, end, temperature, tops, top_ids, sums, vocab_size, stride, chunk=CHUNK, is_drawn=is_drawn,
         has_ranges=has_ranges, num_warps=4,
     )
-    cuts = None if temperature is None else cuts_of_rows(batch, temperature)
-    cut_tops, levels = torch.empty(num_rows, device=device), torch.empty((num_rows, NUM_LEVELS), device=device)
-    top_k, top_p, min_p = (None, None, None) if cuts is None else (cuts.top_k, cuts.top_p, cuts.min_p)
+    top_k, top_p, min_p = cuts_of_rows(batch)
+    cut_tops, levels = new(num_rows), new(num_rows, NUM_LEVELS)
     settle_kernel[(num_rows,)](
         logits, first, end, offset, temperature, batch.is_greedy, batch.keys, batch.positions, top_k, top_p, min_p, tops,
-        top_ids, sums, cut_tops, levels, report, vocab_size, logits.stride(0), num_chunks, unit=unit, chunk=CHUNK, width=width,
-        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=cuts is not None,
+        top_ids, sums, cut_tops, levels, report, vocab_size, stride, num_chunks, unit=unit, chunk=CHUNK, width=width,
+        num_levels=NUM_LEVELS, is_drawn=is_drawn, has_greedy=batch.is_greedy is not None, has_cuts=top_k is not None,
         has_ranges=has_ranges, num_warps=4,
     )
-    if cuts is not None:
-        draw_cut_rows(logits, batch, cuts, cut_tops, levels, report, vocab_size, unit)
-    return report
-
-
-def draw_cut_rows(
-    logits: Tensor, batch: SamplingBatch[Tensor], cuts: RowCuts, cut_tops: Tensor, levels: Tensor, report: Tensor,
-    vocab_size: int, unit: float,
-) -> None:
-    """Write the tokens of rows whose cut_tops is not NaN."""
-    num_rows, device, stride = len(logits), logits.device, logits.stride(0)
-    num_chunks = cdiv(vocab_size, CHUNK)
-    width, capacity = next_power_of_2(num_chunks), min(CAPACITY, vocab_size)
-    counts = torch.empty((num_rows, num_chunks, NUM_LEVELS), dtype=torch.int32, device=device)
-    masses = torch.empty((num_rows, num_chunks, NUM_LEVELS), device=device)
-    bounds = torch.empty((num_rows, 2), device=device)
-    ends = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
-    totals = torch.empty(num_rows, dtype=torch.float64, device=device)
-    listed = torch.empty((num_rows, capacity), device=device)
-    listed_ids = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
-    first, end, offset = range_columns(batch)
-    has_ranges = first is not None
+    if top_k is None:
+        return report
+    # Rows whose cut_tops is not NaN go on.
+    capacity = min(CAPACITY, vocab_size)
+    counts = new(num_rows, num_chunks, NUM_LEVELS, dtype=torch.int32)
+    masses = new(num_rows, num_chunks, NUM_LEVELS)
+    bounds, ends = new(num_rows, 2), new(num_rows, num_chunks, dtype=torch.int32)
+    totals = new(num_rows, dtype=torch.float64)
+    listed, listed_ids = new(num_rows, capacity), new(num_rows, capacity, dtype=torch.int32)
     tabulate_kernel[(num_rows, num_chunks)](
-        logits, first, end, batch.temperature, cuts.min_p, cut_tops, levels, counts, masses, vocab_size, stride,
+        logits, first, end, temperature, min_p, cut_tops, levels, counts, masses, vocab_size, stride,
         chunk=CHUNK, num_levels=NUM_LEVELS, has_ranges=has_ranges, num_warps=4,
     )
     choose_kernel[(num_rows,)](
-        cuts.top_k, cuts.top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
+        top_k, top_p, cut_tops, levels, counts, masses, bounds, ends, totals, vocab_size, num_chunks,
         width=width, num_levels=NUM_LEVELS, num_warps=8,
     )
     list_kernel[(num_rows, num_chunks)](
@@ -503,18 +478,22 @@ def draw_cut_rows(
         chunk=CHUNK, has_ranges=has_ranges, num_warps=4,
     )
     finish_kernel[(num_rows,)](
-        logits, first, end, offset, batch.temperature, batch.keys, batch.positions, cuts.top_k, cuts.top_p, cuts.min_p,
+        logits, first, end, offset, temperature, batch.keys, batch.positions, top_k, top_p, min_p,
         cut_tops, bounds, ends, totals, listed, listed_ids, report, vocab_size, stride, capacity, num_chunks,
         unit=unit, tile=TILE, num_edges=NUM_EDGES, has_ranges=has_ranges, num_warps=8,
     )
+    return report
 
 
 class TritonSampling(TorchSampling):
     """TorchSampling that draws by the kernels; logits are changed, tokens counted and logprobs taken in torch."""
 
-    def _sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
-        adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
-        report = draw(adjusted, batch, logits.shape[1])
+    def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
+        try:
+            adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
+            report = draw(adjusted, batch, logits.shape[1])
+        finally:
+            self._give_back()
         if batch.penalties is not None:
             count_tokens(batch.penalties, report[0])
         return Drawn(report[0], report)

@@ -1,4 +1,4 @@
-"""The host's side of attention in Triton: what the kernels ask of a batch, and how their work is cut up."""
+"""The host's side of attention in Triton: what the kernels read about a batch, and how their work is divided into programs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy.typing as npt
 import torch
 
 from archerfish.kernels.ops import BlockMask, HeadShape, Ids, PagedBatch
-from archerfish.kernels.torch.weak_cache import WeakCache
 from archerfish.kernels.triton.tiles import next_power_of_2
 
 Tensor = torch.Tensor
 MAX_SPLITS = 64
-PROGRAMS_PER_PROCESSOR = 4  # that the parts of decodes should come to
+PROGRAMS_PER_PROCESSOR = 4  # that a step of split decodes should have
 MAX_SHARED_PARTS = 32
-SHARED_PROGRAMS_PER_PROCESSOR = 1  # that their parts should come to: a tile's registers fill a processor
-GATHER_STEP = 128  # rows of a piece of gathered keys; steps divide it
-GATHER_RATIO = 2  # keys to new tokens up to which gathering pays
-LONE_DECODE, FEW_DECODES, HALF_BUSY = 16, 48, 99  # sequences times KV heads, up to which a tile of a split decode is best
-SOME_DECODES, MANY_DECODES, MOST_DECODES = 768, 1024, 1664  # and of one that is not split
-ALIGNED_WORDS = 4  # 16 bytes
-MIN_ROWS, SHORT_ROWS = 16, 64  # of a tile that tl.dot takes; of the smallest for several new tokens
+SHARED_PROGRAMS_PER_PROCESSOR = 1  # that shared keys should have: a tile's registers fill a processor
+GATHER_STEP = 128  # rows of a piece of gathered keys, a multiple of every tile's step
+GATHER_RATIO = 2  # keys per new token, up to which gathering is quicker
+# Limits of `decode_tile`, in sequences times KV heads: of decodes that are split, and of those that are not.
+LONE_DECODE, FEW_DECODES, HALF_BUSY = 16, 48, 99
+SOME_DECODES, MANY_DECODES, MOST_DECODES = 768, 1024, 1664
+ALIGNED_BYTES = 16  # of an address that kernels are compiled for
+MIN_ROWS, SHORT_ROWS = 16, 64  # the fewest rows of a tile that tl.dot takes; rows of the smallest tile of prefill
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Where keys go that are laid side by side for prefills: of each sequence from a multiple of GATHER_STEP on."""
+    """Where prefills copy their keys to: each sequence begins at a multiple of GATHER_STEP rows."""
 
     starts: Tensor  # (sequences,) first row
     sequences: Tensor  # (tiles,) of GATHER_STEP rows: their sequence
@@ -39,20 +39,20 @@ class Gathering:
 
 
 @dataclass
-class Places:
-    """What the kernels ask of a batch, on the device; lengths as int32. Found once for all layers by `find_places`.
+class AttentionPlan:
+    """What the attention kernels read about a batch, on the device; lengths are int32. Made once for all layers.
 
-    The batch of a recorded step has places over buffers that each step refills: of a batch of decodes only context_lens is
-    read, and a context of 0 gives a row of zeros.
+    The plan of a recorded step lies over buffers that each step refills. Of a batch of decodes the kernels read context_lens
+    only, and a context of 0 gives a row of zeros.
     """
 
     context_lens: Tensor  # (sequences,)
     query_starts: Tensor  # (sequences,) row of the first new token
     query_lens: Tensor  # (sequences,)
-    shared_len: Tensor | None = None  # (1,) leading keys that lie in the blocks of sequence 0 for all decodes, which have more
+    shared_len: Tensor | None = None  # (1,) leading keys that all decodes share, in the blocks of sequence 0; each has more
     num_splits: int = 0  # parts of each decode; 0: as many as keep the device busy
-    is_gathered: bool = False  # laying keys side by side costs little beside attending to them
-    num_short_heads: int = 0  # that share a KV head, up to which several new tokens are few rows
+    is_gathered: bool = False  # prefill copies its keys into contiguous rows first, which costs little beside attention
+    num_short_heads: int = 0  # query heads per KV head, up to which most prompts fit into the smallest tile
     tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by queries per tile: sequence, first query
     gathering: Gathering | None = None
     scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by purpose, shape and type
@@ -60,7 +60,7 @@ class Places:
     def pair(
         self, purpose: str, first: tuple[int, ...], second: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Two tensors that every layer writes anew."""
+        """Two tensors of scratch memory, which every layer writes anew."""
         key = (purpose, first, second, dtype)
         if key not in self.scratch:
             device = self.context_lens.device
@@ -74,37 +74,39 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def send_pieces(pieces: Sequence[Ids], device: torch.device) -> list[Tensor]:
-    """Host arrays as int32 on the device, sent as one; each begins where an allocation might.
+def send_pieces(pieces: Sequence[Ids], device: torch.device, dtype: type[np.signedinteger[Any]] = np.int32) -> list[Tensor]:
+    """Host arrays on the device in one integer type, sent as one; each begins at a multiple of ALIGNED_BYTES.
 
     A kernel is compiled once more for each of its pointers that is aligned in another way.
     """
     lengths = [len(piece) for piece in pieces]
-    places = np.cumsum([0, *(-(-length // ALIGNED_WORDS) * ALIGNED_WORDS for length in lengths)]).tolist()
-    words = np.zeros(places[-1], dtype=np.int32)
+    step = ALIGNED_BYTES // np.dtype(dtype).itemsize
+    places = np.cumsum([0, *(-(-length // step) * step for length in lengths)]).tolist()
+    words = np.zeros(places[-1], dtype=dtype)
     for piece, length, place in zip(pieces, lengths, places, strict=False):
         words[place : place + length] = piece
     sent = to_device(words, device)
     return [sent[place : place + length] for length, place in zip(lengths, places, strict=False)]
 
 
-def new_places(batch: PagedBatch[Tensor]) -> Places:
+def find_plan(batch: PagedBatch[Tensor]) -> AttentionPlan:
+    plan: AttentionPlan | None = batch.notes.get("plan")
+    if plan is not None:
+        return plan
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     num_new, num_keys = batch.num_tokens - batch.num_decodes, int(batch.context_lens[batch.num_decodes :].sum())
     pieces = (batch.context_lens, starts, batch.query_lens, np.array([batch.num_shared]))
     contexts, rows, query_lens, shared = send_pieces(pieces, batch.token_ids.device)
-    places = Places(contexts, rows, query_lens, shared if batch.num_shared else None)
+    plan = AttentionPlan(contexts, rows, query_lens, shared if batch.num_shared else None)
     if num_new and not batch.is_deterministic:
-        places.is_gathered = num_keys <= GATHER_RATIO * num_new
-        places.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
-    return places
-
-
-find_places = WeakCache(new_places)
+        plan.is_gathered = num_keys <= GATHER_RATIO * num_new
+        plan.num_short_heads = SHORT_ROWS * (len(batch.query_lens) - batch.num_decodes) // num_new
+    batch.notes["plan"] = plan
+    return plan
 
 
 def cut(lengths: Ids, size: int) -> tuple[Ids, Ids]:
-    """Pieces of at most a size: of which sequence each is, and where in it it begins."""
+    """Sequences divided into pieces of at most a size: the sequence of each piece, and where in it the piece begins."""
     counts = -(-lengths // size)
     sequence = np.repeat(np.arange(len(lengths)), counts)
     return sequence, (np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]) * size
@@ -166,7 +168,7 @@ def shared_tile(heads: HeadShape, dtype: torch.dtype, num_rows: int) -> Tile:
 
 
 def prefill_tile(heads: HeadShape, dtype: torch.dtype, is_gathered: bool, is_short: bool) -> Tile:
-    """is_short: most sequences have no more rows than the smallest tile, or a tile should span few rows of a mask."""
+    """is_short: most sequences fit into the smallest tile, or a tile should overlap few rows of a mask."""
     least = next_power_of_2(heads.num_heads // heads.num_kv_heads)
     if dtype == torch.float32:
         return Tile(max(32, least), 32, 4, 2)
@@ -187,11 +189,11 @@ class LaidMask:
     num_rows: int
     num_columns: int
     size: int
-    span: int  # rows that the queries of a tile may lie in, as a power of 2; 0: no mask
+    span: int  # rows of the mask that the queries of a tile may fall into, as a power of 2; 0: no mask
 
 
 def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothing: Tensor) -> tuple[Tile, LaidMask]:
-    """The mask for tiles of so many queries, and the tile, whose steps of keys become such that a block holds whole ones."""
+    """The tile, with a step that divides the mask's blocks, and the mask for tiles of num_queries queries."""
     if mask is None:
         return tile, LaidMask(nothing, 0, 0, 0, 0)
     visible = mask.visible.contiguous()
@@ -204,7 +206,7 @@ def lay_mask(mask: BlockMask[Tensor] | None, tile: Tile, num_queries: int, nothi
 
 
 def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
-    """Parts of a decode, so that all processors have work; 1 where there are sequences enough."""
+    """How many parts each decode is split into, so that all processors have work; 1 where there are enough sequences."""
     num_programs = num_sequences * num_kv_heads
     if 3 * num_programs >= 4 * num_processors:
         return 1
@@ -214,5 +216,5 @@ def choose_splits(num_sequences: int, num_kv_heads: int, num_processors: int) ->
 
 
 def choose_shared_parts(num_programs: int, num_processors: int) -> int:
-    """Parts of the keys that decodes share, which so many programs take each."""
+    """How many parts the shared keys are split into, where every part takes num_programs programs."""
     return max(1, min(MAX_SHARED_PARTS, SHARED_PROGRAMS_PER_PROCESSOR * num_processors // num_programs))

@@ -1,0 +1,167 @@
+"""Weight formats: everything about how the matrix of a linear map is stored, one object per format.
+
+A format says which tensors a checkpoint has for a matrix, which tensors are kept in memory, and what they mean (`dequantise`).
+Stacking and sizes follow from the layouts of these tensors. A backend multiplies with a format in a product of its own
+(`Ops.products`), or with the dequantised matrix where it has none. Nothing else asks which format a weight has.
+
+A format that is made while a model is loaded has a name for the option `weights`; a format that a checkpoint is stored in will
+be found from the checkpoint's config.json, under `weights="auto"`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from archerfish.errors import InvalidOptionError, did_you_mean
+from archerfish.types import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]  # the tensors of one matrix, by their names in a format
+Axis = Literal["outputs", "inputs"]
+ITEM_BYTES = DTYPE_BYTES | {"int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+AUTO = "auto"
+LARGEST_INT8 = 127
+PIECE_ELEMENTS, PIECE_ROWS = 1 << 20, 64  # weights that are converted at a time: about so many, in a multiple of so many rows
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How one tensor of a format covers a matrix of (outputs, inputs)."""
+
+    dtype: str = ""  # empty: the type that the model computes in
+    axes: tuple[Axis, ...] = ("outputs", "inputs")
+    inputs_per_item: int = 1  # inputs that an element stands for, such as the size of a group that shares a scale
+
+    def shape(self, num_outputs: int, num_inputs: int) -> tuple[int, ...]:
+        sizes = {"outputs": num_outputs, "inputs": -(-num_inputs // self.inputs_per_item)}
+        return tuple(sizes[axis] for axis in self.axes)
+
+
+class WeightFormat(ABC):
+    """One way to store the matrices of linear maps."""
+
+    name: ClassVar[str]
+    checkpoint: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}  # tensors that are read from a checkpoint
+    memory: ClassVar[Mapping[str, TensorLayout]]  # tensors that are kept
+
+    @abstractmethod
+    def load(self, tensors: Tensors) -> Tensors:
+        """The tensors in memory from those of a checkpoint, on the device of these."""
+
+    @abstractmethod
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """The (outputs, inputs) matrix that the tensors in memory stand for: the reference for every product."""
+
+    def shapes(self, num_outputs: int, num_inputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the checkpoint's tensors for a matrix."""
+        return {name: layout.shape(num_outputs, num_inputs) for name, layout in self.checkpoint.items()}
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        """Memory that a matrix takes in a model that computes in dtype."""
+        layouts = self.memory.values()
+        return sum(math.prod(each.shape(num_outputs, num_inputs)) * ITEM_BYTES[each.dtype or dtype] for each in layouts)
+
+    def work_bytes(self, shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
+        """Memory that a step takes to dequantise the largest of some matrices."""
+        return max(math.prod(shape) for shape in shapes) * DTYPE_BYTES[dtype]
+
+    def num_outputs(self, tensors: Tensors) -> int:
+        name, layout = next((name, layout) for name, layout in self.memory.items() if "outputs" in layout.axes)
+        return tensors[name].shape[layout.axes.index("outputs")]
+
+    def stack(self, parts: Sequence[Tensors]) -> Tensors:
+        """Matrices one below the other: their outputs follow one another. What all outputs share must be equal."""
+        if len(parts) == 1:
+            return parts[0]
+        import torch
+
+        return {
+            name: torch.cat([part[name] for part in parts], layout.axes.index("outputs"))
+            if "outputs" in layout.axes else parts[0][name]
+            for name, layout in self.memory.items()
+        }  # fmt: skip
+
+
+class Plain(WeightFormat):
+    """A matrix of float32, float16 or bfloat16, as most checkpoints have it."""
+
+    name = "plain"
+    memory: ClassVar[Mapping[str, TensorLayout]] = {"weight": TensorLayout()}
+
+    def load(self, tensors: Tensors) -> Tensors:
+        return tensors
+
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return tensors["weight"].to(dtype)
+
+    def work_bytes(self, shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
+        return 0
+
+
+class Int8Rows(WeightFormat):
+    """Symmetric int8 numbers with a float32 scale for each output, made from a plain matrix while it is loaded.
+
+    Integers up to 127 are exact in every type that backends compute in. So a product may be taken of the integers and its
+    outputs scaled afterwards, or of the numbers that they stand for.
+    """
+
+    name = "int8"
+    memory: ClassVar[Mapping[str, TensorLayout]] = {
+        "weight": TensorLayout("int8"),
+        "scales": TensorLayout("float32", ("outputs",)),
+    }
+
+    def load(self, tensors: Tensors) -> Tensors:
+        """A row of zeros stays zero; a row with NaN becomes NaN."""
+        import torch
+
+        weight = tensors["weight"]
+        matrix = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        for first, last in row_pieces(*weight.shape):
+            rows = weight[first:last].float()
+            largest = rows.abs().amax(1, keepdim=True)
+            scale = torch.where(largest == 0, 1.0, largest / LARGEST_INT8)
+            matrix[first:last] = (rows / scale).round_()
+            scales[first:last] = scale.squeeze(1)
+        return {"weight": matrix, "scales": scales}
+
+    def dequantise(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        matrix, scales = tensors["weight"], tensors["scales"]
+        return torch.mul(matrix, scales.unsqueeze(1), out=torch.empty(matrix.shape, dtype=dtype, device=matrix.device))
+
+
+def row_pieces(num_rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """First and last row of pieces of about equal size."""
+    num_pieces = max(1, -(-num_rows * width // PIECE_ELEMENTS))
+    size = max(PIECE_ROWS, -(-num_rows // (num_pieces * PIECE_ROWS)) * PIECE_ROWS)
+    for first in range(0, num_rows, size):
+        yield first, min(first + size, num_rows)
+
+
+PLAIN = Plain()
+FORMATS: dict[str, WeightFormat] = {"int8": Int8Rows()}  # by the name that the option `weights` has for them
+
+
+def register_format(weight_format: WeightFormat) -> None:
+    """Add a format, or replace the one of the same name."""
+    FORMATS[weight_format.name] = weight_format
+
+
+def choose_format(name: str) -> WeightFormat:
+    """The format that the option `weights` names; "auto" is the plain one."""
+    if name == AUTO:
+        return PLAIN
+    if name not in FORMATS:
+        known = (AUTO, *FORMATS)
+        hint = did_you_mean(name, known) or f"Known: {', '.join(known)}."
+        raise InvalidOptionError(f"There is no weight format {name!r} (option weights).", hint=hint)
+    return FORMATS[name]
