@@ -17,9 +17,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from archerfish.background import Lazy
-from archerfish.cache.hits import HitRecord
-from archerfish.cache.key import as_namespace
-from archerfish.cache.radix import CacheStats
+from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher
@@ -33,7 +31,7 @@ from archerfish.kernels.buffers import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner
-from archerfish.sequence import Delta, Namespace, Request
+from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.text_tokenizer import find_text_tokenizer

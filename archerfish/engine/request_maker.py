@@ -6,7 +6,6 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 
-from archerfish.cache.key import as_namespace
 from archerfish.config import EngineConfig
 from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import Listener, OutputCollector
@@ -19,7 +18,7 @@ from archerfish.engine.request_options import (
 )
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.params import SamplingParams
-from archerfish.sequence import Namespace, Request
+from archerfish.sequence import Namespace, Request, as_namespace
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.tokenizer import Tokenizer
 

@@ -213,7 +213,7 @@ class ModelRunner(Generic[T]):
         return finish
 
     def _start_passes(self, step: StepInput, passes: list[Pass[T]]) -> Callable[[], StepResult]:
-        result = StepResult(np.zeros((step.num_sequences, max(1, int(step.samples.max()))), dtype=np.int64))
+        result = StepResult(np.zeros((len(step.rows), max(1, int(step.samples.max()))), dtype=np.int64))
         endings: list[Callable[[], None]] = []
         logits: list[T] = []
         for one in passes:

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.sched import policy as policies
-from archerfish.sched.policy import (
-    FairShare,
-    LongestPrefixFirst,
-    SchedulingPolicy,
-    register_scheduling_policy,
-    scheduling_policy,
-)
-from archerfish.sched.queue import GroupedQueue, PolicyQueue, queue_for
+from archerfish.sched.policy import FairShare, LongestPrefixFirst, SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Namespace, Request
 from archerfish.sequence import Sequence as Stream
 from tests.sched.worlds import World
@@ -60,12 +53,12 @@ def test_ones_own_policy_is_found_by_its_name() -> None:
     class Mine(SchedulingPolicy):
         pass
 
-    register_scheduling_policy("mine", Mine)
+    policies.register_scheduling_policy("mine", Mine)
     assert isinstance(scheduling_policy("mine"), Mine)
     with pytest.raises(InvalidOptionError, match="already"):
-        register_scheduling_policy("fcfs", Mine)
+        policies.register_scheduling_policy("fcfs", Mine)
     with pytest.raises(InvalidOptionError, match="subclass"):
-        register_scheduling_policy("other", int)  # type: ignore[arg-type]
+        policies.register_scheduling_policy("other", int)  # type: ignore[arg-type]
 
 
 def test_priority_runs_the_higher_first_then_the_earlier() -> None:
@@ -270,8 +263,8 @@ def test_fair_share_forgets_tenants_that_are_long_gone() -> None:
 @pytest.mark.parametrize("name", ["fcfs", "priority", "deadline", "fair-share"])
 def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = scheduling_policy(name)
-    queue = queue_for(policy)
-    assert isinstance(queue, GroupedQueue)
+    queue = policies.queue_for(policy)
+    assert isinstance(queue, policies.GroupedQueue)
     calls = 0
     key = policy.key
 
@@ -287,11 +280,11 @@ def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest
         queue.push(stream, order)
     for _ in range(50):
         assert len(list(queue.ordered(10, 5))) in (5, 15)
-    assert calls == 1000 and len(queue) == 1000
+    assert calls == 1000 and len(queue.entries) == 1000
 
 
-@pytest.mark.parametrize("kind", [GroupedQueue, PolicyQueue])
-def test_a_queue_keeps_old_places(kind: type[GroupedQueue | PolicyQueue]) -> None:
+@pytest.mark.parametrize("kind", [policies.GroupedQueue, policies.PolicyQueue])
+def test_a_queue_keeps_old_places(kind: type[policies.GroupedQueue | policies.PolicyQueue]) -> None:
     queue = kind(scheduling_policy("fcfs"))
     streams = [Stream(request(str(i), arrival=1.0)) for i in range(5)]
     for order, stream in enumerate(streams):
@@ -300,4 +293,4 @@ def test_a_queue_keeps_old_places(kind: type[GroupedQueue | PolicyQueue]) -> Non
     queue.remove(streams[4])
     queue.push(streams[1], 1)
     assert list(queue.ordered(0, 10)) == streams[:4]
-    assert [stream in queue for stream in streams] == [True, True, True, True, False] and len(queue) == 4
+    assert [stream in queue.entries for stream in streams] == [True, True, True, True, False]

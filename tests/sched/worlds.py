@@ -119,7 +119,7 @@ class World:
         assert self.blocks.num_free + self.cache.num_evictable == self.blocks.num_total
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         num_kept = 0 if self.logits_cache is None else len(self.logits_cache)
-        dropped = self.scheduler._memory._dropped  # the next step brings them to the runner
+        dropped = self.scheduler._live.dropped  # the next step brings them to the runner
         assert len(self.runner.kept_handles.difference(dropped)) == num_kept
 
     def check(self) -> None:

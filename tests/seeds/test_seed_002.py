@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from archerfish import EngineConfig, LLMEngine, SamplingParams
-from archerfish.cache.key import RadixKey
+from archerfish.cache.tree import RadixKey
 from tests.engine.tiny_llama import prompts, save_tiny_llama
 
 
