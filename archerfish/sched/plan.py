@@ -125,12 +125,13 @@ def add_blocks(made: StepInput, sequences: list[Sequence]) -> None:
     places: list[int] = []
     ids: list[int] = []
     for seq in sequences:
-        new = seq.blocks[seq.num_sent :]
-        rows += [seq.row] * len(new)
-        places += range(seq.num_sent, len(seq.blocks))
-        ids += new
-        seq.num_sent = len(seq.blocks)
-    made.block_rows, made.block_places, made.block_ids = np.array([rows, places, ids], np.int64)
+        blocks, num_sent = seq.blocks, seq.num_sent
+        seq.num_sent = num = len(blocks)
+        rows += [seq.row] * (num - num_sent)
+        places += range(num_sent, num)
+        ids += blocks[num_sent:]
+    made.block_rows, made.block_places = np.array(rows, np.int64), np.array(places, np.int64)
+    made.block_ids = np.array(ids, np.int64)
 
 
 def add_masks(made: StepInput, sequences: list[Sequence]) -> None:
