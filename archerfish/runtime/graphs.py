@@ -21,8 +21,8 @@ from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, 
 from archerfish.kernels.ops import Ids, Ops, Replay, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
-from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler
+from archerfish.runtime.kv_pool import MemoryPool
+from archerfish.runtime.sampler import FastSampler, is_plain
 from archerfish.step import StepInput
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
@@ -115,19 +115,18 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
         self._spare_row = num_rows
+        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
 
-    def enter(self, step: StepInput) -> None:
-        """Forget the blocks of rows that change hands."""
+    def takes(self, step: StepInput) -> bool:
+        """Whether a step can be run here. Every step must be asked about, in order: it may bring other sequences for rows."""
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""
-
-    def takes(self, step: StepInput) -> bool:
-        """Whether a step of plainly sampled rows can be run here."""
-        return step.is_decode_only
+            (self._special_rows.discard if is_plain(entry) else self._special_rows.add)(entry.row)
+        return step.is_decode_only and self._special_rows.isdisjoint(step.rows.tolist())
 
     def warm_up(self) -> bool:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.

@@ -1,22 +1,21 @@
-"""The memory of KV blocks, and how much of it, or of states, there is room for."""
+"""The memory of blocks of keys and values, or of recurrent states, and how much of it there is room for."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
+from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.machine import memory
 from archerfish.kernels.ops import Ids, KVLayer, Ops, PagedBatch, T
-from archerfish.kernels.recurrent import StateShape
+from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentBatch, StateShape
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
-from archerfish.runtime.batch import find_shared, pack_batch
-from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.state_pool import StatePool
+from archerfish.runtime.batch import find_shared, pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
 
 GIB = 1 << 30
@@ -27,6 +26,40 @@ CPU_STATE_SPACING, GPU_STATE_SPACING = 64, 256
 CPU_SHARE, CPU_MOST_BYTES = 0.25, 4 * GIB  # of free memory, unless a budget is given
 GPU_SPARE_BYTES = GIB  # for the context, recorded steps, kept logits and the allocator's slack
 MAX_SHRINKS, SHRUNK = 6, 0.85  # how often a pool that does not fit is tried again, and with which share of it
+
+
+class MemoryPool(ABC, Generic[T]):
+    """The memory of all blocks, in all layers. BlockManager counts the owners of blocks; this only holds them."""
+
+    ops: Ops[T]
+    num_blocks: int
+    block_size: int
+    layers: Sequence[Any]  # as `ModelAdapter.forward` takes them
+    records_decodes: bool  # whether `decode_batch` can be used
+    has_keys: bool  # else it has states
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers = ()
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block to block, (from, to), in every layer."""
+
+    @abstractmethod
+    def pack_batch(
+        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
+        num_rows: int = 0, kept_rows: Ids | None = None,
+    ) -> Any:
+        """The batch that the model takes, as `batch.pack_batch` says."""
+
+    @abstractmethod
+    def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
+        """What the device remembers of so many sequences, of at most so many tokens, between steps that are only decodes."""
+
+    @abstractmethod
+    def decode_batch(self, inputs: T, state: DecodeState[T], *, is_shared: bool) -> tuple[Any, SamplingBatch[T]]:
+        """What inputs of such a step say, for the model and for `Ops.sample`."""
 
 
 class KVCachePool(MemoryPool[T]):
@@ -43,8 +76,7 @@ class KVCachePool(MemoryPool[T]):
         ]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if pairs:
-            self.ops.copy_blocks(self.layers, pairs)
+        self.ops.copy_blocks(self.layers, pairs)
 
     def pack_batch(
         self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
@@ -63,6 +95,41 @@ class KVCachePool(MemoryPool[T]):
         self, inputs: T, state: DecodeState[T], *, is_shared: bool
     ) -> tuple[PagedBatch[T], SamplingBatch[T]]:
         return self.ops.decode_batch(inputs, state, self.block_size, is_shared=is_shared)
+
+
+class StatePool(MemoryPool[T]):
+    """States of all blocks and, in front of them, the empty state. block_size: tokens between two states that are kept.
+
+    A block is the state behind the last of its tokens that has been computed.
+    """
+
+    records_decodes = True
+    has_keys = False
+
+    def __init__(self, ops: Ops[T], shape: StateShape, num_blocks: int, block_size: int) -> None:
+        self.ops, self.recurrent = ops, ops.recurrent()
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.layers = self.recurrent.new_states(FIRST_SLOT + num_blocks, shape).layers
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise InvariantError(f"States are not to be copied, since others can be computed from them: {pairs}.")
+
+    def pack_batch(
+        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
+        num_rows: int = 0, kept_rows: Ids | None = None,
+    ) -> RecurrentBatch[T]:
+        return pack_recurrent_batch(
+            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
+            num_rows=num_rows, kept_rows=kept_rows,
+        )
+
+    def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
+        return self.ops.new_decode_state(num_rows, 1)  # both blocks of a step travel with it
+
+    def decode_batch(
+        self, inputs: T, state: DecodeState[T], *, is_shared: bool
+    ) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:
+        return self.recurrent.decode_batch(inputs, state)
 
 
 _POOLS: dict[str, type[KVCachePool[Any]]] = {"cpu": KVCachePool, "cuda": KVCachePool, "mps": KVCachePool}

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
@@ -24,7 +24,6 @@ from archerfish.kernels.sampling import (
     SHORT_TOP_K,
     TOP_K_OFF,
     Cuts,
-    Drawn,
     Entries,
     Logprobs,
     Masks,
@@ -37,7 +36,7 @@ from archerfish.kernels.sampling import (
 from archerfish.observe.sampling import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
-from archerfish.step import RowEntry, TokenLogprobs
+from archerfish.step import NO_IDS, RowEntry, TokenLogprobs
 
 ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
@@ -46,8 +45,16 @@ ROW = np.dtype([
     ("is_ranged", np.bool_), ("first", np.int64), ("end", np.int64), ("offset", np.int64),
     ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
-NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a call of `sample` chose, on the host. Rows are named by their place in the batch."""
+
+    tokens: list[int]  # 0 where one failed
+    logprobs: dict[int, TokenLogprobs]  # before penalties and temperature; of rows that asked for them and did not fail
+    errors: dict[int, BaseException]  # why rows got no token; the others are not touched by it
 
 
 class FastSampler(Generic[T]):
@@ -69,7 +76,9 @@ class FastSampler(Generic[T]):
     def add(self, entry: RowEntry) -> None:
         """Take over the parameters of a sequence for its row, which another one may have had before."""
         row, params = entry.row, entry.params
-        self.remove(row)
+        for known in (self._bias, self._stop_ids, self._num_top, self._staged):
+            known.pop(row, None)
+        self._batch_key = None
         self._table[row] = (
             stream_key(entry.seed, entry.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
             params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
@@ -90,13 +99,6 @@ class FastSampler(Generic[T]):
                 self._counts = self.ops.new_counts(self.max_rows, self.vocab_size)
             prompt, output = entry.tokens[: entry.num_prompt], entry.tokens[entry.num_prompt :]
             self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
-
-    def remove(self, row: int) -> None:
-        """Forget the parameters of a row."""
-        for known in (self._bias, self._stop_ids, self._num_top, self._names, self._staged):
-            known.pop(row, None)
-        self._table[row] = np.zeros((), dtype=ROW)
-        self._batch_key = None
 
     def write_inputs(self, words: Ids, rows: Ids) -> bool:
         """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
@@ -121,8 +123,10 @@ class FastSampler(Generic[T]):
         is_cut = (part["top_k"] < self.vocab_size) | (part["top_p"] < 1.0) | (part["min_p"] > 0.0)
         return bool((is_cut & ~is_greedy).any())
 
-    def sample(self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None) -> Sampled[T]:
-        """One token for each row of float32 logits, which are left as they are.
+    def sample(
+        self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None
+    ) -> tuple[T, Callable[[], Chosen]]:
+        """One token for each row of float32 logits, which are left as they are: on the device, and what waits for them.
 
         rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
         logits a grammar applies to, and the `bits` of `Masks`. Nothing waits for the device.
@@ -132,18 +136,28 @@ class FastSampler(Generic[T]):
                 f"Logits of shape {tuple(logits.shape)} came for {len(rows)} sequences and {self.vocab_size} tokens."
             )
         started = time.perf_counter()
-        ops, batch = self.ops, self._batch_for(rows, positions)
+        ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
         if masks is not None:
             batch = dataclasses.replace(batch, masks=Masks(ops.ids(masks[0]), ops.ids(masks[1])))
         drawn = ops.sample(logits, batch)
+        fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
-        scores = None
         if wanted:
             some = None if len(wanted) == len(rows) else np.fromiter(wanted, dtype=np.int64)
             tokens = drawn.tokens if some is None else ops.rows(drawn.tokens, some)
-            scores = ops.token_logprobs(logits, tokens, max(wanted.values()), rows=some)
-        self.metrics.count(len(rows), time.perf_counter() - started, is_fast=batch.temperature is None)
-        return Sampled(ops, drawn, self.failures, rows, wanted, scores)
+            fetch_scores = fetch_logprobs(ops, ops.token_logprobs(logits, tokens, max(wanted.values()), rows=some))
+        metrics.total_samples += len(rows)
+        metrics.num_timed += len(rows)
+        metrics.fast_path_samples += len(rows) if batch.temperature is None else 0
+        metrics.sample_seconds += time.perf_counter() - started
+
+        def read() -> Chosen:
+            report = fetch_report()
+            tokens, errors = report[0].tolist(), self.failures(report, rows)
+            scores = fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
+            return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
+
+        return drawn.tokens, read
 
     def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
         """Why rows got no token, by index, as a (2, rows) report says."""
@@ -164,9 +178,7 @@ class FastSampler(Generic[T]):
         waiting = np.flatnonzero(positions < part["free_from"]) if self._stop_ids else NO_IDS
         key = rows.tobytes(), waiting.tobytes()
         if key != self._batch_key:
-            banned = {int(i): self._stop_ids[int(rows[i])] for i in waiting if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
-            bias = {i: self._bias[int(row)] for i, row in enumerate(rows) if int(row) in self._bias} if self._bias else {}
-            self._batch, self._batch_key = self._build(part, rows, banned, bias), key
+            self._batch, self._batch_key = self._build(part, rows, waiting), key
             self.metrics.memory_allocations += 1
         if self._batch.temperature is None:
             return self._batch
@@ -190,15 +202,15 @@ class FastSampler(Generic[T]):
                 entry[name] = value
             self._batch_key = None
 
-    def _build(
-        self, part: npt.NDArray[Any], rows: Ids, banned: dict[int, Ids], bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]]
-    ) -> SamplingBatch[T]:
-        """The batch of some rows of the table, less its positions. `banned` and `bias` are by place in the batch."""
+    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> SamplingBatch[T]:
+        """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed yet."""
         ops = self.ops
+        bias = {i: self._bias[row] for i, row in enumerate(rows.tolist()) if row in self._bias} if self._bias else {}
+        banned = {i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
         batch: SamplingBatch[T] = SamplingBatch(
-            bias=self._entries({i: ids for i, (ids, _) in bias.items()}),
+            bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
             bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
-            banned=self._entries(banned),
+            banned=self._entries(banned) if banned else None,
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
             ranges=self._ranges(part) if part["is_ranged"].any() else None,
         )
@@ -214,8 +226,8 @@ class FastSampler(Generic[T]):
             is_greedy=ops.ids(is_greedy.astype(np.int64)) if is_greedy.any() else None,
             keys=ops.ids(np.ascontiguousarray(part["key"])),
             min_p=ops.floats(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
-            short_cuts=self._cuts(part, is_short),
-            long_cuts=self._cuts(part, is_long),
+            short_cuts=self._cuts(part, is_short) if is_short.any() else None,
+            long_cuts=self._cuts(part, is_long) if is_long.any() else None,
             has_uncut=not (is_greedy | is_short | is_long).all(),
         )
 
@@ -224,16 +236,12 @@ class FastSampler(Generic[T]):
         ids = self.ops.ids
         return Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
 
-    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T] | None:
+    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T]:
         places = np.flatnonzero(is_cut)
-        if not len(places):
-            return None
         top_k, ops = part["top_k"][places], self.ops
         return Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
 
-    def _entries(self, ids: dict[int, Ids]) -> Entries[T] | None:
-        if not ids:
-            return None
+    def _entries(self, ids: dict[int, Ids]) -> Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
         return Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
 
@@ -247,40 +255,6 @@ class FastSampler(Generic[T]):
         }
         slots = rows[places]
         return Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
-
-
-class Sampled(Generic[T]):
-    """What a call of `sample` chose. `tokens` stays on the device; asking for anything else waits for it."""
-
-    def __init__(
-        self, ops: Ops[T], drawn: Drawn[T], failures: Callable[[Ids, Ids], dict[int, BaseException]], rows: Ids,
-        wanted: dict[int, int], scores: Logprobs[T] | None,
-    ) -> None:
-        self.tokens = drawn.tokens  # (rows,) int64; 0 where one failed
-        self._fetch_report, self._failures, self._rows, self._wanted = ops.fetch(drawn.report), failures, rows, wanted
-        self._fetch_scores = None if scores is None else fetch_logprobs(ops, scores)
-
-    @cached_property
-    def _report(self) -> Ids:
-        return self._fetch_report()
-
-    def to_host(self) -> list[int]:
-        found: list[int] = self._report[0].tolist()
-        return found
-
-    @cached_property
-    def errors(self) -> dict[int, BaseException]:
-        """Why rows got no token, by index; the others are not touched by it."""
-        return self._failures(self._report, self._rows)
-
-    @cached_property
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the logits as they came, before penalties and temperature; for rows that asked for them and did not fail."""
-        if self._fetch_scores is None:
-            return {}
-        tokens = self.to_host()
-        found = self._fetch_scores([tokens[i] for i in self._wanted], list(self._wanted.values()))
-        return {i: one for i, one in zip(self._wanted, found, strict=True) if i not in self.errors}
 
 
 def is_plain(entry: RowEntry) -> bool:

@@ -48,7 +48,7 @@ def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[in
         sampler.add(entry_of(sequence))
     sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
     assert sampled.errors == {}
-    return sampled.to_host()
+    return sampled.tokens
 
 
 def assert_draws_are_the_references(logits: np.ndarray[Any, Any], all_params: list[SamplingParams], num_draws: int) -> None:
@@ -114,7 +114,7 @@ def test_draws_at_other_positions_are_independent() -> None:
     for sequence in sequences:
         sequence.request = sequences[0].request
         sampler.add(entry_of(sequence))
-    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).to_host())
+    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).tokens)
     pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
     statistic, most = chi_square(pairs, np.full(16, 1 / 16))
     assert statistic < most
