@@ -16,8 +16,7 @@ if platform.machine() in ("x86_64", "AMD64") and "OMP_WAIT_POLICY" not in os.env
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
-    from archerfish.cache.adaptive import AdaptiveCache
-    from archerfish.cache.logits_cache import CacheKey, LogitsCache
+    from archerfish.cache.adaptive import AdaptiveCache, CacheKey, LogitsCache
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
@@ -56,7 +55,7 @@ _HOME = {
     "BatchProcessor": "compat.batch_processor",
     "BenchmarkConfig": "compat.benchmark",
     "BufferPool": "kernels.buffers",
-    "CacheKey": "cache.logits_cache",
+    "CacheKey": "cache.adaptive",
     "CompletionOutput": "engine.outputs",
     "ConversionConfig": "config",
     "ConversionResult": "store.converter",
@@ -69,7 +68,7 @@ _HOME = {
     "InferenceRequest": "compat.streaming",
     "LLM": "engine.llm",
     "LLMEngine": "engine.llm_engine",
-    "LogitsCache": "cache.logits_cache",
+    "LogitsCache": "cache.adaptive",
     "LogitsView": "compat.sampling",
     "MetricEvent": "compat.real_time",
     "MetricsCollector": "observe.collector",

@@ -138,7 +138,25 @@ class RadixCache:
         if matched < node.end:
             node = self._split(node, matched - node.start)
         if matched < length:
-            node = self._add_leaf(node, key, blocks)
+            parent, first, own = node, key.tokens[matched], list(blocks[matched // size : -(-length // size)])
+            self.blocks.share(own)
+            path_hash = self._path_hash.extend(parent.path_hash, matched, key.data, matched, length - matched)
+            self._tick += 1
+            edge, tick = key.data[matched * TOKEN_BYTES :], self._tick
+            node = Node(tree, parent, edge, first, matched, length, own, path_hash, tick, tick)
+            above: Node | None = parent
+            while above is not None and above.end > matched - matched % size and not node.shares_first:
+                node.shares_first = above.blocks[-1] == own[0]  # the block that the new node begins inside of
+                above = above.parent
+            if parent.parent is not None and not parent.children and not parent.lock_count:
+                self.order.remove(parent)
+            parent.children[first] = node
+            tree.num_nodes += 1
+            tree.num_tokens += length - matched
+            tree.evictable_tokens += length - matched
+            self.num_evictable += len(own) - node.shares_first
+            tree.ghosts.pop((parent.path_hash, first), None)
+            self.order.add(node)
         if node.parent is not None:
             self._touch(node)
         return node
@@ -154,7 +172,8 @@ class RadixCache:
         current: Node | None = node
         while current is not None:
             if not current.lock_count:
-                self._count_evictable(current, -1)
+                self.num_evictable -= len(current.blocks) - current.shares_first
+                current.tree.evictable_tokens -= current.end - current.start
             current.lock_count += 1
             current = current.parent
 
@@ -170,7 +189,8 @@ class RadixCache:
             current.lock_count -= 1
             current.last_access = self._tick
             if not current.lock_count:
-                self._count_evictable(current, 1)
+                self.num_evictable += len(current.blocks) - current.shares_first
+                current.tree.evictable_tokens += current.end - current.start
             current = current.parent
         if not node.lock_count and not node.children and node.parent is not None:
             self.order.add(node)
@@ -311,10 +331,6 @@ class RadixCache:
         if not node.lock_count and not node.children:
             self.order.touch(node)
 
-    def _count_evictable(self, node: Node, sign: int) -> None:
-        self.num_evictable += sign * (len(node.blocks) - node.shares_first)
-        node.tree.evictable_tokens += sign * (node.end - node.start)
-
     def _split(self, node: Node, offset: int) -> Node:
         """Cut a node in two; returns the upper one. It stays the lower, so that handles and locks mean the whole path."""
         parent, size = node.parent, self.block_size
@@ -324,9 +340,10 @@ class RadixCache:
         edge = node.edge[: offset * TOKEN_BYTES]
         path_hash = self._path_hash.extend(parent.path_hash, node.start, edge, 0, offset)
         above = node.blocks[: -(-cut // size) - first]
-        upper = Node(node.tree, parent, edge, node.first_token, node.start, above, path_hash, 0)
-        upper.created, upper.last_access, upper.num_hits = node.created, node.last_access, node.num_hits
-        upper.lock_count, upper.shares_first = node.lock_count, node.shares_first
+        upper = Node(
+            node.tree, parent, edge, node.first_token, node.start, cut, above, path_hash, node.created, node.last_access,
+            node.num_hits, node.shares_first, node.lock_count,
+        )
         parent.children[node.first_token] = upper
 
         node.parent, node.start = upper, cut
@@ -340,34 +357,14 @@ class RadixCache:
         node.tree.num_nodes += 1
         return upper
 
-    def _add_leaf(self, parent: Node, key: RadixKey, blocks: Sequence[int]) -> Node:
-        start, length, size, tree = parent.end, len(key.tokens), self.block_size, parent.tree
-        own = list(blocks[start // size : -(-length // size)])
-        self.blocks.share(own)
-        path_hash = self._path_hash.extend(parent.path_hash, start, key.data, start, length - start)
-        self._tick += 1
-        node = Node(tree, parent, key.data[start * TOKEN_BYTES :], key.tokens[start], start, own, path_hash, self._tick)
-        above: Node | None = parent
-        while above is not None and above.end > start - start % size and not node.shares_first:
-            node.shares_first = above.blocks[-1] == own[0]  # the block that `start` is inside of
-            above = above.parent
-        if parent.parent is not None and not parent.children and not parent.lock_count:
-            self.order.remove(parent)
-        parent.children[node.first_token] = node
-        tree.num_nodes += 1
-        tree.num_tokens += length - start
-        tree.ghosts.pop((parent.path_hash, node.first_token), None)
-        self._count_evictable(node, 1)
-        self.order.add(node)
-        return node
-
     def _evict_leaf(self, node: Node) -> int:
         parent, tree = node.parent, node.tree
         assert parent is not None
         del parent.children[node.first_token]
         if not parent.children and not parent.lock_count and parent.parent is not None:
             self.order.add(parent)
-        self._count_evictable(node, -1)
+        self.num_evictable -= node.num_own_blocks
+        tree.evictable_tokens -= node.num_tokens
         tree.num_nodes -= 1
         tree.num_tokens -= node.num_tokens
         tree.evictions += 1

@@ -72,6 +72,7 @@ class PathHash:
         return self._random.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """Tokens `start` to `end` of the path from the root, and the blocks that hold them.
 
@@ -80,29 +81,21 @@ class Node:
     an ancestor's. Each node has its own reference to each of its blocks.
     """
 
-    __slots__ = (
-        "blocks", "children", "created", "edge", "end", "first_token", "is_stale", "last_access", "lock_count", "num_hits",
-        "parent", "path_hash", "shares_first", "start", "tree",
-    )  # fmt: skip
-
-    def __init__(
-        self, tree: Tree, parent: Node | None, edge: bytes, first_token: int, start: int, blocks: list[int], path_hash: int,
-        tick: int,
-    ) -> None:  # fmt: skip
-        self.tree = tree
-        self.parent = parent
-        self.edge = edge  # packed tokens
-        self.first_token = first_token
-        self.start = start
-        self.end = start + len(edge) // TOKEN_BYTES
-        self.blocks = blocks
-        self.path_hash = path_hash  # of all tokens up to `end`
-        self.shares_first = False
-        self.children: dict[int, Node] = {}
-        self.lock_count = 0  # locks on this node and below it
-        self.is_stale = False  # evicted, or its namespace cleared, since it was handed out
-        self.created = self.last_access = tick
-        self.num_hits = 0
+    tree: Tree
+    parent: Node | None
+    edge: bytes  # packed tokens
+    first_token: int
+    start: int
+    end: int
+    blocks: list[int]
+    path_hash: int  # of all tokens up to `end`
+    created: int = 0  # ticks that only grow
+    last_access: int = 0
+    num_hits: int = 0
+    shares_first: bool = False
+    lock_count: int = 0  # locks on this node and below it
+    is_stale: bool = False  # evicted, or its namespace cleared, since it was handed out
+    children: dict[int, Node] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +132,7 @@ class Tree:
         self.start_over()
 
     def start_over(self) -> None:
-        self.root = Node(self, None, b"", -1, 0, [], 0, 0)
+        self.root = Node(self, None, b"", -1, 0, 0, [], 0)
         self.num_nodes = self.num_tokens = self.evictable_tokens = 0
         self.ghosts.clear()
 

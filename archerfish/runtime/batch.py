@@ -84,13 +84,13 @@ def fill_up(ops: Ops[T], rows: Ids) -> T:
 
 def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
+    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
 ) -> PagedBatch[T]:
     """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
     most blocks of any).
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared and
-    kept_rows: as in `PagedBatch`; the latter are filled up as the backend likes it.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. kept_rows: as
+    in `PagedBatch`; they are filled up as the backend likes it.
     """
     num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
     assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
@@ -106,7 +106,8 @@ def pack_batch(
     return PagedBatch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
         token_ids=ops.ids(rows[0]), positions=ops.ids(rows[1]), slots=ops.ids(rows[2]), block_tables=ops.ids(block_tables),
-        block_size=block_size, is_deterministic=is_deterministic, num_shared=num_shared,
+        block_size=block_size, is_deterministic=is_deterministic,
+        num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
         kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
+from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.machine import memory
-from archerfish.kernels.ops import Ids, KVLayer, Ops, PagedBatch, T
+from archerfish.kernels.ops import KVLayer, Ops, PagedBatch, T
 from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentBatch, StateShape
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
-from archerfish.runtime.batch import find_shared, pack_batch, pack_recurrent_batch
+from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
 
 GIB = 1 << 30
@@ -37,21 +37,11 @@ class MemoryPool(ABC, Generic[T]):
     layers: Sequence[Any]  # as `ModelAdapter.forward` takes them
     records_decodes: bool  # whether `decode_batch` can be used
     has_keys: bool  # else it has states
+    pack_batch: ClassVar[Callable[..., Any]]  # makes the batch that the model takes: see `batch.pack_batch`
 
     def close(self) -> None:
         """Give the memory back."""
         self.layers = ()
-
-    @abstractmethod
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy block to block, (from, to), in every layer."""
-
-    @abstractmethod
-    def pack_batch(
-        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
-        num_rows: int = 0, kept_rows: Ids | None = None,
-    ) -> Any:
-        """The batch that the model takes, as `batch.pack_batch` says."""
 
     @abstractmethod
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
@@ -66,6 +56,7 @@ class KVCachePool(MemoryPool[T]):
     """Keys and values of all blocks."""
 
     has_keys = True
+    pack_batch = staticmethod(pack_batch)
 
     def __init__(self, ops: Ops[T], shape: KVShape, num_blocks: int, block_size: int) -> None:
         self.ops = ops
@@ -74,19 +65,6 @@ class KVCachePool(MemoryPool[T]):
         self.layers: Sequence[KVLayer[T]] = [
             ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
         ]
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.ops.copy_blocks(self.layers, pairs)
-
-    def pack_batch(
-        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
-        num_rows: int = 0, kept_rows: Ids | None = None,
-    ) -> PagedBatch[T]:
-        num_shared = find_shared(block_tables[query_lens == 1], self.block_size) if self.ops.is_async else 0
-        return pack_batch(
-            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
-            num_rows=num_rows, num_shared=num_shared, kept_rows=kept_rows,
-        )
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
         return self.ops.new_decode_state(num_rows, -(-max_len // self.block_size))
@@ -105,23 +83,12 @@ class StatePool(MemoryPool[T]):
 
     records_decodes = True
     has_keys = False
+    pack_batch = staticmethod(pack_recurrent_batch)
 
     def __init__(self, ops: Ops[T], shape: StateShape, num_blocks: int, block_size: int) -> None:
         self.ops, self.recurrent = ops, ops.recurrent()
         self.num_blocks, self.block_size = num_blocks, block_size
         self.layers = self.recurrent.new_states(FIRST_SLOT + num_blocks, shape).layers
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        raise InvariantError(f"States are not to be copied, since others can be computed from them: {pairs}.")
-
-    def pack_batch(
-        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
-        num_rows: int = 0, kept_rows: Ids | None = None,
-    ) -> RecurrentBatch[T]:
-        return pack_recurrent_batch(
-            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
-            num_rows=num_rows, kept_rows=kept_rows,
-        )
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
         return self.ops.new_decode_state(num_rows, 1)  # both blocks of a step travel with it

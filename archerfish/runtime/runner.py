@@ -129,8 +129,8 @@ class ModelRunner(Generic[T]):
                 query_lens, contexts = np.asarray(lens, dtype=np.int64).T
                 blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
                 batch = self.pool.pack_batch(
-                    np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
-                    np.tile(blocks, (len(lens), 1)), is_deterministic=self.is_deterministic,
+                    ops, np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
+                    np.tile(blocks, (len(lens), 1)), size, is_deterministic=self.is_deterministic,
                 )
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), first))
                 ops.sample(logits, SamplingBatch())
@@ -175,18 +175,20 @@ class ModelRunner(Generic[T]):
         else:
             keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
             batch = self.pool.pack_batch(
-                tokens, counts, starts, self._tables.of(rows), is_deterministic=self.is_deterministic,
-                num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0, kept_rows=None if keeps_all else places,
+                self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
+                is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
+                kept_rows=None if keeps_all else places,
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
 
     def _start(self, step: StepInput, work: PreparedDecodes | list[Pass[T]]) -> Callable[[], StepResult]:
         """Compute a step, or queue all that computes it; the result waits for it."""
-        with self.ops.computing():
+        ops = self.ops
+        with ops.computing():
             for entry in step.entries:
                 self.sampler.add(entry)
             if step.copies:
-                self.pool.copy(step.copies)
+                ops.copy_blocks(self.pool.layers, step.copies)
             finish = self._start_graph(step, work) if isinstance(work, PreparedDecodes) else self._start_passes(step, work)
             for handle in step.dropped:
                 self._logits.pop(handle, None)

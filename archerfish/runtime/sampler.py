@@ -153,7 +153,7 @@ class FastSampler(Generic[T]):
 
         def read() -> Chosen:
             report = fetch_report()
-            tokens, errors = report[0].tolist(), self.failures(report, rows)
+            tokens, errors = report[0].tolist(), self.failures(report, rows) if report[1].any() else {}
             scores = fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
             return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.radix import Node, RadixCache, RadixKey
 from archerfish.errors import InvariantError
 from archerfish.sched.policy import SchedulingPolicy, queue_for
@@ -236,7 +236,8 @@ class LiveSequences:
         seq.status = Status.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
-        return self._depart(seq)
+        self.release(seq)
+        return self.leaving.get(seq, 0)
 
     def end(
         self, seq: Sequence, reason: FinishReason, *, delta: Delta | None = None, error: BaseException | None = None
@@ -253,7 +254,7 @@ class LiveSequences:
             stats.num_decoded += 1
         was, seq.status = seq.status, Status.FINISHED
         if was is Status.RUNNING:
-            self._depart(seq)
+            self.release(seq)
         elif seq.row < 0:
             self.queue.remove(seq)
         del self.order[seq]
@@ -275,18 +276,17 @@ class LiveSequences:
         assert seq.mask is not None
         self.end(seq, "error", error=seq.mask.error)
 
-    def _depart(self, seq: Sequence) -> int:
+    def release(self, seq: Sequence) -> None:
+        """Take back blocks and row of a sequence that runs no longer; the tree keeps what is computed.
+
+        If a step in flight uses them, the sequence leaves: this must be called again when that is done.
+        """
         self.prefilling.pop(seq, None)
         self.decoding.pop(seq, None)
         self.leaders.pop(seq, None)
         if seq.num_in_flight:
             self.leaving[seq] = len(seq.blocks)
-            return len(seq.blocks)
-        self.release(seq)
-        return 0
-
-    def release(self, seq: Sequence) -> None:
-        """Take back blocks and row of a sequence that runs no longer and is in no step; the tree keeps what is computed."""
+            return
         num_tokens = min(seq.num_computed, len(seq.tokens))
         if self._fixed_chunk:  # what came one by one would be computed in chunks by another, with other roundings
             num_tokens = min(num_tokens, seq.num_prompt)

@@ -79,7 +79,8 @@ class PlanBuilder:
                 same = before.input
                 rows, adapters, counts, starts = same.rows, same.adapters, same.counts, same.starts + 1
             else:
-                rows, adapters = rows_of(sequences)
+                rows = np.array([seq.row for seq in sequences], np.int64)
+                adapters = np.array([seq.request.adapter for seq in sequences], np.int64)
                 counts = np.ones(num, dtype=np.int64)
                 starts = np.array([seq.num_computed - 1 for seq in sequences], np.int64)
             plan = Plan(StepInput(step, rows, starts, counts, counts, adapters, tokens, num), sequences, 0)
@@ -91,17 +92,18 @@ class PlanBuilder:
         return plan
 
     def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
-        # One new token first, then more, then none; in the order of admission otherwise.
-        chunks = sorted(self.chunks, key=lambda chunk: (chunk[2] != 1, chunk[2] == 0))
+        chunks = [chunk for chunk in self.chunks if chunk[2] == 1]  # one new token first, then more, then none
+        chunks += [chunk for chunk in self.chunks if chunk[2] > 1]
+        chunks += [chunk for chunk in self.chunks if not chunk[2]]
         num_decodes = len(self.sequences)
         sequences = [*self.sequences, *(chunk[0] for chunk in chunks)]
         starts = [seq.num_computed - 1 for seq in self.sequences] + [chunk[1] for chunk in chunks]
         counts = [1] * num_decodes + [chunk[2] for chunk in chunks]
         samples = [1] * num_decodes + [int(chunk[3]) for chunk in chunks]
         parts = [np.frombuffer(seq.tokens[start : start + count], np.uint32) for seq, start, count, _ in chunks if count]
-        rows, adapters = rows_of(sequences)
         made = StepInput(
-            step, rows, np.array(starts, np.int64), np.array(counts, np.int64), np.array(samples, np.int64), adapters,
+            step, np.array([seq.row for seq in sequences], np.int64), np.array(starts, np.int64), np.array(counts, np.int64),
+            np.array(samples, np.int64), np.array([seq.request.adapter for seq in sequences], np.int64),
             np.concatenate([tokens, *parts], dtype=np.int64), counts.count(1),
             entries=[entry_of(seq) for seq in self.started],
         )
@@ -148,10 +150,3 @@ def entry_of(seq: Sequence) -> RowEntry:
         stop_token_ids=tuple(sorted(request.stop_token_ids)) if params.min_tokens else (),
         tokens=seq.tokens[:] if params.has_penalties else array("I"), has_grammar=request.grammar is not None,
     )
-
-
-def rows_of(sequences: list[Sequence]) -> tuple[Ids, Ids]:
-    """The row and the adapter of each sequence."""
-    num = len(sequences)
-    rows = np.fromiter([seq.row for seq in sequences], np.int64, num)
-    return rows, np.fromiter([seq.request.adapter for seq in sequences], np.int64, num)

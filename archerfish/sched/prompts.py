@@ -142,15 +142,15 @@ class PromptPlanner:
         return False
 
     def _try_admit(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
-        live, blocks = self.live, self.live.blocks
+        live, size = self.live, self.live.blocks.block_size
         before = live.num_available
         if self._blocked[0] is seq and before < self._blocked[1] and not live.is_empty:
             return False
         found = live.look_up(seq)
-        wanted = live.num_missing(seq, len(seq.tokens)) - found.num_tokens // blocks.block_size
+        wanted = -(-len(seq.tokens) // size) - found.num_tokens // size
         # What running sequences will soon want: the rest of their prompts, and about a block for each decode.
         wanted += sum(live.num_missing(other, len(other.tokens)) for other in live.prefilling)
-        wanted += 0 if self._needs_one_block else min(len(live.prefilling) + len(live.decoding), blocks.num_total // 8)
+        wanted += 0 if self._needs_one_block else min(len(live.prefilling) + len(live.decoding), live.blocks.num_total // 8)
         available = live.num_available
         if wanted > available:
             if not live.is_empty:
@@ -161,7 +161,7 @@ class PromptPlanner:
         builder.copies += live.start(seq, found, now)
         builder.started.append(seq)
         count = 0 if found.logits_handle else self._next_chunk(seq, builder.budget)
-        missing = live.num_missing(seq, found.num_tokens + count)
+        missing = -(-(found.num_tokens + count) // size) - len(seq.blocks)
         if missing > 0 and not live.grow(seq, missing):
             raise InvariantError(f"{missing} blocks were counted as available and are not.")
         if builder.add_chunk(seq, count):

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.live import LiveSequences, SchedulerStats
@@ -75,6 +75,7 @@ class Scheduler:
         self._next_step = 0
         self._last_decodes: Plan | None = None  # the last plan, if it had decodes only
         self._last_commit = 0.0
+        self.tokens_done = 0, 0  # tokens of prompts that were computed, and tokens that came out, since the start
 
     def resize(self, max_num_batched_tokens: int, max_queue_size: int) -> None:
         """Other limits from now on. Requests that wait already stay, also where the queue is shorter now."""
@@ -278,6 +279,7 @@ class Scheduler:
                     continue
             self._settle(plan, result, index, now)
         live.stats.total_tokens_generated += num_accepted
+        self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
         if step.kept:
             live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
             live.stored.clear()
@@ -373,12 +375,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return self._live.num_running
-
-    @property
-    def tokens_done(self) -> tuple[int, int]:
-        """Tokens of prompts that were computed, and tokens that came out, since the start."""
-        stats = self._live.stats
-        return stats.prefill_tokens_computed, stats.total_tokens_generated
 
     def stats(self) -> SchedulerStats:
         """Counters since the start, and gauges now."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.radix import Node, RadixCache, RadixKey
 from archerfish.errors import InvalidInputError, InvalidOptionError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
+from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
 from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
@@ -69,8 +69,6 @@ def test_a_pool_of_states() -> None:
     assert pool.layers[1].time_input.dtype == torch.bfloat16
     for layer in pool.layers:
         assert not any(memory[EMPTY_SLOT].any() for memory in (layer.wkv, layer.time_input, layer.channel_input))
-    with pytest.raises(InvariantError, match="not to be copied"):
-        pool.copy([(1, 2)])
 
 
 def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:
@@ -102,7 +100,7 @@ def test_blocks_are_copied_in_every_layer() -> None:
     pool = KVCachePool(TorchOps("cpu", "float32"), SHAPE, num_blocks=6, block_size=4)
     for number, layer in enumerate(pool.layers):
         layer.keys[1], layer.values[2] = number + 1.0, number + 5.0
-    pool.copy([(1, 4), (2, 5)])
+    pool.ops.copy_blocks(pool.layers, [(1, 4), (2, 5)])
     for number, layer in enumerate(pool.layers):
         assert np.unique(layer.keys[4].numpy()).tolist() == [number + 1.0]
         assert np.unique(layer.values[5].numpy()).tolist() == [number + 5.0]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
 from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
