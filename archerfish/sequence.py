@@ -94,7 +94,8 @@ class Status(Enum):
 
 
 class Sequence:
-    """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
+    """One stream of tokens. It is caught up when all known and pending tokens but the last are computed: a step on it gives
+    the next token."""
 
     __slots__ = (
         "blocks", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node", "num_cached",
@@ -131,15 +132,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.times = SequenceTimes()
-
-    @property
-    def num_known(self) -> int:
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def num_output(self) -> int:
-        """Output tokens, those in flight included."""
-        return len(self.tokens) + self.num_pending - self.num_prompt
 
     @property
     def key(self) -> tuple[str, int]:

@@ -99,7 +99,7 @@ class StatePool(MemoryPool[T]):
         return self.recurrent.decode_batch(inputs, state)
 
 
-_POOLS: dict[str, type[KVCachePool[Any]]] = {"cpu": KVCachePool, "cuda": KVCachePool, "mps": KVCachePool}
+_POOLS: dict[str, type[KVCachePool[Any]]] = {}  # by device, where it is not KVCachePool
 
 
 def register_kv_pool(device: str, pool: type[KVCachePool[Any]]) -> None:

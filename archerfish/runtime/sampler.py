@@ -17,22 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import ArcherfishError
+from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
-from archerfish.kernels.sampling import (
-    CHOSEN,
-    SHORT_TOP_K,
-    TOP_K_OFF,
-    Cuts,
-    Entries,
-    Logprobs,
-    Masks,
-    Penalties,
-    Ranges,
-    SamplingBatch,
-    TokenCounts,
-    stream_key,
-)
 from archerfish.observe.sampling import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
@@ -68,9 +55,9 @@ class FastSampler(Generic[T]):
         self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
         self._names: dict[int, str] = {}  # by row: its request's id
         self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
-        self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
+        self._counts: sampling.TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
-        self._batch: SamplingBatch[T] = SamplingBatch()
+        self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
 
     def add(self, entry: RowEntry) -> None:
@@ -80,9 +67,10 @@ class FastSampler(Generic[T]):
             known.pop(row, None)
         self._batch_key = None
         self._table[row] = (
-            stream_key(entry.seed, entry.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
-            params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
-            entry.num_prompt + params.min_tokens, False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
+            sampling.stream_key(entry.seed, entry.index), params.temperature,
+            *_limits(params.top_k, params.top_p, self.vocab_size), params.min_p, params.repetition_penalty,
+            params.presence_penalty, params.frequency_penalty, params.has_penalties, entry.num_prompt + params.min_tokens,
+            False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
         self._names[row] = entry.request_id
         if params.stages:
@@ -113,7 +101,7 @@ class FastSampler(Generic[T]):
         floats = words[FIRST_FLOAT:].view(np.float64)
         for target, values, filling in (
             (words[Input.KEY], part["key"], 0), (words[Input.IS_GREEDY], is_greedy, 1),
-            (words[Input.TOP_K], part["top_k"], TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
+            (words[Input.TOP_K], part["top_k"], sampling.TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
             (words[Input.END], part["end"], self.vocab_size), (words[Input.OFFSET], part["offset"], 0),
             (floats[Input.TEMPERATURE - FIRST_FLOAT], np.where(is_greedy, 1.0, part["temperature"]), 1.0),
             (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
@@ -138,7 +126,7 @@ class FastSampler(Generic[T]):
         started = time.perf_counter()
         ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
         if masks is not None:
-            batch = dataclasses.replace(batch, masks=Masks(ops.ids(masks[0]), ops.ids(masks[1])))
+            batch = dataclasses.replace(batch, masks=sampling.Masks(ops.ids(masks[0]), ops.ids(masks[1])))
         drawn = ops.sample(logits, batch)
         fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
@@ -163,14 +151,14 @@ class FastSampler(Generic[T]):
         """Why rows got no token, by index, as a (2, rows) report says."""
         return {
             int(i): failure(int(report[1, i]), f"The logits of request {self._names[int(rows[i])]!r}")
-            for i in np.flatnonzero(report[1] != CHOSEN)
+            for i in np.flatnonzero(report[1] != sampling.CHOSEN)
         }
 
     def _known(self, token_ids: SequenceOf[int]) -> Ids:
         ids = np.asarray(token_ids, dtype=np.int64)
         return ids[ids < self.vocab_size]
 
-    def _batch_for(self, rows: Ids, positions: Ids) -> SamplingBatch[T]:
+    def _batch_for(self, rows: Ids, positions: Ids) -> sampling.SamplingBatch[T]:
         """The parameters of these rows; those on the device are used again while they stay the same."""
         if self._staged:
             self._enter_stages(rows, positions)
@@ -202,12 +190,12 @@ class FastSampler(Generic[T]):
                 entry[name] = value
             self._batch_key = None
 
-    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> SamplingBatch[T]:
+    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> sampling.SamplingBatch[T]:
         """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed yet."""
         ops = self.ops
         bias = {i: self._bias[row] for i, row in enumerate(rows.tolist()) if row in self._bias} if self._bias else {}
         banned = {i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
-        batch: SamplingBatch[T] = SamplingBatch(
+        batch: sampling.SamplingBatch[T] = sampling.SamplingBatch(
             bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
             bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
             banned=self._entries(banned) if banned else None,
@@ -218,8 +206,8 @@ class FastSampler(Generic[T]):
         if is_greedy.all():
             return batch
         top_k, top_p = part["top_k"], part["top_p"]
-        is_short = ~is_greedy & (top_k <= SHORT_TOP_K)
-        is_long = ~is_greedy & ~is_short & ((top_k != TOP_K_OFF) | (top_p <= 1))
+        is_short = ~is_greedy & (top_k <= sampling.SHORT_TOP_K)
+        is_long = ~is_greedy & ~is_short & ((top_k != sampling.TOP_K_OFF) | (top_p <= 1))
         return dataclasses.replace(
             batch,
             temperature=ops.floats(np.where(is_greedy, 1.0, part["temperature"])),
@@ -231,21 +219,21 @@ class FastSampler(Generic[T]):
             has_uncut=not (is_greedy | is_short | is_long).all(),
         )
 
-    def _ranges(self, part: npt.NDArray[Any]) -> Ranges[T]:
+    def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
         first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
         ids = self.ops.ids
-        return Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
+        return sampling.Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
 
-    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T]:
+    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
         places = np.flatnonzero(is_cut)
         top_k, ops = part["top_k"][places], self.ops
-        return Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
+        return sampling.Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
 
-    def _entries(self, ids: dict[int, Ids]) -> Entries[T]:
+    def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
-        return Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
+        return sampling.Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
 
-    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> Penalties[T]:
+    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> sampling.Penalties[T]:
         assert self._counts is not None
         places = np.flatnonzero(part["is_penalised"])
         some = part[places]
@@ -254,7 +242,7 @@ class FastSampler(Generic[T]):
             for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
         }
         slots = rows[places]
-        return Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
+        return sampling.Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
 
 
 def is_plain(entry: RowEntry) -> bool:
@@ -271,27 +259,22 @@ def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int
     return lambda: fetch(next_tokens, [num_top] * len(next_tokens))
 
 
-def fetch_logprobs(ops: Ops[T], scores: Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
+def fetch_logprobs(ops: Ops[T], scores: sampling.Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
     """Begin to bring log-probabilities to the host; the result takes the tokens and how many of the likeliest each wants."""
     own, top = ops.fetch(scores.logprobs), ops.fetch(scores.top_logprobs)
     ranks, top_ids = ops.fetch(scores.ranks), ops.fetch(scores.top_ids)
 
     def read(token_ids: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
-        columns = zip(rounded(own()), ranks().tolist(), top_ids().tolist(), rounded(top()), token_ids, nums_top, strict=True)
+        chosen, likeliest = (found().astype(np.float32).tolist() for found in (own, top))  # they are given as float32
+        columns = zip(chosen, ranks().tolist(), top_ids().tolist(), likeliest, token_ids, nums_top, strict=True)
         return [
-            TokenLogprobs(token_id, logprob, rank, list(zip(ids[:num], likeliest[:num], strict=True)))
-            for logprob, rank, ids, likeliest, token_id, num in columns
+            TokenLogprobs(token_id, logprob, rank, list(zip(ids[:num], top_logprobs[:num], strict=True)))
+            for logprob, rank, ids, top_logprobs, token_id, num in columns
         ]
 
     return read
 
 
-def rounded(values: npt.NDArray[np.float64]) -> list[Any]:
-    """A float32 is all that log-probabilities are given with."""
-    found: list[Any] = values.astype(np.float32).tolist()
-    return found
-
-
 def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:
     """top_k and top_p as the op takes them, where off."""
-    return top_k if 0 < top_k < size else TOP_K_OFF, top_p if top_p < 1 else float("inf")
+    return top_k if 0 < top_k < size else sampling.TOP_K_OFF, top_p if top_p < 1 else float("inf")

@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: Sampler | N
     sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
     for sequence in sequences:
         sampler.add(entry_of(sequence))
-    return sample_sequences(sampler, logits, sequences, [sequence.num_known for sequence in sequences])
+    return sample_sequences(sampler, logits, sequences, [len(sequence.tokens) for sequence in sequences])
 
 
 def test_uniform_numbers_are_those_of_the_definition() -> None:
