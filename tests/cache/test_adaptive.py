@@ -66,6 +66,28 @@ def test_gives_back_what_was_kept_until_it_is_too_old() -> None:
     assert (stats.hits, stats.misses, stats.expirations, stats.bytes) == (3, 3, 1, 0)
 
 
+def test_what_is_too_old_goes_before_anything_else() -> None:
+    cache, clock = make(max_bytes=25)
+    ask(cache, "a")
+    ask(cache, "a")  # of use once, so that it would stay longer than the next one
+    clock.now = 5.0
+    ask(cache, "b")
+    clock.now = 10.0
+    ask(cache, "c")
+    assert [key in cache for key in "abc"] == [False, True, True]
+    assert (cache.get_stats().expirations, cache.get_stats().evictions) == (1, 0)
+    clock.now = 12.0
+    assert cache.evict_expired(max_age_s=7.0) == 1 and cache.evict_expired() == 0 and "c" in cache
+    with pytest.raises(InvalidOptionError, match="max_age_s"):
+        cache.evict_expired(-1)
+
+
+def test_replacing_a_value_counts_its_bytes_once() -> None:
+    cache, _ = make()
+    assert cache.insert("a", "A", 10) and cache.insert("a", "B", 30)
+    assert cache.get("a") == "B" and cache.num_bytes == 30
+
+
 def test_the_least_recently_used_go_first() -> None:
     cache, _ = make(max_bytes=30)
     for key in "abc":
@@ -148,8 +170,9 @@ def test_sizes_and_ages_change_while_in_use() -> None:
     assert len(cache) == 0 and not cache.insert("x", "X", 1)
     with pytest.raises(InvalidOptionError):
         cache.resize(-1, 1.0)
-    with pytest.raises(InvalidOptionError):
-        make(window_size=0)
+    for options in ({"window_size": 0}, {"max_bytes": -1}, {"ttl_seconds": 0.0}):
+        with pytest.raises(InvalidOptionError):
+            make(**options)
 
 
 def test_discard() -> None:

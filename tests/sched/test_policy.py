@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,6 +44,17 @@ def test_the_named_policies_order_requests() -> None:
     assert names(scheduling_policy("deadline").schedule(requests, 10)) == "cba"
 
 
+@pytest.mark.parametrize(
+    ("policy", "values", "order"), [("priority", (0, 2, 1, 2), "1320"), ("deadline", (None, 900.0, 500.0), "210")]
+)
+def test_requests_run_in_the_order_of_the_policy(policy: str, values: tuple[Any, ...], order: str) -> None:
+    world = World(policy=policy, max_num_seqs=1)
+    for value in values:
+        world.add(5, **{policy: value})
+    world.run()
+    assert world.order_of_ends == [f"r{number}" for number in order]
+
+
 def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidOptionError, match="fair-share"):
         scheduling_policy("fairshare")
@@ -59,22 +71,6 @@ def test_ones_own_policy_is_found_by_its_name() -> None:
         policies.register_scheduling_policy("fcfs", Mine)
     with pytest.raises(InvalidOptionError, match="subclass"):
         policies.register_scheduling_policy("other", int)  # type: ignore[arg-type]
-
-
-def test_priority_runs_the_higher_first_then_the_earlier() -> None:
-    world = World(policy="priority", max_num_seqs=1)
-    for priority in (0, 2, 1, 2):
-        world.add(5, priority=priority)
-    world.run()
-    assert world.order_of_ends == ["r1", "r3", "r2", "r0"]
-
-
-def test_deadline_runs_the_earliest_first() -> None:
-    world = World(policy="deadline", max_num_seqs=1)
-    for deadline in (None, 900.0, 500.0):
-        world.add(5, deadline=deadline)
-    world.run()
-    assert world.order_of_ends == ["r2", "r1", "r0"]
 
 
 def test_longest_prefix_runs_what_is_cached_first() -> None:
