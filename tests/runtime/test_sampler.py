@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,6 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 0}, {}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1, "temperature": 0.6}, {"top_k": 300, "top_p": 0.95},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.3}, {"logit_bias": {3: 4.0}, "min_tokens": 9, "logprobs": 2},
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(4 if "to_the_last_bit" in request.node.name else 1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequence_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain, combinations
 from typing import Any
 
@@ -24,15 +23,6 @@ FEATURES: dict[str, Any] = {
 }  # fmt: skip
 PROMPT, OUTPUT, STOPS = [1, 5, 5, 7], [5, 20, 20], frozenset({3, 12})
 SUBSETS = list(chain.from_iterable(combinations(FEATURES, size) for size in range(len(FEATURES) + 1)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int = 0) -> Sequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -32,15 +31,6 @@ STAGES = (
     Stage(first=150, end=151, num_tokens=1),
     Stage(first=0, end=129, num_tokens=20, stop_id=128, top_k=40, top_p=0.95),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequence_of(row: int, params: SamplingParams, seed: int = 0, index: int = 0) -> Sequence:
