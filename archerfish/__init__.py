@@ -16,8 +16,7 @@ if platform.machine() in ("x86_64", "AMD64") and "OMP_WAIT_POLICY" not in os.env
     os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 if TYPE_CHECKING:
-    from archerfish.cache.adaptive import AdaptiveCache
-    from archerfish.cache.logits_cache import CacheKey, LogitsCache
+    from archerfish.cache.adaptive import AdaptiveCache, CacheKey, LogitsCache
     from archerfish.compat.batch_processor import BatchProcessor
     from archerfish.compat.batch_server import BatchInferenceServer
     from archerfish.compat.benchmark import BenchmarkConfig, PerformanceTarget, TestCase, run_benchmark
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
     from archerfish.text.tokenizer import FastTokenizer
 
 _HOMES = {  # the public names of each module
-    "cache.adaptive": ("AdaptiveCache",),
-    "cache.logits_cache": ("CacheKey", "LogitsCache"),
+    "cache.adaptive": ("AdaptiveCache", "CacheKey", "LogitsCache"),
     "compat.batch_processor": ("BatchProcessor",),
     "compat.batch_server": ("BatchInferenceServer",),
     "compat.benchmark": ("BenchmarkConfig", "PerformanceTarget", "TestCase", "run_benchmark"),

@@ -35,6 +35,11 @@ class Namespace(NamedTuple):
     adapter: str = ""  # anything else that changes the KV, such as a LoRA adapter
 
 
+def as_namespace(namespace: str | Namespace) -> Namespace:
+    """A string is a tenant, without an adapter."""
+    return Namespace(namespace) if isinstance(namespace, str) else namespace
+
+
 class TokenMatcher(Protocol):
     """How far one sequence has come in a grammar."""
 
@@ -89,12 +94,13 @@ class Status(Enum):
 
 
 class Sequence:
-    """One stream of tokens. It is caught up when num_computed == num_known - 1 and a step on it gives the next token."""
+    """One stream of tokens. It is caught up when all known and pending tokens but the last are computed: a step on it gives
+    the next token."""
 
     __slots__ = (
-        "blocks", "error", "finish_reason", "hit", "index", "logits_handle", "mask", "matcher", "node", "num_cached",
+        "blocks", "error", "finish_reason", "hit", "index", "leader", "logits_handle", "mask", "matcher", "node", "num_cached",
         "num_computed", "num_emitted", "num_in_flight", "num_pending", "num_preemptions", "num_prompt", "num_reported",
-        "num_sent", "pending_limit", "request", "row", "status", "times", "tokens",
+        "num_sent", "num_waits", "pending_limit", "request", "row", "status", "times", "tokens",
     )
 
     def __init__(self, request: Request, index: int = 0) -> None:
@@ -112,6 +118,8 @@ class Sequence:
         self.num_reported = 0  # prompt logprobs that were handed out
         self.num_cached = 0  # prompt tokens that the cache gave at first admission
         self.num_preemptions = 0
+        self.leader: Sequence | None = None  # while it waits: the one that computes what they have in common
+        self.num_waits = 0  # how often it has waited for a leader
         self.blocks: list[int] = []  # physical block of each logical one
         self.num_sent = 0  # how many of them the runner knows
         self.row = -1  # its place in the runner's buffers while running
@@ -124,15 +132,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
         self.times = SequenceTimes()
-
-    @property
-    def num_known(self) -> int:
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def num_output(self) -> int:
-        """Output tokens, those in flight included."""
-        return len(self.tokens) + self.num_pending - self.num_prompt
 
     @property
     def key(self) -> tuple[str, int]:

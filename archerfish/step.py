@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class RowEntry:
     seed: int = 0
     index: int = 0  # which of the n sequences of its request
     stop_token_ids: tuple[int, ...] = ()  # that min_tokens bans at first; empty without min_tokens
-    tokens: array[int] = field(default_factory=lambda: array("I"))  # prompt and output; empty unless penalties count them
+    tokens: array[int] = field(default_factory=partial(array, "I"))  # prompt and output; empty unless penalties count them
     has_grammar: bool = False
 
 
@@ -47,9 +48,9 @@ class StepInput:
     adapters: Ids  # the LoRA adapter of each sequence; 0: none
     tokens: Ids  # the new tokens of all sequences, one sequence after the other; PENDING where the step before samples it
     num_decodes: int  # leading sequences with one new token
-    block_rows: Ids = field(default_factory=lambda: NO_IDS)  # new blocks: block_ids[j] is block block_places[j] of a row
-    block_places: Ids = field(default_factory=lambda: NO_IDS)
-    block_ids: Ids = field(default_factory=lambda: NO_IDS)
+    block_rows: Ids = field(default_factory=NO_IDS.view)  # new blocks: block_ids[j] is block block_places[j] of a row
+    block_places: Ids = field(default_factory=NO_IDS.view)
+    block_ids: Ids = field(default_factory=NO_IDS.view)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy, (from, to), before anything else
     entries: list[RowEntry] = field(default_factory=list)  # rows that change hands
     masked: list[int] = field(default_factory=list)  # sequences whose grammar rules tokens out
@@ -60,14 +61,6 @@ class StepInput:
     reused: list[tuple[int, int]] = field(default_factory=list)  # (sequence, handle): sample it from the logits kept there
     dropped: list[int] = field(default_factory=list)  # handles that no later step names
     returned: list[int] = field(default_factory=list)  # sequences whose logits the result holds
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
 
     @property
     def is_decode_only(self) -> bool:

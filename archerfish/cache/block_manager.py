@@ -12,7 +12,7 @@ MAX_BLOCK_SIZE = 1 << 20  # of states; KV has smaller ones
 class BlockManager:
     """Blocks 0 to num_blocks - 1 of `block_size` tokens each; every operation is O(1) per block."""
 
-    __slots__ = ("_free", "_refs", "block_size", "num_total")
+    __slots__ = ("_free", "_refs", "block_size", "num_free", "num_total")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1:
@@ -20,16 +20,9 @@ class BlockManager:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise InvalidOptionError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, not {block_size}.")
         self.block_size = block_size
-        self.num_total = num_blocks
+        self.num_total = self.num_free = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is taken first
         self._refs = [0] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks with one owner each; all of them or none."""
@@ -41,6 +34,7 @@ class BlockManager:
             raise OutOfBlocksError(f"{num_blocks:,} blocks are wanted; {len(free):,} of {self.num_total:,} are free.")
         taken = free[left:]
         del free[left:]
+        self.num_free = left
         taken.reverse()
         refs = self._refs
         for block in taken:
@@ -58,7 +52,7 @@ class BlockManager:
     def free(self, blocks: Iterable[int]) -> int:
         """One owner less for each of these blocks. Returns how many had no other owner and are free now."""
         refs, free = self._refs, self._free
-        before, total = len(free), self.num_total
+        before, total = self.num_free, self.num_total
         for block in blocks:
             count = refs[block] if 0 <= block < total else 0
             if count == 1:
@@ -68,7 +62,8 @@ class BlockManager:
                 refs[block] = count - 1
             else:
                 raise InvariantError(f"Block {block} is freed but has no owner.")
-        return len(free) - before
+        self.num_free = len(free)
+        return self.num_free - before
 
     def ref_count(self, block: int) -> int:
         """How many own this block; 0: it is free."""

@@ -7,17 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.eviction import EvictionPolicy
-from archerfish.cache.key import PathHash, first_token
-from archerfish.cache.node import Node, Tree
+from archerfish.cache.tree import Node, PathHash, Tree, first_token
 from archerfish.errors import InvariantError
 
 
 def check_cache(
-    blocks: BlockManager,
-    trees: Sequence[Tree],
-    order: EvictionPolicy[Node],
-    num_evictable: int,
-    path_hash: PathHash,
+    blocks: BlockManager, trees: Sequence[Tree], order: EvictionPolicy[Node], num_evictable: int, path_hash: PathHash,
     owned: Iterable[Iterable[int]] | None,
 ) -> None:
     """Raise InvariantError at the first thing that is not as it must be."""
@@ -82,17 +77,12 @@ def _check_holders(node: Node, holder: dict[int, Node], block_size: int) -> None
 
 
 def _check_references(blocks: BlockManager, cached: Counter[int], owned: Iterable[Iterable[int]] | None) -> None:
-    if owned is None:
-        num_used = 0
-        for block in range(blocks.num_total):
-            count = blocks.ref_count(block)
-            num_used += count > 0
-            require(count >= cached[block], f"block {block} has the {cached[block]} owners that are nodes, not {count}")
-    else:
-        owners = Counter(block for table in owned for block in table)
-        for block in range(blocks.num_total):
-            wanted = cached[block] + owners[block]
-            require(blocks.ref_count(block) == wanted, f"block {block} has {wanted} owners, not {blocks.ref_count(block)}")
-        num_used = len(cached.keys() | owners.keys())
+    owners = Counter(block for table in owned or () for block in table)
+    num_used = 0
+    for block in range(blocks.num_total):
+        count, wanted = blocks.ref_count(block), cached[block] + owners[block]
+        num_used += count > 0
+        is_right = count >= wanted if owned is None else count == wanted
+        require(is_right, f"block {block} has {wanted} known owners, not {count}")
     num_free, num_total = blocks.num_free, blocks.num_total
     require(num_free + num_used == num_total, f"{num_free} free + {num_used} used = {num_total} blocks")

@@ -8,6 +8,7 @@ its last child has been evicted; in that case it may be older than others that s
 from __future__ import annotations
 
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from archerfish.errors import InvalidOptionError, did_you_mean
@@ -57,12 +58,14 @@ class LRU(EvictionPolicy[N]):
     end instead of the middle, which would have to be searched for.
     """
 
+    _moment = attrgetter("last_access")
+
     def __init__(self) -> None:
         self._order: OrderedDict[N, None] = OrderedDict()
 
     def add(self, node: N) -> None:
         order = self._order
-        is_oldest = bool(order) and node.last_access <= next(iter(order)).last_access
+        is_oldest = bool(order) and self._moment(node) <= self._moment(next(iter(order)))
         order[node] = None
         if is_oldest:
             order.move_to_end(node, last=False)
@@ -86,12 +89,7 @@ class LRU(EvictionPolicy[N]):
 class FIFO(LRU[N]):
     """First made, first gone; a match changes nothing. A node that was locked joins at one of the ends, as in LRU."""
 
-    def add(self, node: N) -> None:
-        order = self._order
-        is_oldest = bool(order) and node.created <= next(iter(order)).created
-        order[node] = None
-        if is_oldest:
-            order.move_to_end(node, last=False)
+    _moment = attrgetter("created")
 
     def touch(self, node: N) -> None:
         pass

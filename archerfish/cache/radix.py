@@ -7,7 +7,7 @@ lock the new node, unlock the old one. When it ends: insert, unlock, free its bl
 A sequence has references of its own to all of its blocks, and locks the path of those that are in the tree. So a clear takes
 nothing from under a running sequence, and `num_evictable` is exactly what `evict` can bring back.
 
-After `clear`, handles from before it are stale. `lock` and `insert` with one raise StaleHandleError: its KV may be of other
+After `clear`, nodes from before it are stale. `lock` and `insert` with one raise StaleHandleError: its KV may be of other
 weights. `unlock` of one does nothing, so that a sequence that ran through a clear ends as any other.
 """
 
@@ -15,36 +15,50 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.check import check_cache
 from archerfish.cache.eviction import FIFO, EvictionPolicy, eviction_policy
-from archerfish.cache.hits import CacheStats, HitReason, HitRecord
-from archerfish.cache.key import TOKEN_BYTES, PathHash, RadixKey, as_namespace, common_length, first_token
-from archerfish.cache.node import Match, Node, Tree
+from archerfish.cache.tree import TOKEN_BYTES, HitRecord, Match, Node, PathHash, RadixKey, Tree, common_length, first_token
 from archerfish.errors import InvalidInputError, InvariantError, StaleHandleError
-from archerfish.sequence import Namespace
+from archerfish.sequence import Namespace, as_namespace
 
 __all__ = ["CacheStats", "HitRecord", "Match", "Node", "RadixCache", "RadixKey"]
 
 # Other adapters of a tenant that are searched to distinguish "adapter_differs" from "never_seen".
 MAX_ADAPTERS_COMPARED = 16
+STALE = "This cache handle is stale: its node was cleared or evicted."
+
+
+@dataclass(slots=True, frozen=True)
+class CacheStats:
+    """Counters of a RadixCache, or of one namespace of it. Sizes, hits and misses are in tokens."""
+
+    hit_rate: float  # hits / (hits + misses); 0 before the first request
+    hits: int  # prompt tokens that were found
+    misses: int  # prompt tokens that were not
+    request_hits: int  # requests with at least one token found
+    request_misses: int
+    evictable_size: int  # cached, and no running sequence needs it
+    protected_size: int  # cached and locked
+    total_cached: int
+    total_capacity: int  # of all blocks; the same for every namespace
+    evictions: int  # nodes evicted
+    evicted_tokens: int
+    node_count: int
+    utilization: float  # total_cached / total_capacity
 
 
 class RadixCache:
     """Longest-prefix lookup over blocks, shared by all sequences of an engine. Not for several threads at once."""
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        *,
-        policy: str | EvictionPolicy[Any] = "lru",
-        is_enabled: bool = True,
-        whole_blocks: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        on_drop: Callable[[Node], None] | None = None,
-        num_ghosts: int = 8192,
+        self, blocks: BlockManager, *, policy: str | EvictionPolicy[Any] = "lru", is_enabled: bool = True,
+        whole_blocks: bool = False, clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[Node], None] | None = None, num_ghosts: int = 8192,
     ) -> None:
         """`on_drop` is called with every node that goes; `num_ghosts` evictions are remembered for each namespace.
 
@@ -71,73 +85,100 @@ class RadixCache:
 
         `counts=False` leaves the counters alone: for a request that is looked up again before it could be admitted.
         """
-        tree, most = self._tree(key.namespace), self._limit(key, limit)
-        node, matched, record = self._find(tree, key, most)
+        tree = self._trees.get(key.namespace) or self._add_tree(key.namespace)
+        node, matched, record = self._find(tree, key, limit)
         if counts:
             tree.hit_tokens += matched
-            tree.miss_tokens += len(key) - matched
+            tree.miss_tokens += record.num_prompt - matched
             tree.request_hits += matched > 0
             tree.request_misses += matched == 0
-        blocks = self._gather(node, matched)
         if node.parent is not None:
             self._touch(node, num_hits=1)
-        return Match(matched, blocks, node, matched - node.start, record, tree.generation)
+        size = self.block_size
+        missing = -(-matched // size)  # logical blocks below this one are still to be found
+        parts: list[list[int]] = []
+        current: Node | None = node
+        while current is not None and missing:  # where several nodes have a block, the deepest wins
+            first = current.start // size
+            if first < missing:
+                parts.append(current.blocks[: missing - first])
+                missing = first
+            current = current.parent
+        return Match(matched, list(chain.from_iterable(reversed(parts))), node, record)
 
-    def peek(self, key: RadixKey, *, limit: int | None = None) -> int:
+    def peek(self, key: RadixKey) -> int:
         """How many tokens match_prefix would find; changes nothing."""
         tree = self._trees.get(key.namespace)
-        matched = self._descend(tree, key, self._limit(key, limit))[1] if tree is not None else 0
+        if tree is None or not self.is_enabled:
+            return 0
+        matched = self._descend(tree, key, len(key.tokens))[1]
         return matched - matched % self.block_size if self.whole_blocks else matched
 
     def explain(self, key: RadixKey, *, limit: int | None = None) -> HitRecord:
         """The record that match_prefix would give; changes neither recency nor counters."""
-        tree = self._trees.get(key.namespace) or Tree(key.namespace)
-        return self._find(tree, key, self._limit(key, limit))[2]
+        return self._find(self._trees.get(key.namespace) or Tree(key.namespace), key, limit)[2]
 
     # Growth
 
-    def insert(self, key: RadixKey, blocks: Sequence[int], *, handle: Match | Node | None = None) -> Node:
+    def insert(self, key: RadixKey, blocks: Sequence[int], *, handle: Node | None = None) -> Node:
         """Cache a path whose tokens i * B to (i + 1) * B are in blocks[i]. Returns the node that ends where the key ends.
 
         The tree takes a reference of its own to the blocks of the new part; those of a part that it has already stay the
         caller's alone. With `handle` (what the sequence has locked) it is refused if the namespace was cleared meanwhile.
         """
-        if handle is not None:
-            self._fresh(handle)
-        tree = self._tree(key.namespace)
+        if handle is not None and handle.is_stale:
+            raise StaleHandleError(STALE)
+        tree = self._trees.get(key.namespace) or self._add_tree(key.namespace)
         if not self.is_enabled:
             return tree.root
-        length = len(key)
-        if len(blocks) * self.block_size < length:
-            raise InvalidInputError(
-                f"{length} tokens need {-(-length // self.block_size)} blocks of {self.block_size}, not {len(blocks)}."
-            )
+        length, size = len(key.tokens), self.block_size
+        if len(blocks) * size < length:
+            raise InvalidInputError(f"{length} tokens need {-(-length // size)} blocks of {size}, not {len(blocks)}.")
         node, matched = self._descend(tree, key, length)
         if matched < node.end:
             node = self._split(node, matched - node.start)
         if matched < length:
-            node = self._add_leaf(node, key, blocks)
+            parent, first, own = node, key.tokens[matched], list(blocks[matched // size : -(-length // size)])
+            self.blocks.share(own)
+            path_hash = self._path_hash.extend(parent.path_hash, matched, key.data, matched, length - matched)
+            self._tick += 1
+            edge, tick = key.data[matched * TOKEN_BYTES :], self._tick
+            node = Node(tree, parent, edge, first, matched, length, own, path_hash, tick, tick)
+            above: Node | None = parent
+            while above is not None and above.end > matched - matched % size and not node.shares_first:
+                node.shares_first = above.blocks[-1] == own[0]  # the block that the new node begins inside of
+                above = above.parent
+            if parent.parent is not None and not parent.children and not parent.lock_count:
+                self.order.remove(parent)
+            parent.children[first] = node
+            tree.num_nodes += 1
+            tree.num_tokens += length - matched
+            tree.evictable_tokens += length - matched
+            self.num_evictable += len(own) - node.shares_first
+            tree.ghosts.pop((parent.path_hash, first), None)
+            self.order.add(node)
         if node.parent is not None:
             self._touch(node)
         return node
 
     # Protection
 
-    def lock(self, handle: Match | Node) -> None:
+    def lock(self, node: Node) -> None:
         """Keep a node and its ancestors from being evicted, until as many calls of unlock."""
-        node = self._fresh(handle)
+        if node.is_stale:
+            raise StaleHandleError(STALE)
         if not node.lock_count and not node.children and node.parent is not None:
             self.order.remove(node)
         current: Node | None = node
         while current is not None:
             if not current.lock_count:
-                self._count_evictable(current, -1)
+                self.num_evictable -= len(current.blocks) - current.shares_first
+                current.tree.evictable_tokens -= current.end - current.start
             current.lock_count += 1
             current = current.parent
 
-    def unlock(self, handle: Match | Node) -> None:
+    def unlock(self, node: Node) -> None:
         """Undo one lock; counts as a use of the path. Of a node from before a clear: nothing happens."""
-        node = handle.node if isinstance(handle, Match) else handle
         if node.is_stale:
             return
         if not node.lock_count:
@@ -148,7 +189,8 @@ class RadixCache:
             current.lock_count -= 1
             current.last_access = self._tick
             if not current.lock_count:
-                self._count_evictable(current, 1)
+                self.num_evictable += len(current.blocks) - current.shares_first
+                current.tree.evictable_tokens += current.end - current.start
             current = current.parent
         if not node.lock_count and not node.children and node.parent is not None:
             self.order.add(node)
@@ -170,16 +212,12 @@ class RadixCache:
 
         Locked nodes go too: the sequences that locked them keep their own references to the blocks.
         """
-        if namespace is None:
-            trees = list(self._trees.values())
-        else:
-            tree = self._trees.get(as_namespace(namespace))
-            trees = [] if tree is None else [tree]
-        for tree in trees:
-            nodes = list(tree.nodes())
+        for tree in self._trees_of(namespace):
             tree.generation += 1
             tree.cleared_at = self._clock()
-            for node in nodes:
+            tree.root.is_stale = True
+            for node in tree.nodes():
+                node.is_stale = True
                 if not node.lock_count:
                     self.num_evictable -= node.num_own_blocks
                     if not node.children:
@@ -202,28 +240,16 @@ class RadixCache:
 
     def stats(self, namespace: str | Namespace | None = None) -> CacheStats:
         """Counters since the start, and sizes now, of one namespace or of all."""
-        if namespace is None:
-            trees = list(self._trees.values())
-        else:
-            tree = self._trees.get(as_namespace(namespace))
-            trees = [] if tree is None else [tree]
+        trees = self._trees_of(namespace)
         hits, misses = sum(t.hit_tokens for t in trees), sum(t.miss_tokens for t in trees)
         cached, evictable = sum(t.num_tokens for t in trees), sum(t.evictable_tokens for t in trees)
         capacity = self.blocks.num_total * self.block_size
         return CacheStats(
-            hit_rate=hits / (hits + misses) if hits + misses else 0.0,
-            hits=hits,
-            misses=misses,
-            request_hits=sum(t.request_hits for t in trees),
-            request_misses=sum(t.request_misses for t in trees),
-            evictable_size=evictable,
-            protected_size=cached - evictable,
-            total_cached=cached,
-            total_capacity=capacity,
-            evictions=sum(t.evictions for t in trees),
-            evicted_tokens=sum(t.evicted_tokens for t in trees),
-            node_count=sum(t.num_nodes for t in trees),
-            utilization=cached / capacity,
+            hit_rate=hits / (hits + misses) if hits + misses else 0.0, hits=hits, misses=misses,
+            request_hits=sum(t.request_hits for t in trees), request_misses=sum(t.request_misses for t in trees),
+            evictable_size=evictable, protected_size=cached - evictable, total_cached=cached, total_capacity=capacity,
+            evictions=sum(t.evictions for t in trees), evicted_tokens=sum(t.evicted_tokens for t in trees),
+            node_count=sum(t.num_nodes for t in trees), utilization=cached / capacity,
         )
 
     def check(self, owned: Iterable[Iterable[int]] | None = None) -> None:
@@ -232,36 +258,52 @@ class RadixCache:
 
     # Inside
 
-    def _tree(self, namespace: Namespace) -> Tree:
-        tree = self._trees.get(namespace)
-        if tree is None:
-            tree = self._trees[namespace] = Tree(namespace)
-            self._trees_of_tenant.setdefault(namespace.tenant, []).append(tree)
+    def _add_tree(self, namespace: Namespace) -> Tree:
+        tree = self._trees[namespace] = Tree(namespace)
+        self._trees_of_tenant.setdefault(namespace.tenant, []).append(tree)
         return tree
 
-    def _limit(self, key: RadixKey, limit: int | None) -> int:
-        if not self.is_enabled:
-            return 0
-        return len(key) if limit is None else max(0, min(limit, len(key)))
+    def _trees_of(self, namespace: str | Namespace | None) -> list[Tree]:
+        if namespace is None:
+            return list(self._trees.values())
+        tree = self._trees.get(as_namespace(namespace))
+        return [] if tree is None else [tree]
 
-    @staticmethod
-    def _fresh(handle: Match | Node) -> Node:
-        node = handle.node if isinstance(handle, Match) else handle
-        if node.is_stale:
-            raise StaleHandleError("This cache handle is stale: its node was cleared or evicted.")
-        return node
-
-    def _find(self, tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int, HitRecord]:
+    def _find(self, tree: Tree, key: RadixKey, limit: int | None) -> tuple[Node, int, HitRecord]:
         """What `_descend` gives, cut to whole blocks if only those can be used, and why it is no more."""
-        node, matched = self._descend(tree, key, limit)
-        num_cut = matched % self.block_size if self.whole_blocks else 0
-        is_last = self.whole_blocks and self.is_enabled and 0 < limit - matched < self.block_size  # no state can lie behind it
-        if not num_cut and not is_last:
-            return node, matched, self._record(tree, key, limit, node, matched)
-        matched -= num_cut
-        while node.parent is not None and matched <= node.start:
-            node = node.parent
-        return node, matched, self._make_record(tree, key, matched, "between_states", None)
+        length, size = len(key.tokens), self.block_size
+        most = length if limit is None else max(0, min(limit, length))
+        node, matched = self._descend(tree, key, most) if self.is_enabled else (tree.root, 0)
+        record = HitRecord(length, matched, "never_seen", generation=tree.generation)
+        if tree.cleared_at is not None:
+            record.cleared_seconds_ago = self._clock() - tree.cleared_at
+        if not self.is_enabled:
+            record.reason = "cache_off"
+        elif self.whole_blocks and (matched % size or 0 < most - matched < size):  # no state can lie behind it
+            record.reason = "between_states"
+            record.num_matched = matched = matched - matched % size
+            while node.parent is not None and matched <= node.start:
+                node = node.parent
+        elif matched == length:
+            record.reason = "full"
+        elif matched == most:
+            record.reason = "limit"
+        else:
+            self._explain_end(record, tree, key, node)
+        return node, matched, record
+
+    def _explain_end(self, record: HitRecord, tree: Tree, key: RadixKey, node: Node) -> None:
+        """Find out whether the next token was cached and evicted, or is cached under another adapter."""
+        matched, path_hash = record.num_matched, node.path_hash
+        if tree.ghosts and matched < node.end and node.parent is not None:
+            path_hash = self._path_hash.extend(node.parent.path_hash, node.start, node.edge, 0, matched - node.start)
+        evicted_at = tree.ghosts.get((path_hash, key.tokens[matched]))
+        if evicted_at is not None:
+            record.reason, record.evicted_seconds_ago = "evicted", self._clock() - evicted_at
+            return
+        others = self._trees_of_tenant.get(tree.namespace.tenant, [])[-MAX_ADAPTERS_COMPARED:]
+        if any(other is not tree and self._descend(other, key, matched + 1)[1] > matched for other in others):
+            record.reason = "adapter_differs"
 
     @staticmethod
     def _descend(tree: Tree, key: RadixKey, limit: int) -> tuple[Node, int]:
@@ -278,22 +320,6 @@ class RadixCache:
             return child, matched + common_length(data, matched, child.edge, min(child.end, limit) - matched)
         return node, matched
 
-    def _gather(self, node: Node, matched: int) -> list[int]:
-        """The blocks of the first `matched` tokens of the path to `node`; where several nodes have one, the deepest wins."""
-        size = self.block_size
-        missing = -(-matched // size)  # logical blocks below this one are still to be found
-        parts: list[list[int]] = []
-        current: Node | None = node
-        while current is not None and missing:
-            first = current.start // size
-            if first < missing:
-                parts.append(current.blocks[: missing - first])
-                missing = first
-            current = current.parent
-        if len(parts) == 1:
-            return parts[0]
-        return [block for part in reversed(parts) for block in part]
-
     def _touch(self, node: Node, num_hits: int = 0) -> None:
         self._tick += 1
         tick = self._tick
@@ -305,10 +331,6 @@ class RadixCache:
         if not node.lock_count and not node.children:
             self.order.touch(node)
 
-    def _count_evictable(self, node: Node, sign: int) -> None:
-        self.num_evictable += sign * node.num_own_blocks
-        node.tree.evictable_tokens += sign * node.num_tokens
-
     def _split(self, node: Node, offset: int) -> Node:
         """Cut a node in two; returns the upper one. It stays the lower, so that handles and locks mean the whole path."""
         parent, size = node.parent, self.block_size
@@ -318,9 +340,10 @@ class RadixCache:
         edge = node.edge[: offset * TOKEN_BYTES]
         path_hash = self._path_hash.extend(parent.path_hash, node.start, edge, 0, offset)
         above = node.blocks[: -(-cut // size) - first]
-        upper = Node(node.tree, parent, edge, node.first_token, node.start, above, path_hash, 0)
-        upper.created, upper.last_access, upper.num_hits = node.created, node.last_access, node.num_hits
-        upper.lock_count, upper.shares_first = node.lock_count, node.shares_first
+        upper = Node(
+            node.tree, parent, edge, node.first_token, node.start, cut, above, path_hash, node.created, node.last_access,
+            node.num_hits, node.shares_first, node.lock_count,
+        )
         parent.children[node.first_token] = upper
 
         node.parent, node.start = upper, cut
@@ -334,41 +357,14 @@ class RadixCache:
         node.tree.num_nodes += 1
         return upper
 
-    def _add_leaf(self, parent: Node, key: RadixKey, blocks: Sequence[int]) -> Node:
-        start, length, tree = parent.end, len(key), parent.tree
-        own = list(blocks[start // self.block_size : -(-length // self.block_size)])
-        self.blocks.share(own)
-        path_hash = self._path_hash.extend(parent.path_hash, start, key.data, start, length - start)
-        self._tick += 1
-        node = Node(tree, parent, key.data[start * TOKEN_BYTES :], key.tokens[start], start, own, path_hash, self._tick)
-        node.shares_first = self._is_of_ancestor(parent, start, own[0])
-        if parent.parent is not None and not parent.children and not parent.lock_count:
-            self.order.remove(parent)
-        parent.children[node.first_token] = node
-        tree.num_nodes += 1
-        tree.num_tokens += node.num_tokens
-        tree.ghosts.pop((parent.path_hash, node.first_token), None)
-        self._count_evictable(node, 1)
-        self.order.add(node)
-        return node
-
-    def _is_of_ancestor(self, parent: Node, start: int, block: int) -> bool:
-        """Whether a node above has this physical block too, for the logical block that `start` is inside of."""
-        logical_start = start - start % self.block_size
-        current: Node | None = parent
-        while current is not None and current.end > logical_start:
-            if current.blocks[-1] == block:
-                return True
-            current = current.parent
-        return False
-
     def _evict_leaf(self, node: Node) -> int:
         parent, tree = node.parent, node.tree
         assert parent is not None
         del parent.children[node.first_token]
         if not parent.children and not parent.lock_count and parent.parent is not None:
             self.order.add(parent)
-        self._count_evictable(node, -1)
+        self.num_evictable -= node.num_own_blocks
+        tree.evictable_tokens -= node.num_tokens
         tree.num_nodes -= 1
         tree.num_tokens -= node.num_tokens
         tree.evictions += 1
@@ -378,49 +374,8 @@ class RadixCache:
         tree.ghosts.move_to_end(ghost)
         if len(tree.ghosts) > self._num_ghosts:
             tree.ghosts.popitem(last=False)
-        node.generation = -1
-        node.parent = None
+        node.is_stale, node.parent = True, None
         freed = self.blocks.free(node.blocks)
         if self._on_drop is not None:
             self._on_drop(node)
         return freed
-
-    def _record(self, tree: Tree, key: RadixKey, limit: int, node: Node, matched: int) -> HitRecord:
-        length = len(key)
-        reason: HitReason = "never_seen"
-        evicted_at: float | None = None
-        if not self.is_enabled:
-            reason = "cache_off"
-        elif matched == length:
-            reason = "full"
-        elif matched == limit:
-            reason = "limit"
-        else:
-            evicted_at = self._evicted_at(tree, key, node, matched)
-            if evicted_at is not None:
-                reason = "evicted"
-            elif self._other_adapter_has(tree, key, matched + 1):
-                reason = "adapter_differs"
-        return self._make_record(tree, key, matched, reason, evicted_at)
-
-    def _make_record(
-        self, tree: Tree, key: RadixKey, matched: int, reason: HitReason, evicted_at: float | None
-    ) -> HitRecord:
-        record = HitRecord(len(key), matched, reason, None, tree.generation, None)
-        if evicted_at is not None:
-            record.evicted_seconds_ago = self._clock() - evicted_at
-        if tree.cleared_at is not None:
-            record.cleared_seconds_ago = self._clock() - tree.cleared_at
-        return record
-
-    def _evicted_at(self, tree: Tree, key: RadixKey, node: Node, matched: int) -> float | None:
-        if not tree.ghosts:
-            return None
-        path_hash = node.path_hash
-        if matched < node.end and node.parent is not None:
-            path_hash = self._path_hash.extend(node.parent.path_hash, node.start, node.edge, 0, matched - node.start)
-        return tree.ghosts.get((path_hash, key.tokens[matched]))
-
-    def _other_adapter_has(self, tree: Tree, key: RadixKey, length: int) -> bool:
-        trees = self._trees_of_tenant.get(tree.namespace.tenant, [])[-MAX_ADAPTERS_COMPARED:]
-        return any(other is not tree and self._descend(other, key, length)[1] == length for other in trees)

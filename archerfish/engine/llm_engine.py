@@ -17,9 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
-from archerfish.cache.hits import HitRecord
-from archerfish.cache.key import as_namespace
-from archerfish.cache.radix import CacheStats
+from archerfish.cache.radix import CacheStats, HitRecord
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.engine.llm_loading import check_changes, choose_step_tokens, load_adapter, make_scheduler, read_facts
 from archerfish.engine.outputs import EngineStats, Listener, OutputCollector, RequestOutput, TextDelta, Watcher
@@ -32,7 +30,7 @@ from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep
 from archerfish.sched.plan import Plan
-from archerfish.sequence import Delta, Namespace, Request
+from archerfish.sequence import Delta, Namespace, Request, as_namespace
 from archerfish.step import StepResult
 from archerfish.text.chat_template import ChatTemplate
 from archerfish.text.grammar import GrammarCompiler

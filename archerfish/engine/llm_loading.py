@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.config import EngineConfig, HubConfig
 from archerfish.errors import InvalidOptionError

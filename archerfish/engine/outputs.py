@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from archerfish.cache.hits import CacheStats
+from archerfish.cache.radix import CacheStats
 from archerfish.sched.live import SchedulerStats
 from archerfish.sequence import Delta, FinishReason, Request
 from archerfish.sequence import Sequence as TokenSequence

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from archerfish.cache.eviction import eviction_policy
-from archerfish.cache.key import as_namespace
 from archerfish.config import EngineConfig
 from archerfish.engine.outputs import Listener, OutputCollector
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, UnknownOptionError, did_you_mean
 from archerfish.params import SamplingParams, is_number
-from archerfish.sequence import Namespace, Request
+from archerfish.sequence import Namespace, Request, as_namespace
 from archerfish.text.grammar import GrammarCompiler
 from archerfish.text.tokenizer import Tokenizer
 

@@ -115,7 +115,7 @@ class MetricsCollector:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for model, gaps in waiting.items():
-            self._gaps.observe_many(gaps, model_name=model)
+            self._gaps.observe(*gaps, model_name=model)
 
     def ended(self, model: str, result: EndedRequest) -> None:
         """Record the durations of an ended request and the finish reason of each output."""

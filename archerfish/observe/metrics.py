@@ -39,8 +39,6 @@ class Metric(ABC):
         self._lock = threading.Lock()
 
     def _key(self, labels: dict[str, str]) -> Labels:
-        if tuple(labels) == self.label_names:
-            return tuple(labels.values())
         try:
             key = tuple(labels[name] for name in self.label_names)
         except KeyError as error:
@@ -69,8 +67,10 @@ class _Number(Metric):
         with self._lock:
             return [Sample(labels, value) for labels, value in self._values.items()]
 
-    def _add(self, amount: float, labels: dict[str, str]) -> None:
-        key = self._key(labels)
+    def add(self, amount: float = 1, **labels: str) -> None:
+        if self.kind == "counter" and not amount >= 0:
+            raise ValueError(f"The counter {self.name} cannot change by {amount}.")
+        key = tuple(labels.values()) if tuple(labels) == self.label_names else self._key(labels)
         with self._lock:
             self._values[key] = self._values.get(key, 0.0) + amount
 
@@ -80,19 +80,11 @@ class Counter(_Number):
 
     kind = "counter"
 
-    def add(self, amount: float = 1, **labels: str) -> None:
-        if not amount >= 0:
-            raise ValueError(f"The counter {self.name} cannot change by {amount}.")
-        self._add(amount, labels)
-
 
 class Gauge(_Number):
     """A number that goes up and down."""
 
     kind = "gauge"
-
-    def add(self, amount: float = 1, **labels: str) -> None:
-        self._add(amount, labels)
 
     def set(self, value: float, **labels: str) -> None:
         key = self._key(labels)
@@ -135,12 +127,9 @@ class Histogram(Metric):
         self.buckets = tuple(float(bound) for bound in buckets)
         self._series: dict[Labels, _Series] = {}
 
-    def observe(self, value: float, **labels: str) -> None:
-        self.observe_many((value,), **labels)
-
-    def observe_many(self, values: Sequence[float], **labels: str) -> None:
-        """Observe several values under one lock."""
-        key = self._key(labels)
+    def observe(self, *values: float, **labels: str) -> None:
+        """Count values, all under one lock."""
+        key = tuple(labels.values()) if tuple(labels) == self.label_names else self._key(labels)
         with self._lock:
             series = self._series.get(key)
             if series is None:

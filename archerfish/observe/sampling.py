@@ -20,9 +20,3 @@ class SamplingMetrics:
     def avg_sample_time(self) -> float:
         """Seconds for one sample; 0 before the first."""
         return self.sample_seconds / self.num_timed if self.num_timed else 0.0
-
-    def count(self, num_samples: int, seconds: float, *, is_fast: bool) -> None:
-        self.total_samples += num_samples
-        self.fast_path_samples += num_samples if is_fast else 0
-        self.sample_seconds += seconds
-        self.num_timed += num_samples

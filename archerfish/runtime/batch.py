@@ -68,13 +68,6 @@ def join_tokens(tokens: Sequence[Sequence[int] | Ids]) -> tuple[Ids, Ids]:
     return np.fromiter(chain.from_iterable(tokens), np.int64, int(query_lens.sum())), query_lens
 
 
-def count_decodes(query_lens: Ids) -> int:
-    is_decode = query_lens == 1
-    num_decodes = int(np.count_nonzero(is_decode))
-    assert is_decode[:num_decodes].all(), "sequences with one new token must stand first"
-    return num_decodes
-
-
 def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
     """Lists of blocks as the rows of one array, filled up with 0."""
     lengths = np.fromiter(map(len, blocks), np.int64, len(blocks))
@@ -84,22 +77,23 @@ def pad_tables(blocks: Sequence[Sequence[int]]) -> Ids:
     return tables
 
 
-def fill_up(ops: Ops[T], rows: Ids | None) -> T | None:
+def fill_up(ops: Ops[T], rows: Ids) -> T:
     """Rows that are wanted on the device, and as many more as make a number that the backend likes."""
-    return None if rows is None else ops.ids(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
+    return ops.ids(np.pad(rows, (0, ops.padded_rows(max(1, len(rows))) - len(rows))))
 
 
 def pack_batch(
     ops: Ops[T], token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, block_size: int, *,
-    is_deterministic: bool = False, num_rows: int = 0, num_shared: int = 0, kept_rows: Ids | None = None,
+    is_deterministic: bool = False, num_rows: int = 0, kept_rows: Ids | None = None,
 ) -> PagedBatch[T]:
     """The batch of sequences over KV blocks: token_ids (tokens,), query_lens, starts (sequences,), block_tables (sequences,
     most blocks of any).
 
-    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. num_shared and
-    kept_rows: as in `PagedBatch`; the latter are filled up as the backend likes it.
+    Sequences with one new token must stand first. num_rows: of the batch's tensors; 0: as the backend likes it. kept_rows: as
+    in `PagedBatch`; they are filled up as the backend likes it.
     """
-    num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
+    num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
+    assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
     num_rows = num_rows or ops.padded_rows(num_tokens)
     assert num_rows >= num_tokens, "a batch has at least a row per token"
     sequence = np.repeat(np.arange(len(query_lens)), query_lens)
@@ -112,8 +106,9 @@ def pack_batch(
     return PagedBatch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, context_lens=starts + query_lens,
         token_ids=ops.ids(rows[0]), positions=ops.ids(rows[1]), slots=ops.ids(rows[2]), block_tables=ops.ids(block_tables),
-        block_size=block_size, is_deterministic=is_deterministic, num_shared=num_shared,
-        kept_rows=fill_up(ops, kept_rows),
+        block_size=block_size, is_deterministic=is_deterministic,
+        num_shared=find_shared(block_tables[:num_decodes], block_size) if ops.is_async else 0,
+        kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
 
 
@@ -126,7 +121,8 @@ def pack_recurrent_batch(
     The state behind token i is in block i // block_size, until that of the next token takes its place there: so the new tokens
     are cut at the multiples of block_size.
     """
-    num_decodes, num_tokens = count_decodes(query_lens), len(token_ids)
+    num_decodes, num_tokens = int(np.count_nonzero(query_lens == 1)), len(token_ids)
+    assert (query_lens[:num_decodes] == 1).all(), "sequences with one new token must stand first"
     ends = begins + query_lens
     counts = (ends - 1) // block_size - begins // block_size + 1
     first_pieces = np.concatenate(([0], np.cumsum(counts)))
@@ -146,7 +142,7 @@ def pack_recurrent_batch(
         num_tokens=num_tokens, num_decodes=num_decodes, query_lens=query_lens, piece_counts=counts, piece_lens=piece_lens,
         token_ids=ops.ids(rows[0]), previous=ops.ids(rows[1]), sources=ops.ids(sources), targets=ops.ids(targets),
         starts=ops.ids(piece_starts), first_pieces=ops.ids(first_pieces), is_deterministic=is_deterministic,
-        kept_rows=fill_up(ops, kept_rows),
+        kept_rows=None if kept_rows is None else fill_up(ops, kept_rows),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Generic, NamedTuple, TypeVar
@@ -21,8 +21,8 @@ from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, 
 from archerfish.kernels.ops import Ids, Ops, Replay, T
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import MIN_SHARED_SEQUENCES, BlockTables, find_shared
-from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler
+from archerfish.runtime.kv_pool import MemoryPool
+from archerfish.runtime.sampler import FastSampler, is_plain
 from archerfish.step import StepInput
 
 SIZES = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))  # sequences
@@ -41,21 +41,13 @@ class Kind(NamedTuple):
     is_cut: bool = False  # some draw from fewer than all tokens: by top_k, top_p or min_p
 
 
-@dataclass(frozen=True)
-class Recorded(Generic[T]):
-    """A recorded pass: send its inputs, repeat it, fetch what it gives."""
-
-    inputs: T
-    repeat: Replay[T]
-
-
 class RecordedPasses(ABC, Generic[T, K]):
     """Passes by their kind K, each recorded when it is first used, or before."""
 
     def __init__(self, model: ModelAdapter[T], pool: MemoryPool[T], num_words: int) -> None:
         self.ops: Ops[T] = model.ops
         self.model, self.pool = model, pool
-        self._recorded: dict[K, Recorded[T]] = {}
+        self._recorded: dict[K, tuple[T, Replay[T]]] = {}
         self._buffers = cycle([self.ops.host_buffer(num_words) for _ in range(NUM_BUFFERS)])
 
     @abstractmethod
@@ -70,19 +62,17 @@ class RecordedPasses(ABC, Generic[T, K]):
     def compute(self, kind: K, inputs: T) -> T:
         """What is recorded: a pass that reads its inputs where they lie."""
 
-    def recorded(self, kind: K) -> Recorded[T]:
+    def recorded(self, kind: K) -> tuple[T, Replay[T]]:
+        """The inputs of a recorded pass, and what repeats it and gives its result."""
         found = self._recorded.get(kind)
         if found is None:
             inputs = self.ops.ids(self.empty_inputs(kind).copy())
-            found = self._recorded[kind] = Recorded(inputs, self._record(lambda: self.compute(kind, inputs)))
+            try:
+                repeat = self.ops.capture(lambda: self.compute(kind, inputs))
+            except Exception:  # such as a lack of memory: the pass can still be run
+                repeat = None
+            found = self._recorded[kind] = inputs, repeat or (lambda num_rows=0: self.compute(kind, inputs))
         return found
-
-    def _record(self, call: Callable[[], T]) -> Replay[T]:
-        try:
-            repeat = self.ops.capture(call)
-        except Exception:  # such as a lack of memory: the pass can still be run
-            repeat = None
-        return repeat or (lambda num_rows=0: call())
 
     def record_next(self) -> bool:
         """Record one more kind, in idle time. False: all are recorded."""
@@ -115,19 +105,18 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         self.sampler = sampler
         self.state = pool.new_decode_state(num_rows, max_len)
         self._spare_row = num_rows
+        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._num_known = np.zeros(num_rows, dtype=np.int64)  # blocks of each row that the device knows
         self._members: bytes = b""  # the rows for which _num_shared holds
         self._num_shared = 0
 
-    def enter(self, step: StepInput) -> None:
-        """Forget the blocks of rows that change hands."""
+    def takes(self, step: StepInput) -> bool:
+        """Whether a step can be run here. Every step must be asked about, in order: it may bring other sequences for rows."""
         for entry in step.entries:
             self._num_known[entry.row] = 0
             self._members = b""
-
-    def takes(self, step: StepInput) -> bool:
-        """Whether a step of plainly sampled rows can be run here."""
-        return step.is_decode_only
+            (self._special_rows.discard if is_plain(entry) else self._special_rows.add)(entry.row)
+        return step.is_decode_only and self._special_rows.isdisjoint(step.rows.tolist())
 
     def warm_up(self) -> bool:
         """Record batches that share nothing and draw from all tokens, and one of each other kind.
@@ -182,9 +171,9 @@ class DecodeGraphs(RecordedPasses[T, Kind]):
         if len(prepared.unknown):
             self.ops.set_tables(self.state, prepared.unknown, prepared.tables)
         is_cut = self.sampler.write_inputs(prepared.words, prepared.rows)
-        recorded = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut))
-        self.ops.send(prepared.words, recorded.inputs)
-        return recorded.repeat(len(prepared.rows))
+        inputs, repeat = self.recorded(Kind(prepared.words.shape[1], prepared.num_shared > 0, is_cut))
+        self.ops.send(prepared.words, inputs)
+        return repeat(len(prepared.rows))
 
     def empty_inputs(self, kind: Kind) -> Ids:
         words = next(self._buffers)[: NUM_INPUTS * kind.size].reshape(NUM_INPUTS, kind.size)
@@ -246,14 +235,14 @@ class PromptGraphs(RecordedPasses[T, int]):
         """Queue a pass; gives the (1, vocabulary) logits behind its last token."""
         num_new = len(prompt.tokens)
         size = self._size_of(num_new)
-        recorded = self.recorded(size)
+        inputs, repeat = self.recorded(size)
         words, first_block = self.empty_inputs(size), Word.TOKENS + size
         words[Word.NUM_NEW], words[Word.START] = num_new, prompt.start
         words[Word.TOKENS : Word.TOKENS + num_new] = prompt.tokens
         num_blocks = -(-(prompt.start + num_new) // self.pool.block_size)
         words[first_block : first_block + num_blocks] = prompt.blocks[:num_blocks]
-        self.ops.send(words, recorded.inputs)
-        return self.ops.concat([recorded.repeat()])  # a copy: other recorded work has the same memory
+        self.ops.send(words, inputs)
+        return self.ops.concat([repeat()])  # a copy: other recorded work has the same memory
 
     def kinds(self) -> Iterable[int]:
         return reversed(self.sizes)

@@ -1,22 +1,21 @@
-"""The memory of KV blocks, and how much of it, or of states, there is room for."""
+"""The memory of blocks of keys and values, or of recurrent states, and how much of it there is room for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 from archerfish.config import EngineConfig
 from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.decoding import DecodeState
 from archerfish.kernels.machine import memory
-from archerfish.kernels.ops import Ids, KVLayer, Ops, PagedBatch, T
-from archerfish.kernels.recurrent import StateShape
+from archerfish.kernels.ops import KVLayer, Ops, PagedBatch, T
+from archerfish.kernels.recurrent import FIRST_SLOT, RecurrentBatch, StateShape
 from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import KVShape, MemoryShape
-from archerfish.runtime.batch import find_shared, pack_batch
-from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.state_pool import StatePool
+from archerfish.runtime.batch import pack_batch, pack_recurrent_batch
 from archerfish.types import DTYPE_BYTES
 
 GIB = 1 << 30
@@ -29,10 +28,35 @@ GPU_SPARE_BYTES = GIB  # for the context, recorded steps, kept logits and the al
 MAX_SHRINKS, SHRUNK = 6, 0.85  # how often a pool that does not fit is tried again, and with which share of it
 
 
+class MemoryPool(ABC, Generic[T]):
+    """The memory of all blocks, in all layers. BlockManager counts the owners of blocks; this only holds them."""
+
+    ops: Ops[T]
+    num_blocks: int
+    block_size: int
+    layers: Sequence[Any]  # as `ModelAdapter.forward` takes them
+    records_decodes: bool  # whether `decode_batch` can be used
+    has_keys: bool  # else it has states
+    pack_batch: ClassVar[Callable[..., Any]]  # makes the batch that the model takes: see `batch.pack_batch`
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.layers = ()
+
+    @abstractmethod
+    def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
+        """What the device remembers of so many sequences, of at most so many tokens, between steps that are only decodes."""
+
+    @abstractmethod
+    def decode_batch(self, inputs: T, state: DecodeState[T], *, is_shared: bool) -> tuple[Any, SamplingBatch[T]]:
+        """What inputs of such a step say, for the model and for `Ops.sample`."""
+
+
 class KVCachePool(MemoryPool[T]):
     """Keys and values of all blocks."""
 
     has_keys = True
+    pack_batch = staticmethod(pack_batch)
 
     def __init__(self, ops: Ops[T], shape: KVShape, num_blocks: int, block_size: int) -> None:
         self.ops = ops
@@ -41,20 +65,6 @@ class KVCachePool(MemoryPool[T]):
         self.layers: Sequence[KVLayer[T]] = [
             ops.new_kv_layer(num_blocks, block_size, shape.num_kv_heads, shape.head_dim) for _ in range(shape.num_layers)
         ]
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if pairs:
-            self.ops.copy_blocks(self.layers, pairs)
-
-    def pack_batch(
-        self, token_ids: Ids, query_lens: Ids, starts: Ids, block_tables: Ids, *, is_deterministic: bool = False,
-        num_rows: int = 0, kept_rows: Ids | None = None,
-    ) -> PagedBatch[T]:
-        num_shared = find_shared(block_tables[query_lens == 1], self.block_size) if self.ops.is_async else 0
-        return pack_batch(
-            self.ops, token_ids, query_lens, starts, block_tables, self.block_size, is_deterministic=is_deterministic,
-            num_rows=num_rows, num_shared=num_shared, kept_rows=kept_rows,
-        )
 
     def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
         return self.ops.new_decode_state(num_rows, -(-max_len // self.block_size))
@@ -65,7 +75,31 @@ class KVCachePool(MemoryPool[T]):
         return self.ops.decode_batch(inputs, state, self.block_size, is_shared=is_shared)
 
 
-_POOLS: dict[str, type[KVCachePool[Any]]] = {"cpu": KVCachePool, "cuda": KVCachePool, "mps": KVCachePool}
+class StatePool(MemoryPool[T]):
+    """States of all blocks and, in front of them, the empty state. block_size: tokens between two states that are kept.
+
+    A block is the state behind the last of its tokens that has been computed.
+    """
+
+    records_decodes = True
+    has_keys = False
+    pack_batch = staticmethod(pack_recurrent_batch)
+
+    def __init__(self, ops: Ops[T], shape: StateShape, num_blocks: int, block_size: int) -> None:
+        self.ops, self.recurrent = ops, ops.recurrent()
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.layers = self.recurrent.new_states(FIRST_SLOT + num_blocks, shape).layers
+
+    def new_decode_state(self, num_rows: int, max_len: int) -> DecodeState[T]:
+        return self.ops.new_decode_state(num_rows, 1)  # both blocks of a step travel with it
+
+    def decode_batch(
+        self, inputs: T, state: DecodeState[T], *, is_shared: bool
+    ) -> tuple[RecurrentBatch[T], SamplingBatch[T]]:
+        return self.recurrent.decode_batch(inputs, state)
+
+
+_POOLS: dict[str, type[KVCachePool[Any]]] = {}  # by device, where it is not KVCachePool
 
 
 def register_kv_pool(device: str, pool: type[KVCachePool[Any]]) -> None:

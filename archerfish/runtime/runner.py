@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import numpy as np
 
@@ -21,15 +21,16 @@ from archerfish.kernels.sampling import SamplingBatch
 from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
 from archerfish.runtime.graphs import DecodeGraphs, PreparedDecodes, Prompt, PromptGraphs
-from archerfish.runtime.pool import MemoryPool
-from archerfish.runtime.sampler import FastSampler, is_plain, prompt_logprobs
-from archerfish.step import NO_IDS, PENDING, StepInput, StepResult
+from archerfish.runtime.kv_pool import MemoryPool
+from archerfish.runtime.sampler import Chosen, FastSampler, prompt_logprobs
+from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
 LOGPROB_ROWS = 64  # rows of prompt logits made at a time
 WARM_UPS = (  # new tokens and contexts of sequences: long prompts, short ones, and what stands after a long context
     [(256, 256)], [(20, 20)] * 8, [(1, 40), (2, 300)],
 )
+Scores = tuple[int, Callable[[], list[TokenLogprobs]]]  # the sequence of prompt tokens, and what waits for their logprobs
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Pass(Generic[T]):
     batch: PagedBatch[T] | RecurrentBatch[T] | Prompt
     num_tokens: int
     is_decode: bool  # each sequence has one new token
-    pending_places: Ids = field(default_factory=lambda: NO_IDS)  # tokens that the step before chooses
-    pending_rows: Ids = field(default_factory=lambda: NO_IDS)  # and the rows of their sequences
-    sampled: Ids = field(default_factory=lambda: NO_IDS)  # the sequence of each token to choose
-    sampled_places: Ids = field(default_factory=lambda: NO_IDS)  # and the place of the token before it
+    pending_places: Ids = field(default_factory=NO_IDS.view)  # tokens that the step before chooses
+    pending_rows: Ids = field(default_factory=NO_IDS.view)  # and the rows of their sequences
+    sampled: Ids = field(default_factory=NO_IDS.view)  # the sequence of each token to choose
+    sampled_places: Ids = field(default_factory=NO_IDS.view)  # and the place of the token before it
     scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
 
 
@@ -82,7 +83,6 @@ class ModelRunner(Generic[T]):
         self.sampler: FastSampler[T] = FastSampler(self.ops, vocab_size, max_num_seqs)
         self.num_forward_passes = 0
         self._tables = BlockTables(max_num_seqs)
-        self._special_rows: set[int] = set()  # rows of sequences that are not sampled plainly
         self._logits: dict[int, T] = {}  # rows of logits by their handle
         self._graphs: DecodeGraphs[T] | None = None
         self._prompts: PromptGraphs[T] | None = None
@@ -103,9 +103,15 @@ class ModelRunner(Generic[T]):
     def launch(self, step: StepInput) -> RunningStep:
         """Start computing a step after all that was launched before."""
         self._tables.update(step)
-        for entry in step.entries:
-            (self._special_rows.discard if is_plain(entry) else self._special_rows.add)(entry.row)
-        work = self._prepare(step)
+        work: PreparedDecodes | list[Pass[T]]  # arrays of the host: they are made while the step before computes
+        if self._graphs is not None and self._graphs.takes(step):
+            work = self._graphs.prepare(step, self._tables)
+        else:
+            num_computed = int(np.count_nonzero(step.counts))
+            bounds = [0, num_computed] if num_computed else []
+            if self.is_deterministic:  # numbers must not depend on neighbours
+                bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
+            work = [self._prepare_pass(step, first, end) for first, end in pairwise(bounds)]
         if self._thread is not None:
             return self._thread.submit(lambda: self._start(step, work)())
         return QueuedStep(self._start(step, work))
@@ -123,8 +129,8 @@ class ModelRunner(Generic[T]):
                 query_lens, contexts = np.asarray(lens, dtype=np.int64).T
                 blocks = np.arange(-(-int(contexts.max()) // size)) % self.pool.num_blocks
                 batch = self.pool.pack_batch(
-                    np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
-                    np.tile(blocks, (len(lens), 1)), is_deterministic=self.is_deterministic,
+                    ops, np.zeros(query_lens.sum(), dtype=np.int64), query_lens, contexts - query_lens,
+                    np.tile(blocks, (len(lens), 1)), size, is_deterministic=self.is_deterministic,
                 )
                 logits = self.model.logits(ops.rows(self.model.forward(batch, self.pool.layers), first))
                 ops.sample(logits, SamplingBatch())
@@ -148,22 +154,6 @@ class ModelRunner(Generic[T]):
         self.pool.close()
         self.ops.free_unused()
 
-    def _prepare(self, step: StepInput) -> PreparedDecodes | list[Pass[T]]:
-        """What a step computes, as arrays of the host, so that this can be done while the step before computes."""
-        if self._graphs is not None:
-            self._graphs.enter(step)
-            if self._graphs.takes(step) and self._special_rows.isdisjoint(step.rows.tolist()):
-                return self._graphs.prepare(step, self._tables)
-        return [self._prepare_pass(step, first, end) for first, end in self._split(step)]
-
-    def _split(self, step: StepInput) -> list[tuple[int, int]]:
-        """Which sequences share a forward pass: all of them, unless numbers must not depend on neighbours."""
-        num_computed = int(np.count_nonzero(step.counts))
-        if not self.is_deterministic:
-            return [(0, num_computed)] if num_computed else []
-        bounds = [*range(0, step.num_decodes, DECODE_TILE), *range(step.num_decodes, num_computed), num_computed]
-        return list(pairwise(bounds))
-
     def _prepare_pass(self, step: StepInput, first: int, end: int) -> Pass[T]:
         """The pass over the sequences from `first` to `end`."""
         counts, rows, starts = step.counts[first:end], step.rows[first:end], step.starts[first:end]
@@ -185,17 +175,20 @@ class ModelRunner(Generic[T]):
         else:
             keeps_all = bool(scored) or self.is_deterministic or len(places) == num_tokens or not self.model.gives_kept_rows
             batch = self.pool.pack_batch(
-                tokens, counts, starts, self._tables.of(rows), is_deterministic=self.is_deterministic,
-                num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0, kept_rows=None if keeps_all else places,
+                self.ops, tokens, counts, starts, self._tables.of(rows), self.pool.block_size,
+                is_deterministic=self.is_deterministic, num_rows=DECODE_TILE if self.is_deterministic and is_decode else 0,
+                kept_rows=None if keeps_all else places,
             )
         return Pass(batch, num_tokens, is_decode, pending, pending_rows, sampled, places, scored)
 
     def _start(self, step: StepInput, work: PreparedDecodes | list[Pass[T]]) -> Callable[[], StepResult]:
         """Compute a step, or queue all that computes it; the result waits for it."""
-        with self.ops.computing():
+        ops = self.ops
+        with ops.computing():
             for entry in step.entries:
                 self.sampler.add(entry)
-            self.pool.copy(step.copies)
+            if step.copies:
+                ops.copy_blocks(self.pool.layers, step.copies)
             finish = self._start_graph(step, work) if isinstance(work, PreparedDecodes) else self._start_passes(step, work)
             for handle in step.dropped:
                 self._logits.pop(handle, None)
@@ -213,29 +206,37 @@ class ModelRunner(Generic[T]):
         return finish
 
     def _start_passes(self, step: StepInput, passes: list[Pass[T]]) -> Callable[[], StepResult]:
-        result = StepResult(np.zeros((step.num_sequences, max(1, int(step.samples.max()))), dtype=np.int64))
-        endings: list[Callable[[], None]] = []
-        logits: list[T] = []
-        for one in passes:
-            logits += self._forward(step, one, result, endings)
+        scores: list[Scores] = []
+        logits = [found for one in passes for found in self._forward(step, one, scores)]
         order = [one.sampled for one in passes]
         if step.reused:
             logits += [self._logits[handle] for _, handle in step.reused]
             order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
+        num_samples = max(1, int(step.samples.max()))
+        sampled = np.concatenate(order)
+        nth = np.arange(len(sampled)) - np.searchsorted(sampled, sampled) if num_samples > 1 else np.zeros_like(sampled)
+        read, returned = None, dict[int, Any]()
         if logits:
             joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
-            endings.append(self._sample(step, joined, np.concatenate(order), result))
+            returned = {index: self.ops.rows(joined, np.flatnonzero(sampled == index)[:1]) for index in step.returned}
+            read = self._sample(step, joined, sampled, nth)
 
-        def finish() -> StepResult:
-            while endings:  # each once, even if an interrupt makes the caller ask again
-                endings[0]()
-                del endings[0]
+        def finish() -> StepResult:  # an interrupt may make the caller ask again
+            result = StepResult(np.zeros((len(step.rows), num_samples), dtype=np.int64), logits=returned)
+            for index, read_scores in scores:
+                result.prompt_logprobs.setdefault(index, []).extend(read_scores())
+            if read is not None:
+                chosen = read()
+                result.tokens[sampled, nth] = chosen.tokens
+                for i, one in chosen.logprobs.items():
+                    result.logprobs.setdefault(int(sampled[i]), []).append(one)
+                result.errors = {int(sampled[i]): error for i, error in chosen.errors.items()}
             return result
 
         return finish
 
-    def _forward(self, step: StepInput, one: Pass[T], result: StepResult, endings: list[Callable[[], None]]) -> list[T]:
-        """Logits of the pass's sampled places: none, or one tensor."""
+    def _forward(self, step: StepInput, one: Pass[T], scores: list[Scores]) -> list[T]:
+        """Logits of the pass's sampled places: none, or one tensor. Adds to the scores of prompts."""
         ops, batch = self.ops, one.batch
         self.num_forward_passes += 1
         if isinstance(batch, Prompt):
@@ -246,12 +247,10 @@ class ModelRunner(Generic[T]):
         hidden = self.model.forward(batch, self.pool.layers)
         for index, place in one.scored:
             num_top, next_tokens = step.scored[index]
-            found = result.prompt_logprobs.setdefault(index, [])
             for first in range(0, len(next_tokens), LOGPROB_ROWS):
                 part = next_tokens[first : first + LOGPROB_ROWS].tolist()
                 rows = np.arange(place + first, place + first + len(part))
-                read = prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, num_top)
-                endings.append(lambda found=found, read=read: found.extend(read()))  # type: ignore[misc]
+                scores.append((index, prompt_logprobs(ops, self.model.logits(ops.rows(hidden, rows)), part, num_top)))
         num_sampled = len(one.sampled)
         if not num_sampled:
             return []
@@ -261,26 +260,16 @@ class ModelRunner(Generic[T]):
             return [ops.first_rows(self.model.logits(hidden), num_sampled)]
         return [self.model.logits(ops.rows(hidden, one.sampled_places))]
 
-    def _sample(self, step: StepInput, logits: T, order: Ids, result: StepResult) -> Callable[[], None]:
-        """Choose the tokens of all logits of a step; order[i] is the sequence of row i."""
+    def _sample(self, step: StepInput, logits: T, order: Ids, nth: Ids) -> Callable[[], Chosen]:
+        """Choose the tokens of all logits of a step. Row i is of sequence order[i], for its token nth[i] of this step."""
         ops, rows = self.ops, step.rows[order]
-        nth = np.arange(len(order)) - np.searchsorted(order, order) if step.samples.max() > 1 else np.zeros_like(order)
         for index, handle in step.kept:
             self._logits[handle] = ops.rows(logits, np.flatnonzero(order == index)[:1])
-        for index in step.returned:
-            result.logits[index] = ops.rows(logits, np.flatnonzero(order == index)[:1])
         masks = None
         if step.mask_bits is not None:
             at = {index: place for place, index in enumerate(order.tolist())}
             masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
         positions = (step.starts + step.counts + 1 - step.samples)[order] + nth
-        sampled = self.sampler.sample(logits, rows, positions, masks)
-        ops.put(self._last_tokens, rows, sampled.tokens)
-
-        def finish() -> None:
-            result.tokens[order, nth] = sampled.to_host()
-            for i, one in sampled.logprobs.items():
-                result.logprobs.setdefault(int(order[i]), []).append(one)
-            result.errors = {int(order[i]): error for i, error in sampled.errors.items()}
-
-        return finish
+        tokens, read = self.sampler.sample(logits, rows, positions, masks)
+        ops.put(self._last_tokens, rows, tokens)
+        return read

@@ -10,34 +10,20 @@ import dataclasses
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 
 from archerfish.errors import ArcherfishError
+from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
-from archerfish.kernels.sampling import (
-    CHOSEN,
-    SHORT_TOP_K,
-    TOP_K_OFF,
-    Cuts,
-    Drawn,
-    Entries,
-    Logprobs,
-    Masks,
-    Penalties,
-    Ranges,
-    SamplingBatch,
-    TokenCounts,
-    stream_key,
-)
 from archerfish.observe.sampling import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
-from archerfish.step import RowEntry, TokenLogprobs
+from archerfish.step import NO_IDS, RowEntry, TokenLogprobs
 
 ROW = np.dtype([
     ("key", np.int64), ("temperature", np.float64), ("top_k", np.int64), ("top_p", np.float64), ("min_p", np.float64),
@@ -46,8 +32,16 @@ ROW = np.dtype([
     ("is_ranged", np.bool_), ("first", np.int64), ("end", np.int64), ("offset", np.int64),
     ("until", np.int64),  # the position from which another stage says how to choose
 ], align=True)  # fmt: skip
-NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a call of `sample` chose, on the host. Rows are named by their place in the batch."""
+
+    tokens: list[int]  # 0 where one failed
+    logprobs: dict[int, TokenLogprobs]  # before penalties and temperature; of rows that asked for them and did not fail
+    errors: dict[int, BaseException]  # why rows got no token; the others are not touched by it
 
 
 class FastSampler(Generic[T]):
@@ -61,19 +55,22 @@ class FastSampler(Generic[T]):
         self._num_top: dict[int, int] = {}  # by row, if it wants logprobs: of how many of the likeliest tokens
         self._names: dict[int, str] = {}  # by row: its request's id
         self._staged: dict[int, tuple[int, SequenceOf[Stage]]] = {}  # by row: where its output begins, and its stages
-        self._counts: TokenCounts[T] | None = None  # made when the first request with penalties comes
+        self._counts: sampling.TokenCounts[T] | None = None  # made when the first request with penalties comes
         self._batch_key: object = None
-        self._batch: SamplingBatch[T] = SamplingBatch()
+        self._batch: sampling.SamplingBatch[T] = sampling.SamplingBatch()
         self.metrics = SamplingMetrics()
 
     def add(self, entry: RowEntry) -> None:
         """Take over the parameters of a sequence for its row, which another one may have had before."""
         row, params = entry.row, entry.params
-        self.remove(row)
+        for known in (self._bias, self._stop_ids, self._num_top, self._staged):
+            known.pop(row, None)
+        self._batch_key = None
         self._table[row] = (
-            stream_key(entry.seed, entry.index), params.temperature, *_limits(params.top_k, params.top_p, self.vocab_size),
-            params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.has_penalties,
-            entry.num_prompt + params.min_tokens, False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
+            sampling.stream_key(entry.seed, entry.index), params.temperature,
+            *_limits(params.top_k, params.top_p, self.vocab_size), params.min_p, params.repetition_penalty,
+            params.presence_penalty, params.frequency_penalty, params.has_penalties, entry.num_prompt + params.min_tokens,
+            False, 0, self.vocab_size, 0, 0 if params.stages else NEVER,
         )  # fmt: skip
         self._names[row] = entry.request_id
         if params.stages:
@@ -91,13 +88,6 @@ class FastSampler(Generic[T]):
             prompt, output = entry.tokens[: entry.num_prompt], entry.tokens[entry.num_prompt :]
             self.ops.set_counts(self._counts, row, self._known(prompt), self._known(output))
 
-    def remove(self, row: int) -> None:
-        """Forget the parameters of a row."""
-        for known in (self._bias, self._stop_ids, self._num_top, self._names, self._staged):
-            known.pop(row, None)
-        self._table[row] = np.zeros((), dtype=ROW)
-        self._batch_key = None
-
     def write_inputs(self, words: Ids, rows: Ids) -> bool:
         """How to sample rows that are plain, into the first columns of `decoding.Input`; what follows them is greedy.
 
@@ -111,7 +101,7 @@ class FastSampler(Generic[T]):
         floats = words[FIRST_FLOAT:].view(np.float64)
         for target, values, filling in (
             (words[Input.KEY], part["key"], 0), (words[Input.IS_GREEDY], is_greedy, 1),
-            (words[Input.TOP_K], part["top_k"], TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
+            (words[Input.TOP_K], part["top_k"], sampling.TOP_K_OFF), (words[Input.FIRST], part["first"], 0),
             (words[Input.END], part["end"], self.vocab_size), (words[Input.OFFSET], part["offset"], 0),
             (floats[Input.TEMPERATURE - FIRST_FLOAT], np.where(is_greedy, 1.0, part["temperature"]), 1.0),
             (floats[Input.TOP_P - FIRST_FLOAT], part["top_p"], np.inf), (floats[Input.MIN_P - FIRST_FLOAT], part["min_p"], 0.0),
@@ -121,8 +111,10 @@ class FastSampler(Generic[T]):
         is_cut = (part["top_k"] < self.vocab_size) | (part["top_p"] < 1.0) | (part["min_p"] > 0.0)
         return bool((is_cut & ~is_greedy).any())
 
-    def sample(self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None) -> Sampled[T]:
-        """One token for each row of float32 logits, which are left as they are.
+    def sample(
+        self, logits: T, rows: Ids, positions: Ids, masks: tuple[Ids, Ids] | None = None
+    ) -> tuple[T, Callable[[], Chosen]]:
+        """One token for each row of float32 logits, which are left as they are: on the device, and what waits for them.
 
         rows[i]: the row whose parameters apply. positions[i]: the number of tokens before the one to choose. masks: which
         logits a grammar applies to, and the `bits` of `Masks`. Nothing waits for the device.
@@ -132,31 +124,41 @@ class FastSampler(Generic[T]):
                 f"Logits of shape {tuple(logits.shape)} came for {len(rows)} sequences and {self.vocab_size} tokens."
             )
         started = time.perf_counter()
-        ops, batch = self.ops, self._batch_for(rows, positions)
+        ops, batch, metrics = self.ops, self._batch_for(rows, positions), self.metrics
         if masks is not None:
-            batch = dataclasses.replace(batch, masks=Masks(ops.ids(masks[0]), ops.ids(masks[1])))
+            batch = dataclasses.replace(batch, masks=sampling.Masks(ops.ids(masks[0]), ops.ids(masks[1])))
         drawn = ops.sample(logits, batch)
+        fetch_report, fetch_scores = ops.fetch(drawn.report), None
         wanted = {i: self._num_top[row] for i, row in enumerate(rows.tolist()) if row in self._num_top} if self._num_top else {}
-        scores = None
         if wanted:
             some = None if len(wanted) == len(rows) else np.fromiter(wanted, dtype=np.int64)
             tokens = drawn.tokens if some is None else ops.rows(drawn.tokens, some)
-            scores = ops.token_logprobs(logits, tokens, max(wanted.values()), rows=some)
-        self.metrics.count(len(rows), time.perf_counter() - started, is_fast=batch.temperature is None)
-        return Sampled(ops, drawn, self.failures, rows, wanted, scores)
+            fetch_scores = fetch_logprobs(ops, ops.token_logprobs(logits, tokens, max(wanted.values()), rows=some))
+        metrics.total_samples += len(rows)
+        metrics.num_timed += len(rows)
+        metrics.fast_path_samples += len(rows) if batch.temperature is None else 0
+        metrics.sample_seconds += time.perf_counter() - started
+
+        def read() -> Chosen:
+            report = fetch_report()
+            tokens, errors = report[0].tolist(), self.failures(report, rows) if report[1].any() else {}
+            scores = fetch_scores([tokens[i] for i in wanted], list(wanted.values())) if fetch_scores is not None else ()
+            return Chosen(tokens, {i: one for i, one in zip(wanted, scores, strict=True) if i not in errors}, errors)
+
+        return drawn.tokens, read
 
     def failures(self, report: Ids, rows: Ids) -> dict[int, BaseException]:
         """Why rows got no token, by index, as a (2, rows) report says."""
         return {
             int(i): failure(int(report[1, i]), f"The logits of request {self._names[int(rows[i])]!r}")
-            for i in np.flatnonzero(report[1] != CHOSEN)
+            for i in np.flatnonzero(report[1] != sampling.CHOSEN)
         }
 
     def _known(self, token_ids: SequenceOf[int]) -> Ids:
         ids = np.asarray(token_ids, dtype=np.int64)
         return ids[ids < self.vocab_size]
 
-    def _batch_for(self, rows: Ids, positions: Ids) -> SamplingBatch[T]:
+    def _batch_for(self, rows: Ids, positions: Ids) -> sampling.SamplingBatch[T]:
         """The parameters of these rows; those on the device are used again while they stay the same."""
         if self._staged:
             self._enter_stages(rows, positions)
@@ -164,9 +166,7 @@ class FastSampler(Generic[T]):
         waiting = np.flatnonzero(positions < part["free_from"]) if self._stop_ids else NO_IDS
         key = rows.tobytes(), waiting.tobytes()
         if key != self._batch_key:
-            banned = {int(i): self._stop_ids[int(rows[i])] for i in waiting if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
-            bias = {i: self._bias[int(row)] for i, row in enumerate(rows) if int(row) in self._bias} if self._bias else {}
-            self._batch, self._batch_key = self._build(part, rows, banned, bias), key
+            self._batch, self._batch_key = self._build(part, rows, waiting), key
             self.metrics.memory_allocations += 1
         if self._batch.temperature is None:
             return self._batch
@@ -190,15 +190,15 @@ class FastSampler(Generic[T]):
                 entry[name] = value
             self._batch_key = None
 
-    def _build(
-        self, part: npt.NDArray[Any], rows: Ids, banned: dict[int, Ids], bias: dict[int, tuple[Ids, npt.NDArray[np.float64]]]
-    ) -> SamplingBatch[T]:
-        """The batch of some rows of the table, less its positions. `banned` and `bias` are by place in the batch."""
+    def _build(self, part: npt.NDArray[Any], rows: Ids, waiting: Ids) -> sampling.SamplingBatch[T]:
+        """The batch of some rows of the table, less its positions. waiting: places where stop tokens are not allowed yet."""
         ops = self.ops
-        batch: SamplingBatch[T] = SamplingBatch(
-            bias=self._entries({i: ids for i, (ids, _) in bias.items()}),
+        bias = {i: self._bias[row] for i, row in enumerate(rows.tolist()) if row in self._bias} if self._bias else {}
+        banned = {i: self._stop_ids[int(rows[i])] for i in waiting.tolist() if len(self._stop_ids.get(int(rows[i]), NO_IDS))}
+        batch: sampling.SamplingBatch[T] = sampling.SamplingBatch(
+            bias=self._entries({i: ids for i, (ids, _) in bias.items()}) if bias else None,
             bias_values=ops.floats(np.concatenate([values for _, values in bias.values()])) if bias else None,
-            banned=self._entries(banned),
+            banned=self._entries(banned) if banned else None,
             penalties=self._penalties(part, rows) if part["is_penalised"].any() else None,
             ranges=self._ranges(part) if part["is_ranged"].any() else None,
         )
@@ -206,38 +206,34 @@ class FastSampler(Generic[T]):
         if is_greedy.all():
             return batch
         top_k, top_p = part["top_k"], part["top_p"]
-        is_short = ~is_greedy & (top_k <= SHORT_TOP_K)
-        is_long = ~is_greedy & ~is_short & ((top_k != TOP_K_OFF) | (top_p <= 1))
+        is_short = ~is_greedy & (top_k <= sampling.SHORT_TOP_K)
+        is_long = ~is_greedy & ~is_short & ((top_k != sampling.TOP_K_OFF) | (top_p <= 1))
         return dataclasses.replace(
             batch,
             temperature=ops.floats(np.where(is_greedy, 1.0, part["temperature"])),
             is_greedy=ops.ids(is_greedy.astype(np.int64)) if is_greedy.any() else None,
             keys=ops.ids(np.ascontiguousarray(part["key"])),
             min_p=ops.floats(np.ascontiguousarray(part["min_p"])) if part["min_p"].any() else None,
-            short_cuts=self._cuts(part, is_short),
-            long_cuts=self._cuts(part, is_long),
+            short_cuts=self._cuts(part, is_short) if is_short.any() else None,
+            long_cuts=self._cuts(part, is_long) if is_long.any() else None,
             has_uncut=not (is_greedy | is_short | is_long).all(),
         )
 
-    def _ranges(self, part: npt.NDArray[Any]) -> Ranges[T]:
+    def _ranges(self, part: npt.NDArray[Any]) -> sampling.Ranges[T]:
         first, end, offset = (np.ascontiguousarray(part[name]) for name in ("first", "end", "offset"))
         ids = self.ops.ids
-        return Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
+        return sampling.Ranges(ids(first), ids(end), ids(offset), (int(first.min()), int(end.max())))
 
-    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> Cuts[T] | None:
+    def _cuts(self, part: npt.NDArray[Any], is_cut: npt.NDArray[np.bool_]) -> sampling.Cuts[T]:
         places = np.flatnonzero(is_cut)
-        if not len(places):
-            return None
         top_k, ops = part["top_k"][places], self.ops
-        return Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
+        return sampling.Cuts(ops.ids(places), ops.ids(top_k), ops.floats(part["top_p"][places]), int(top_k.max()))
 
-    def _entries(self, ids: dict[int, Ids]) -> Entries[T] | None:
-        if not ids:
-            return None
+    def _entries(self, ids: dict[int, Ids]) -> sampling.Entries[T]:
         rows = np.repeat(np.fromiter(ids, dtype=np.int64), [len(some) for some in ids.values()])
-        return Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
+        return sampling.Entries(self.ops.ids(rows), self.ops.ids(np.concatenate(list(ids.values()))))
 
-    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> Penalties[T]:
+    def _penalties(self, part: npt.NDArray[Any], rows: Ids) -> sampling.Penalties[T]:
         assert self._counts is not None
         places = np.flatnonzero(part["is_penalised"])
         some = part[places]
@@ -246,41 +242,7 @@ class FastSampler(Generic[T]):
             for name, off in (("repetition", 1.0), ("presence", 0.0), ("frequency", 0.0))
         }
         slots = rows[places]
-        return Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
-
-
-class Sampled(Generic[T]):
-    """What a call of `sample` chose. `tokens` stays on the device; asking for anything else waits for it."""
-
-    def __init__(
-        self, ops: Ops[T], drawn: Drawn[T], failures: Callable[[Ids, Ids], dict[int, BaseException]], rows: Ids,
-        wanted: dict[int, int], scores: Logprobs[T] | None,
-    ) -> None:
-        self.tokens = drawn.tokens  # (rows,) int64; 0 where one failed
-        self._fetch_report, self._failures, self._rows, self._wanted = ops.fetch(drawn.report), failures, rows, wanted
-        self._fetch_scores = None if scores is None else fetch_logprobs(ops, scores)
-
-    @cached_property
-    def _report(self) -> Ids:
-        return self._fetch_report()
-
-    def to_host(self) -> list[int]:
-        found: list[int] = self._report[0].tolist()
-        return found
-
-    @cached_property
-    def errors(self) -> dict[int, BaseException]:
-        """Why rows got no token, by index; the others are not touched by it."""
-        return self._failures(self._report, self._rows)
-
-    @cached_property
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the logits as they came, before penalties and temperature; for rows that asked for them and did not fail."""
-        if self._fetch_scores is None:
-            return {}
-        tokens = self.to_host()
-        found = self._fetch_scores([tokens[i] for i in self._wanted], list(self._wanted.values()))
-        return {i: one for i, one in zip(self._wanted, found, strict=True) if i not in self.errors}
+        return sampling.Penalties(self.ops.ids(places), self._counts, slots, self.ops.ids(slots), **given)
 
 
 def is_plain(entry: RowEntry) -> bool:
@@ -297,27 +259,22 @@ def prompt_logprobs(ops: Ops[T], logits: T, next_tokens: list[int], num_top: int
     return lambda: fetch(next_tokens, [num_top] * len(next_tokens))
 
 
-def fetch_logprobs(ops: Ops[T], scores: Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
+def fetch_logprobs(ops: Ops[T], scores: sampling.Logprobs[T]) -> Callable[[list[int], list[int]], list[TokenLogprobs]]:
     """Begin to bring log-probabilities to the host; the result takes the tokens and how many of the likeliest each wants."""
     own, top = ops.fetch(scores.logprobs), ops.fetch(scores.top_logprobs)
     ranks, top_ids = ops.fetch(scores.ranks), ops.fetch(scores.top_ids)
 
     def read(token_ids: list[int], nums_top: list[int]) -> list[TokenLogprobs]:
-        columns = zip(rounded(own()), ranks().tolist(), top_ids().tolist(), rounded(top()), token_ids, nums_top, strict=True)
+        chosen, likeliest = (found().astype(np.float32).tolist() for found in (own, top))  # they are given as float32
+        columns = zip(chosen, ranks().tolist(), top_ids().tolist(), likeliest, token_ids, nums_top, strict=True)
         return [
-            TokenLogprobs(token_id, logprob, rank, list(zip(ids[:num], likeliest[:num], strict=True)))
-            for logprob, rank, ids, likeliest, token_id, num in columns
+            TokenLogprobs(token_id, logprob, rank, list(zip(ids[:num], top_logprobs[:num], strict=True)))
+            for logprob, rank, ids, top_logprobs, token_id, num in columns
         ]
 
     return read
 
 
-def rounded(values: npt.NDArray[np.float64]) -> list[Any]:
-    """A float32 is all that log-probabilities are given with."""
-    found: list[Any] = values.astype(np.float32).tolist()
-    return found
-
-
 def _limits(top_k: int, top_p: float, size: int) -> tuple[int, float]:
     """top_k and top_p as the op takes them, where off."""
-    return top_k if 0 < top_k < size else TOP_K_OFF, top_p if top_p < 1 else float("inf")
+    return top_k if 0 < top_k < size else sampling.TOP_K_OFF, top_p if top_p < 1 else float("inf")

@@ -68,7 +68,7 @@ class FakeRunner:
         self._check_shape(plan)
         for source, target in step.copies:
             self._memory[target] = list(self._memory[source])
-        result = StepResult(np.full((step.num_sequences, 1), EMPTY, dtype=np.int64))
+        result = StepResult(np.full((len(step.rows), 1), EMPTY, dtype=np.int64))
         first = 0
         for index, seq in enumerate(plan.sequences):
             start, count = int(step.starts[index]), int(step.counts[index])
@@ -78,7 +78,7 @@ class FakeRunner:
             first += count
         for handle in step.dropped:
             self._logits.pop(handle, None)
-        self.num_forward_tokens += step.num_tokens
+        self.num_forward_tokens += len(step.tokens)
         return result
 
     def spoil(self, plan: Plan) -> None:
@@ -157,7 +157,7 @@ class FakeRunner:
         _demand(len(set(rows)) == len(rows) and min(rows) >= 0, f"rows {rows}")
         kinds = [0 if count == 1 else 1 if count else 2 for count in counts]
         _demand(kinds == sorted(kinds) and kinds.count(0) == step.num_decodes, f"order of {counts}")
-        _demand(sum(counts) == step.num_tokens, f"{step.num_tokens} tokens in {counts}")
+        _demand(sum(counts) == len(step.tokens), f"{len(step.tokens)} tokens in {counts}")
         size = self._block_size
         written: set[int] = set()
         for row, start, count in self._spans(step):

@@ -1,18 +1,19 @@
-"""Where every live sequence stands (waiting, running, leaving) and how it moves from one to the next."""
+"""Every live sequence: where it stands (waiting, running, leaving), which blocks it holds, and what the cache keeps of them."""
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from archerfish.sched.memory import Found, SequenceMemory
-from archerfish.sched.policy import SchedulingPolicy
-from archerfish.sched.queue import PrefixSharing, queue_for
-from archerfish.sequence import Delta, FinishReason, Request, Sequence, Status
+from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
+from archerfish.cache.block_manager import BlockManager
+from archerfish.cache.radix import Node, RadixCache, RadixKey
+from archerfish.errors import InvariantError
+from archerfish.sched.policy import SchedulingPolicy, queue_for
+from archerfish.sequence import Delta, FinishReason, Sequence, Status
 
 
 @dataclass(slots=True)
@@ -55,95 +56,188 @@ class SchedulerStats:
         return 1e3 * self.decode_seconds / max(1, self.num_decoded)
 
 
+@dataclass(slots=True)
+class Found:
+    """What the cache has for a sequence that is to be admitted."""
+
+    num_tokens: int
+    blocks: list[int]
+    node: Node  # ends where the tokens end; locked
+    logits_handle: int = 0  # of kept logits; if there are some, num_tokens is all of the sequence
+
+
 class LiveSequences:
     """A sequence waits, runs, and ends. What a step in flight may touch (blocks, the row) is given back only after it.
 
     While a running sequence is in a step in flight, ending or preempting it makes it a leaving one: it keeps its blocks and
     its row until `release`, which the scheduler calls when the last of its steps is done.
+
+    A sequence owns a reference to each of its blocks. It locks the node up to which its tokens are in the tree, or the root: a
+    lock on the root protects nothing, but shows whether the cache was cleared meanwhile. Where a block is a state, the last
+    block of a sequence, which still changes, never goes into the tree and is never copied.
     """
 
     def __init__(
-        self,
-        memory: SequenceMemory,
-        policy: SchedulingPolicy,
-        max_num_seqs: int,
-        max_queue_size: int,
-        clock: Callable[[], float],
+        self, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None, policy: SchedulingPolicy, *,
+        model_state_hash: str, max_num_seqs: int, fixed_chunk: int, logits_row_bytes: int, clock: Callable[[], float],
     ) -> None:
-        self.memory = memory
-        self.policy = policy
+        self.blocks, self.cache, self.policy = blocks, cache, policy
         self.queue = queue_for(policy)
         self.prefilling: dict[Sequence, None] = {}  # running, with tokens to catch up on, by admission
         self.decoding: dict[Sequence, None] = {}  # running, caught up
         self.leaving: dict[Sequence, int] = {}  # -> blocks that it holds
+        self.leaders: dict[Sequence, int] = {}  # running, the prompt not yet in the tree -> tokens taken from the cache
         self.requests: dict[str, list[Sequence]] = {}  # all sequences of requests that have not ended
         self.queued: set[str] = set()  # requests of which nothing has been admitted
         self.order: dict[Sequence, int] = {}  # every live sequence with its number in the order of arrival
         self.rows = list(range(max_num_seqs))  # free ones, a heap
-        self.sharing = PrefixSharing(2 * memory.blocks.block_size)
         self.deltas: list[Delta] = []
-        self.stats = SchedulerStats(queue_capacity=max_queue_size)
-        self.max_num_seqs = max_num_seqs
+        self.stats = SchedulerStats()
+        self.num_held_tokens = 0  # of sequences that hold blocks
+        self.num_held_blocks = 0
+        self.min_shared_tokens = 2 * blocks.block_size  # of a prompt that others wait for
+        self._logits_cache = logits_cache  # of handles: the runner keeps the logits themselves
+        self._row_bytes, self._model_state_hash = logits_row_bytes, model_state_hash
+        self.handles = itertools.count(1)
+        self.stored: set[int] = set()  # handles that the step being committed has stored
+        self.dropped: list[int] = []  # handles that nothing will ask for any more
+        if logits_cache is not None:
+            logits_cache.on_drop = self.dropped.append
         self._clock = clock
-        self._arrivals = itertools.count()
+        self._block_size, self._fixed_chunk = blocks.block_size, fixed_chunk
+        self._kept_step = blocks.block_size if cache.whole_blocks else 1  # the tree takes multiples of so many tokens
+        # Where a match may end: where chunks do, and the cache's own rule must hold as well.
+        self._match_step = math.lcm(fixed_chunk, self._kept_step) if fixed_chunk else 1
 
     @property
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences, those among them that were preempted and are still leaving."""
-        return len(self.order) - self.num_running
-
-    @property
     def is_empty(self) -> bool:
         """Whether no sequence holds memory."""
         return not (self.prefilling or self.decoding or self.leaving)
 
+    @property
+    def logits_cache(self) -> LogitsCache | None:
+        """None where it could not keep anything: it lives with the tree, and both may be turned off while sequences run."""
+        cache = self._logits_cache
+        return cache if cache is not None and cache.max_bytes and self.cache.is_enabled else None
+
+    @property
+    def num_available(self) -> int:
+        return self.blocks.num_free + self.cache.num_evictable
+
+    def num_missing(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks that a sequence needs for so many tokens, less those that it holds."""
+        return -(-num_tokens // self._block_size) - len(seq.blocks)
+
+    def grow(self, seq: Sequence, num_blocks: int) -> bool:
+        """Give a sequence blocks of the free list and, where it is short, of what the cache can spare; false: too few."""
+        short = num_blocks - self.blocks.num_free
+        if short > 0 and (short > self.cache.num_evictable or self.cache.evict(short) < short):
+            return False
+        seq.blocks += self.blocks.allocate(num_blocks)
+        self.num_held_blocks += num_blocks
+        return True
+
     # Changes
 
-    def add(self, request: Request) -> list[Sequence]:
-        request.arrival = now = self._clock()
-        sequences = [Sequence(request, index) for index in range(request.params.n)]
-        self.requests[request.request_id] = sequences
-        self.queued.add(request.request_id)
-        self.policy.arrived(request)
-        for seq in sequences:
-            seq.times.arrived = now
-            self.order[seq] = next(self._arrivals)
-            self.queue.push(seq, self.order[seq])
-        self.stats.total_requests += 1
-        return sequences
+    def look_up(self, seq: Sequence) -> Found:
+        """The longest prefix that may be taken from the cache, locked."""
+        request, num_known = seq.request, len(seq.tokens)
+        key = RadixKey(seq.tokens, request.namespace)
+        limit = num_known - 1
+        if request.params.prompt_logprobs is not None and seq.index == 0:
+            limit = min(limit, seq.num_reported)
+        handle, logits_cache = 0, self.logits_cache
+        if logits_cache is not None and num_known == seq.num_prompt and limit == num_known - 1:
+            handle = logits_cache.get(self.logits_key(key)) or 0
+            limit += handle > 0
+        if self._fixed_chunk:
+            limit = min(limit, seq.num_prompt)
+        match = self.cache.match_prefix(key, limit=limit, counts=seq.hit is None)
+        if not seq.num_preemptions:
+            seq.hit = match.record
+        num_tokens, node = match.num_tokens, match.node
+        if num_tokens < num_known:
+            handle = 0
+            num_tokens -= num_tokens % self._match_step
+        if num_tokens < node.end:  # cut the node there, so that no more is locked than is used
+            node = self.cache.insert(RadixKey(seq.tokens[:num_tokens], request.namespace), match.blocks, handle=node)
+        self.cache.lock(node)
+        return Found(num_tokens, match.blocks, node, handle)
+
+    def logits_key(self, key: RadixKey) -> CacheKey:
+        """The key of the logits behind all tokens of another key."""
+        return CacheKey(key, len(key.tokens), state_hash_of(self._model_state_hash, key.namespace))
+
+    def without_match(self, found: Found) -> Found:
+        """In place of what was found, nothing: all that the cache has can be evicted."""
+        root = found.node.tree.root
+        self.cache.lock(root)
+        self.cache.unlock(found.node)
+        return Found(0, [], root)
 
     def start(self, seq: Sequence, found: Found, now: float) -> list[tuple[int, int]]:
-        """A waiting sequence runs. Returns the block to copy, if any. The caller takes it out of the queue."""
-        copies = self.memory.adopt(seq, found)
+        """A waiting sequence runs, with what was found. Returns the block to copy, (from, to), where that ends inside one.
+
+        The source of the copy gets one more owner: free it when the step is done. One block must be available.
+        """
+        self.queue.remove(seq)
         seq.row = heapq.heappop(self.rows)
         seq.status = Status.RUNNING
         self.prefilling[seq] = None
-        if not seq.num_emitted:
-            self.sharing.start(seq, found.num_tokens)
+        num_full, rest = divmod(found.num_tokens, self._block_size)
+        seq.node, seq.logits_handle = found.node, found.logits_handle
+        seq.num_computed = found.num_tokens
+        seq.blocks = found.blocks[:num_full]
+        self.blocks.share(seq.blocks)
+        self.num_held_blocks += num_full
+        self.num_held_tokens += found.num_tokens
+        num_new = len(seq.tokens) - found.num_tokens
+        seq.leader, seq.num_waits = None, 0
+        if not seq.num_emitted and num_new >= self.min_shared_tokens:
+            self.leaders[seq] = found.num_tokens
         if not seq.num_preemptions:
             seq.num_cached = found.num_tokens
             seq.times.admitted = now
             self.stats.queue_seconds += now - seq.times.arrived
             self.stats.num_admitted += 1
             self.queued.discard(seq.request.request_id)
-            self.policy.charge(seq.request, len(seq.tokens) - found.num_tokens)
-        return copies
+            self.policy.charge(seq.request, num_new)
+        if not rest:
+            return []
+        source = found.blocks[num_full]
+        self.blocks.share((source,))
+        if not self.grow(seq, 1):
+            raise InvariantError("A sequence was admitted without a block for the one to copy.")
+        return [(source, seq.blocks[-1])]
 
-    def catch_up(self, seq: Sequence) -> None:
-        """All its tokens are computed, or planned to be."""
-        self.prefilling.pop(seq, None)
-        self.decoding[seq] = None
+    def store_prompt(self, seq: Sequence, handle: int) -> None:
+        """The prompt is computed: others may have it now, and its logits if they were kept under a handle."""
+        cache, num_tokens = self.cache, seq.num_prompt - seq.num_prompt % self._kept_step
+        if not cache.is_enabled or seq.node.is_stale or not num_tokens:
+            return
+        key = RadixKey(seq.tokens[:num_tokens], seq.request.namespace)
+        num_blocks = -(-num_tokens // self._block_size)
+        node = cache.insert(key, seq.blocks[:num_blocks], handle=seq.node)
+        # Where the tree had the prompt from elsewhere, locking it would keep blocks that this sequence does not use.
+        if node.blocks[-1] == seq.blocks[num_blocks - 1]:
+            cache.lock(node)
+            cache.unlock(seq.node)
+            seq.node = node
+        logits_cache = self.logits_cache if handle and num_tokens == seq.num_prompt else None
+        if logits_cache is not None and logits_cache.insert(self.logits_key(key), handle, self._row_bytes, node):
+            self.stored.add(handle)
 
     def preempt(self, seq: Sequence) -> int:
         """Send a running sequence back to wait at its old place. Returns how many blocks come only after its step in flight."""
         seq.status = Status.WAITING
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
-        return self._depart(seq)
+        self.release(seq)
+        return self.leaving.get(seq, 0)
 
     def end(
         self, seq: Sequence, reason: FinishReason, *, delta: Delta | None = None, error: BaseException | None = None
@@ -153,56 +247,64 @@ class LiveSequences:
         delta.finish_reason = seq.finish_reason = reason
         delta.error = seq.error = error
         self.deltas.append(delta)
+        stats, request = self.stats, seq.request
         seq.times.finished = self._clock()
         if seq.num_emitted:
-            self.stats.decode_seconds += seq.times.finished - seq.times.first_token
-            self.stats.num_decoded += 1
+            stats.decode_seconds += seq.times.finished - seq.times.first_token
+            stats.num_decoded += 1
         was, seq.status = seq.status, Status.FINISHED
         if was is Status.RUNNING:
-            self._depart(seq)
+            self.release(seq)
         elif seq.row < 0:
             self.queue.remove(seq)
         del self.order[seq]
-        self.sharing.forget(seq)
-        self._end_request(seq.request)
-
-    def end_by_mask(self, seq: Sequence) -> None:
-        """End a sequence whose grammar allows no token, or has failed."""
-        assert seq.mask is not None
-        self.end(seq, "error", error=seq.mask.error)
-
-    def _depart(self, seq: Sequence) -> int:
-        self.prefilling.pop(seq, None)
-        self.decoding.pop(seq, None)
-        self.sharing.stop(seq)
-        if seq.num_in_flight:
-            self.leaving[seq] = len(seq.blocks)
-            return len(seq.blocks)
-        self.release(seq)
-        return 0
-
-    def release(self, seq: Sequence) -> None:
-        """Take back blocks and row of a sequence that runs no longer and is in no step."""
-        self.leaving.pop(seq, None)
-        self.memory.release(seq, keeps=seq.finish_reason != "error")
-        heapq.heappush(self.rows, seq.row)
-        seq.row = -1
-        if seq.status is Status.WAITING:
-            self.queue.push(seq, self.order[seq])
-
-    def _end_request(self, request: Request) -> None:
-        reasons = {seq.finish_reason for seq in self.requests[request.request_id]}
+        reasons = {other.finish_reason for other in self.requests[request.request_id]}
         if None in reasons:
             return
         del self.requests[request.request_id]
         self.queued.discard(request.request_id)
         self.policy.left(request)
         if reasons & {"error", "deadline"}:
-            self.stats.failed_requests += 1
+            stats.failed_requests += 1
         elif "abort" in reasons:
-            self.stats.aborted_requests += 1
+            stats.aborted_requests += 1
         else:
-            self.stats.completed_requests += 1
+            stats.completed_requests += 1
+
+    def end_by_mask(self, seq: Sequence) -> None:
+        """End a sequence whose grammar allows no token, or has failed."""
+        assert seq.mask is not None
+        self.end(seq, "error", error=seq.mask.error)
+
+    def release(self, seq: Sequence) -> None:
+        """Take back blocks and row of a sequence that runs no longer; the tree keeps what is computed.
+
+        If a step in flight uses them, the sequence leaves: this must be called again when that is done.
+        """
+        self.prefilling.pop(seq, None)
+        self.decoding.pop(seq, None)
+        self.leaders.pop(seq, None)
+        if seq.num_in_flight:
+            self.leaving[seq] = len(seq.blocks)
+            return
+        num_tokens = min(seq.num_computed, len(seq.tokens))
+        if self._fixed_chunk:  # what came one by one would be computed in chunks by another, with other roundings
+            num_tokens = min(num_tokens, seq.num_prompt)
+        num_tokens -= num_tokens % self._kept_step
+        if num_tokens and self.cache.is_enabled and not seq.node.is_stale and seq.finish_reason != "error":
+            key = RadixKey(seq.tokens[:num_tokens], seq.request.namespace)
+            self.cache.insert(key, seq.blocks[: -(-num_tokens // self._block_size)], handle=seq.node)
+        self.cache.unlock(seq.node)
+        self.blocks.free(seq.blocks)
+        self.num_held_tokens -= seq.num_computed
+        self.num_held_blocks -= len(seq.blocks)
+        seq.blocks, seq.node = [], None
+        seq.logits_handle = seq.num_sent = seq.num_computed = 0
+        self.leaving.pop(seq, None)
+        heapq.heappush(self.rows, seq.row)
+        seq.row = -1
+        if seq.status is Status.WAITING:
+            self.queue.push(seq, self.order[seq])
 
     # Reading
 
@@ -213,36 +315,3 @@ class LiveSequences:
     def last_in_rank(self) -> Sequence:
         """The running sequence that is preempted first."""
         return max(itertools.chain(self.prefilling, self.decoding), key=self.rank)
-
-    def waits_for_another(self, seq: Sequence) -> bool:
-        """Whether another sequence is just computing what this one could take from the cache."""
-        if not self.memory.cache.is_enabled:
-            return False
-        first = self.requests[seq.request.request_id][0]
-        if first is not seq and first.finish_reason is None and not first.num_emitted:
-            return True
-        return self.sharing.must_wait(seq)
-
-    def snapshot(self) -> SchedulerStats:
-        return dataclasses.replace(
-            self.stats,
-            queue_size=len(self.queued),
-            concurrent_requests=len(self.requests) - len(self.queued),
-            num_waiting=self.num_waiting,
-            num_running=self.num_running,
-        )
-
-    def queue_status(self) -> dict[str, Any]:
-        tenants: dict[str, dict[str, int]] = {}
-        for seq in self.order:
-            counts = tenants.setdefault(seq.request.namespace.tenant, {"waiting": 0, "running": 0})
-            counts["running" if seq.status is Status.RUNNING else "waiting"] += 1
-        return {
-            "queued_requests": len(self.queued),
-            "capacity": self.stats.queue_capacity,
-            "live_requests": len(self.requests),
-            "waiting": self.num_waiting,
-            "running": self.num_running,
-            "max_running": self.max_num_seqs,
-            "tenants": tenants,
-        }

@@ -1,14 +1,19 @@
-"""The order in which requests run. A policy is a key function over requests; users can register their own."""
+"""The order in which requests run, and the queues that keep it. A policy is a key function; users can register their own."""
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, ClassVar, Protocol
 
 from archerfish.errors import InvalidOptionError, did_you_mean
-from archerfish.sequence import Request
+from archerfish.sequence import Request, Sequence
+
+Entry = tuple[Any, int, Sequence]  # key, order of arrival, sequence
 
 
 class SchedulingPolicy:
@@ -42,7 +47,7 @@ class SchedulingPolicy:
     def group_key(self, group: Hashable) -> float:
         return 0.0
 
-    def schedule(self, requests: Sequence[Request], available_blocks: int) -> list[Request]:
+    def schedule(self, requests: SequenceOf[Request], available_blocks: int) -> list[Request]:
         """The waiting requests in the order in which to admit them; those left out are not admitted now."""
         now = self.clock()
         return sorted(requests, key=lambda r: (self.group_key(self.group(r)), self.key(r, now)))
@@ -98,7 +103,7 @@ class LongestPrefixFirst(SchedulingPolicy):
             return 0, 0, request.arrival
         return 1, -self._cached.get(request.request_id, 0), request.arrival
 
-    def schedule(self, requests: Sequence[Request], available_blocks: int) -> list[Request]:
+    def schedule(self, requests: SequenceOf[Request], available_blocks: int) -> list[Request]:
         window = requests[: self.window]
         self._look_up({request.request_id: request for request in window})
         return super().schedule(window, available_blocks) + list(requests[self.window :])
@@ -204,3 +209,87 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
     if name not in _POLICIES:
         raise InvalidOptionError(f"Unknown scheduling policy: {name!r}.", hint=did_you_mean(name, _POLICIES))
     return _POLICIES[name]()
+
+
+class WaitingQueue(Protocol):
+    """The sequences that wait. It must not change while `ordered` is being read."""
+
+    @property
+    def entries(self) -> Mapping[Sequence, object]: ...
+
+    def push(self, seq: Sequence, order: int) -> None:
+        """`order` is unique and grows with arrival; a sequence that comes back brings its old one."""
+
+    def remove(self, seq: Sequence) -> None: ...
+
+    def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
+        """At most the first `limit` sequences (of each group)."""
+
+
+class GroupedQueue:
+    """For static keys: a sorted list per group, each change O(log n) and a short memmove; groups are compared when read."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._groups: dict[Hashable, list[Entry]] = {}
+        self.entries: dict[Sequence, tuple[Hashable, Entry]] = {}
+
+    def push(self, seq: Sequence, order: int) -> None:
+        request = seq.request
+        group = self._policy.group(request)
+        entry = (self._policy.key(request, request.arrival), order, seq)
+        bisect.insort(self._groups.setdefault(group, []), entry)
+        self.entries[seq] = group, entry
+
+    def remove(self, seq: Sequence) -> None:
+        group, entry = self.entries.pop(seq)
+        entries = self._groups[group]
+        del entries[bisect.bisect_left(entries, entry)]
+        if not entries:
+            del self._groups[group]
+
+    def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
+        if len(self._groups) == 1:
+            (entries,) = self._groups.values()
+            for entry in entries[:limit]:
+                yield entry[2]
+            return
+        group_key = self._policy.group_key
+        heads = [(group_key(group), *entries[0][:2], group, 0) for group, entries in self._groups.items()]
+        heapq.heapify(heads)
+        while heads:
+            _, _, _, group, index = heapq.heappop(heads)
+            entries = self._groups[group]
+            yield entries[index][2]
+            index += 1
+            if index < min(limit, len(entries)):
+                heapq.heappush(heads, (group_key(group), *entries[index][:2], group, index))
+
+
+class PolicyQueue:
+    """For keys that change: the policy orders the waiting requests anew each time."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self.entries: dict[Sequence, int] = {}  # -> order of arrival, rising
+
+    def push(self, seq: Sequence, order: int) -> None:
+        last = next(reversed(self.entries.values()), -1)
+        self.entries[seq] = order
+        if order < last:
+            self.entries = dict(sorted(self.entries.items(), key=lambda entry: entry[1]))
+
+    def remove(self, seq: Sequence) -> None:
+        del self.entries[seq]
+
+    def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
+        waiting: dict[Request, list[Sequence]] = {}
+        for seq in self.entries:
+            waiting.setdefault(seq.request, []).append(seq)
+        for request in self._policy.schedule(list(waiting), available_blocks):
+            yield from waiting.get(request, ())
+
+
+def queue_for(policy: SchedulingPolicy) -> WaitingQueue:
+    has_own_schedule = type(policy).schedule is not SchedulingPolicy.schedule
+    return GroupedQueue(policy) if policy.is_static and not has_own_schedule else PolicyQueue(policy)

@@ -7,6 +7,7 @@ makes them real.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import time
@@ -17,18 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import LogitsCache
-from archerfish.cache.radix import HitRecord, RadixCache
+from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.memory import SequenceMemory
 from archerfish.sched.plan import Plan, PlanBuilder
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
 from archerfish.sched.prompts import PromptPlanner
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
-from archerfish.step import StepResult, TokenLogprobs
+from archerfish.step import StepResult
 
 MAX_OPEN_STEPS = 2  # one in flight, one planned behind it
 
@@ -50,68 +50,65 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        *,
-        blocks: BlockManager,
-        cache: RadixCache,
-        logits_cache: LogitsCache | None = None,
-        model_state_hash: str = "",
-        policy: SchedulingPolicy | str = "fcfs",
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_queue_size: int,
-        max_model_len: int,
-        max_requests: int = 0,
-        fixed_chunk: int = 0,
-        masks: MaskFinder | None = None,
-        logits_row_bytes: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, blocks: BlockManager, cache: RadixCache, logits_cache: LogitsCache | None = None, model_state_hash: str = "",
+        policy: SchedulingPolicy | str = "fcfs", max_num_seqs: int, max_num_batched_tokens: int, max_queue_size: int,
+        max_model_len: int, max_requests: int = 0, fixed_chunk: int = 0, masks: MaskFinder | None = None,
+        logits_row_bytes: int = 0, clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_step_tokens(max_num_batched_tokens, max_num_seqs, fixed_chunk)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_queue_size = max_queue_size
-        self.max_model_len = max_model_len
-        self.max_requests = max_requests
-        self.fixed_chunk = fixed_chunk
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_queue_size, self.max_requests = max_queue_size, max_requests
+        self.max_model_len, self.fixed_chunk = max_model_len, fixed_chunk
         self.policy = scheduling_policy(policy) if isinstance(policy, str) else policy
         self.blocks, self.cache = blocks, cache
         self.masks = masks or MaskFinder(0)
-        self._memory = SequenceMemory(blocks, cache, logits_cache, model_state_hash, fixed_chunk, logits_row_bytes)
-        self.policy.bind(clock, self._memory.num_cached)
-        self._live = LiveSequences(self._memory, self.policy, max_num_seqs, max_queue_size, clock)
-        self._prompts = PromptPlanner(self._live, self._memory, fixed_chunk, max_model_len)
+        self.policy.bind(clock, lambda request: cache.peek(RadixKey(request.prompt_token_ids, request.namespace)))
+        self._live = LiveSequences(
+            blocks, cache, logits_cache, self.policy, model_state_hash=model_state_hash, max_num_seqs=max_num_seqs,
+            fixed_chunk=fixed_chunk, logits_row_bytes=logits_row_bytes, clock=clock,
+        )
+        self._prompts = PromptPlanner(self._live, fixed_chunk, max_model_len)
         self.clock = clock
-        self._block_size = blocks.block_size
+        self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._open: dict[int, OpenStep] = {}
         self._next_step = 0
         self._last_decodes: Plan | None = None  # the last plan, if it had decodes only
         self._last_commit = 0.0
+        self.tokens_done = 0, 0  # tokens of prompts that were computed, and tokens that came out, since the start
 
     def resize(self, max_num_batched_tokens: int, max_queue_size: int) -> None:
         """Other limits from now on. Requests that wait already stay, also where the queue is shorter now."""
         check_step_tokens(max_num_batched_tokens, self.max_num_seqs, self.fixed_chunk)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_queue_size = self._live.stats.queue_capacity = max_queue_size
+        self.max_queue_size = max_queue_size
 
     # Requests
 
     def add(self, request: Request) -> list[Sequence]:
         """Accept a request, or say at once why not. Each of its sequences will end with exactly one finish reason."""
         self.check(request)
+        live = self._live
         if not self.has_room:
-            self._live.stats.refused_requests += 1
-            if self.num_queued >= self.max_queue_size:
+            live.stats.refused_requests += 1
+            if len(live.queued) >= self.max_queue_size:
                 raise OverloadedError(f"The queue is full: {self.max_queue_size:,} requests wait.")
             raise OverloadedError(f"{self.max_requests:,} requests run or wait, which is max_concurrent_requests.")
-        sequences = self._live.add(request)
-        if request.grammar is not None:
-            for seq in sequences:
+        request.arrival = now = self.clock()
+        sequences = [Sequence(request, index) for index in range(request.params.n)]
+        live.requests[request.request_id] = sequences
+        live.queued.add(request.request_id)
+        live.stats.total_requests += 1
+        self.policy.arrived(request)
+        for seq in sequences:
+            seq.times.arrived = now
+            live.order[seq] = next(self._arrivals)
+            live.queue.push(seq, live.order[seq])
+            if request.grammar is not None:
                 self.masks.begin(seq)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, self._live.order[sequences[0]], request))
-            if len(self._deadlines) > 2 * len(self._live.requests) + 1024:
+            heapq.heappush(self._deadlines, (request.deadline, live.order[sequences[0]], request))
+            if len(self._deadlines) > 2 * len(live.requests) + 1024:
                 self._deadlines = [entry for entry in self._deadlines if self._is_live(entry[2])]
                 heapq.heapify(self._deadlines)
         return sequences
@@ -120,7 +117,7 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether one more request can be added."""
         is_full = 0 < self.max_requests <= len(self._live.requests)
-        return not is_full and self.num_queued < self.max_queue_size
+        return not is_full and len(self._live.queued) < self.max_queue_size
 
     def check(self, request: Request) -> None:
         """Raise what `add` would raise, whatever the state of the queue."""
@@ -131,15 +128,15 @@ class Scheduler:
             raise InvalidInputError(f"max_tokens must be at least 1, not {max_tokens}.")
         if request.request_id in self._live.requests:
             raise InvalidInputError(f"There is a live request {request.request_id!r}.", hint="Choose another request_id.")
-        total, pool = num_prompt + max_tokens, self._memory.blocks.num_total
+        total, room = num_prompt + max_tokens, self.blocks.num_total * self.blocks.block_size
         wanted = f"{num_prompt:,} prompt tokens and max_tokens={max_tokens:,} make {total:,}"
         if total > self.max_model_len:
             raise InputTooLargeError(
                 f"{wanted}; the longest sequence is {self.max_model_len:,}.", hint="Shorten the prompt or lower max_tokens."
             )
-        if self._memory.num_blocks_for(total) > pool:
+        if total > room:
             raise InputTooLargeError(
-                f"{wanted}; the whole memory holds {pool * self._block_size:,}.",
+                f"{wanted}; the whole memory holds {room:,}.",
                 hint="Shorten the prompt, lower max_tokens, or give the engine more memory (max_cache_tokens).",
             )
 
@@ -187,13 +184,30 @@ class Scheduler:
         self._plan_decodes(builder)
         if builder.stalled:
             self._rescue(builder)
-        if live.prefilling or (live.rows and len(live.queue)):
+        if live.prefilling or (live.rows and live.queue.entries):
             self._prompts.plan(builder, now)
-        return self._seal(builder, now)
+        if self.policy.counts_service:
+            for seq in builder.sequences:
+                self.policy.charge(seq.request, 1)
+        keeps_logits = builder.chunks and live.logits_cache is not None
+        plan = builder.build(self._next_step, self._last_decodes, live.handles if keeps_logits else None)
+        self._last_decodes = None if builder.chunks else plan
+        if plan is None:
+            return None
+        if live.dropped:
+            plan.input.dropped = live.dropped[:]
+            live.dropped.clear()
+        self._open[self._next_step] = OpenStep([source for source, _ in builder.copies], now)
+        self._next_step += 1
+        live.stats.num_steps += 1
+        live.num_held_tokens += len(plan.input.tokens)
+        share = live.num_held_tokens / (live.num_held_blocks * self.blocks.block_size)
+        live.stats.kv_utilization += (share - live.stats.kv_utilization) / live.stats.num_steps
+        return plan
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         """The hot loop: one token for every sequence that is caught up."""
-        block_size, grow = self._block_size, self._memory.grow
+        block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
         failed: list[Sequence] = []
         for seq in self._live.decoding:
@@ -231,7 +245,7 @@ class Scheduler:
         num_coming = sum(live.leaving.values())
         for seq in sorted(builder.stalled, key=live.rank):
             while seq.status is Status.RUNNING:
-                if self._memory.grow(seq, 1):
+                if live.grow(seq, 1):
                     builder.add_decode(seq)
                     break
                 if num_coming > 0:
@@ -239,33 +253,17 @@ class Scheduler:
                     break
                 num_coming += live.preempt(live.last_in_rank())
 
-    def _seal(self, builder: PlanBuilder, now: float) -> Plan | None:
-        memory, stats = self._memory, self._live.stats
-        if self.policy.counts_service:
-            for seq in builder.sequences:
-                self.policy.charge(seq.request, 1)
-        new_handle = memory.new_handle if memory.logits_cache is not None else None
-        plan = builder.build(self._next_step, self._last_decodes, new_handle)
-        self._last_decodes = None if builder.chunks else plan
-        if plan is None:
-            return None
-        plan.input.dropped = memory.take_dropped()
-        self._open[self._next_step] = OpenStep([source for source, _ in builder.copies], now)
-        self._next_step += 1
-        stats.num_steps += 1
-        memory.num_held_tokens += plan.input.num_tokens
-        share = memory.num_held_tokens / (memory.num_held_blocks * self._block_size)
-        stats.kv_utilization += (share - stats.kv_utilization) / stats.num_steps
-        return plan
-
     # Results
 
     def commit(self, plan: Plan, result: StepResult) -> None:
         """Take in what a step has brought. Steps are committed in the order in which they were planned."""
-        now = self.clock()
+        now, live, step = self.clock(), self._live, plan.input
         self._close(plan, now, plan.num_prompt_tokens)
-        running, append = Status.RUNNING, self._live.deltas.append
-        special = _special(plan, result)
+        # Sequences for which there is more to do than to add one token; decodes get one token each.
+        special = {*result.logprobs, *result.prompt_logprobs, *result.errors, *step.masked, *step.returned}
+        if plan.num_prompt_tokens:
+            special.update(np.flatnonzero(step.samples != 1).tolist())
+        running, append = Status.RUNNING, live.deltas.append
         num_accepted = 0
         for index, (seq, new) in enumerate(zip(plan.sequences, result.tokens.tolist(), strict=True)):
             seq.num_in_flight -= 1
@@ -280,43 +278,46 @@ class Scheduler:
                     append(Delta(seq, new))
                     continue
             self._settle(plan, result, index, now)
-        self._live.stats.total_tokens_generated += num_accepted
-        self._memory.drop_unstored(plan.input.kept)
+        live.stats.total_tokens_generated += num_accepted
+        self.tokens_done = live.stats.prefill_tokens_computed, live.stats.total_tokens_generated
+        if step.kept:
+            live.dropped += [handle for _, handle in step.kept if handle not in live.stored]
+            live.stored.clear()
 
     def _settle(self, plan: Plan, result: StepResult, index: int, now: float) -> None:
         """One sequence of a step, in full."""
-        seq = plan.sequences[index]
-        seq.num_pending -= int(plan.input.samples[index])
-        if seq.finish_reason is None:
-            error = result.errors.get(index)
-            if error is not None:
-                self._live.end(seq, "error", error=error)
-            else:
-                self._accept(plan, result, index, now)
+        live, seq, step = self._live, plan.sequences[index], plan.input
+        num_samples, error = int(step.samples[index]), result.errors.get(index)
+        seq.num_pending -= num_samples
+        if seq.finish_reason is None and error is not None:
+            live.end(seq, "error", error=error)
+        elif seq.finish_reason is None:
+            delta = Delta(seq, [])
+            if index in result.prompt_logprobs and seq.index == 0:
+                # None twice where a preemption made them be computed again.
+                start, logprobs = int(step.starts[index]), result.prompt_logprobs[index]
+                delta.prompt_logprobs = logprobs[max(0, seq.num_reported - start) :] or None
+                seq.num_reported = max(seq.num_reported, start + len(logprobs))
+            if num_samples and len(seq.tokens) == seq.num_prompt:
+                delta.logits = result.logits.get(index)
+                live.leaders.pop(seq, None)
+                live.stats.prefill_seconds += now - seq.times.admitted
+                live.stats.num_prefilled += 1
+                seq.times.first_token = now
+                seq.logits_handle = 0
+                if step.counts[index]:
+                    live.store_prompt(seq, dict(step.kept).get(index, 0))
+            reason = self._add_tokens(delta, result.tokens[index, :num_samples].tolist())
+            if index in result.logprobs:
+                delta.logprobs = result.logprobs[index][: len(delta.token_ids)]
+            if reason is not None:
+                live.end(seq, reason, delta=delta)
+            elif num_samples or delta.prompt_logprobs is not None:
+                live.deltas.append(delta)
+                if num_samples and seq.request.grammar is not None:
+                    self.masks.begin(seq)
         if seq.row >= 0 and seq.status is not Status.RUNNING and not seq.num_in_flight:
-            self._live.release(seq)
-
-    def _accept(self, plan: Plan, result: StepResult, index: int, now: float) -> None:
-        seq, step = plan.sequences[index], plan.input
-        delta = Delta(seq, [])
-        if index in result.prompt_logprobs:
-            self._report_prompt(delta, int(step.starts[index]), result.prompt_logprobs[index])
-        if not step.samples[index]:
-            if delta.prompt_logprobs is not None:
-                self._live.deltas.append(delta)
-            return
-        if len(seq.tokens) == seq.num_prompt:
-            delta.logits = result.logits.get(index)
-            self._first_token(seq, now, is_computed=bool(step.counts[index]), handle=dict(step.kept).get(index, 0))
-        reason = self._add_tokens(delta, result.tokens[index, : step.samples[index]].tolist())
-        if index in result.logprobs:
-            delta.logprobs = result.logprobs[index][: len(delta.token_ids)]
-        if reason is not None:
-            self._live.end(seq, reason, delta=delta)
-            return
-        self._live.deltas.append(delta)
-        if seq.request.grammar is not None:
-            self.masks.begin(seq)
+            live.release(seq)
 
     def _add_tokens(self, delta: Delta, tokens: list[int]) -> FinishReason | None:
         """Add sampled tokens to their sequence, up to the one that ends it."""
@@ -332,47 +333,31 @@ class Scheduler:
                 return "length"
         return None
 
-    def _first_token(self, seq: Sequence, now: float, *, is_computed: bool, handle: int) -> None:
-        live = self._live
-        live.sharing.stop(seq)
-        live.stats.prefill_seconds += now - seq.times.admitted
-        live.stats.num_prefilled += 1
-        seq.times.first_token = now
-        seq.logits_handle = 0
-        if is_computed:
-            self._memory.store_prompt(seq, handle)
-
-    def _report_prompt(self, delta: Delta, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Prompt logprobs, of the first sequence only, and none twice where a preemption made them be computed again."""
-        seq = delta.sequence
-        fresh = logprobs[max(0, seq.num_reported - start) :]
-        if fresh and seq.index == 0 and seq.request.params.prompt_logprobs is not None:
-            seq.num_reported = start + len(logprobs)
-            delta.prompt_logprobs = fresh
-
     def fail(self, plan: Plan, error: BaseException) -> None:
         """A step has raised: its sequences end with "error", nothing of it enters the tree, others go on."""
         self._close(plan, self.clock(), 0)
-        step = plan.input
+        live, step = self._live, plan.input
         for seq, start, samples in zip(plan.sequences, step.starts.tolist(), step.samples.tolist(), strict=True):
             seq.num_in_flight -= 1
             seq.num_pending -= samples
-            self._memory.forget_computed(seq, start)
+            if seq.num_computed > start:  # what the step was to compute cannot be trusted
+                live.num_held_tokens -= seq.num_computed - start
+                seq.num_computed = start
             if seq.finish_reason is None:
-                self._live.end(seq, "error", error=error)
+                live.end(seq, "error", error=error)
             if seq.row >= 0 and not seq.num_in_flight:
-                self._live.release(seq)
-        self._memory.drop_unstored(step.kept)
-        self._memory.drop_again(step.dropped)
+                live.release(seq)
+        live.dropped += [handle for _, handle in step.kept] + step.dropped  # maybe it failed before it dropped them
 
     def _close(self, plan: Plan, now: float, num_prompt_tokens: int) -> None:
         number = plan.input.step
         if next(iter(self._open), None) != number:
             raise InvariantError(f"Step {number} is committed, but open are {list(self._open)}.")
         step = self._open.pop(number)
-        self._memory.blocks.free(step.copied_blocks)
+        self.blocks.free(step.copied_blocks)
         self._live.stats.prefill_tokens_computed += num_prompt_tokens
-        self._prompts.shares.measure(num_prompt_tokens, now - max(step.planned_at, self._last_commit))
+        if num_prompt_tokens:
+            self._prompts.measure(num_prompt_tokens, now - max(step.planned_at, self._last_commit))
         self._last_commit = now
 
     # Figures
@@ -384,35 +369,39 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, the preempted among them."""
-        return self._live.num_waiting
-
-    @property
-    def num_queued(self) -> int:
-        """Requests of which nothing has been admitted."""
-        return len(self._live.queued)
+        """Sequences that wait, those among them that were preempted and are still leaving."""
+        return len(self._live.order) - self._live.num_running
 
     @property
     def num_running(self) -> int:
         return self._live.num_running
 
-    @property
-    def tokens_done(self) -> tuple[int, int]:
-        """Tokens of prompts that were computed, and tokens that came out, since the start."""
-        stats = self._live.stats
-        return stats.prefill_tokens_computed, stats.total_tokens_generated
-
     def stats(self) -> SchedulerStats:
         """Counters since the start, and gauges now."""
-        return self._live.snapshot()
+        live = self._live
+        return dataclasses.replace(
+            live.stats, queue_size=len(live.queued), queue_capacity=self.max_queue_size,
+            concurrent_requests=len(live.requests) - len(live.queued), num_waiting=self.num_waiting,
+            num_running=self.num_running,
+        )
 
     def queue_status(self) -> dict[str, Any]:
         """What waits and what runs: requests in the queue and its capacity, sequences in all and for each tenant."""
-        return self._live.queue_status()
+        live = self._live
+        tenants: dict[str, dict[str, int]] = {}
+        for seq in live.order:
+            counts = tenants.setdefault(seq.request.namespace.tenant, {"waiting": 0, "running": 0})
+            counts["running" if seq.status is Status.RUNNING else "waiting"] += 1
+        return {
+            "queued_requests": len(live.queued), "capacity": self.max_queue_size, "live_requests": len(live.requests),
+            "waiting": self.num_waiting, "running": self.num_running, "max_running": self.max_num_seqs, "tenants": tenants,
+        }
 
     def explain(self, token_ids: SequenceOf[int], namespace: Namespace) -> HitRecord:
         """What the cache would do for a prompt if it were admitted now, and why; changes nothing."""
-        return self._memory.explain(token_ids, namespace)
+        key, logits_cache = RadixKey(token_ids, namespace), self._live.logits_cache
+        has_logits = logits_cache is not None and self._live.logits_key(key) in logits_cache
+        return self.cache.explain(key, limit=len(token_ids) - (not has_logits))
 
     def owned_blocks(self) -> list[list[int]]:
         """The blocks of every sequence that holds some, and those that open steps copy from: for RadixCache.check."""
@@ -429,12 +418,3 @@ def check_step_tokens(max_num_batched_tokens: int, max_num_seqs: int, fixed_chun
             f"one token for each, and {max(1, fixed_chunk)} for a prompt.",
             hint="Raise max_num_batched_tokens or lower max_num_seqs.",
         )
-
-
-def _special(plan: Plan, result: StepResult) -> set[int]:
-    """Sequences of a step for which there is more to do than to add one token."""
-    step = plan.input
-    found = {*result.logprobs, *result.prompt_logprobs, *result.errors, *step.masked, *step.returned}
-    if plan.num_prompt_tokens:  # decodes get one token each
-        found.update(np.flatnonzero(step.samples != 1).tolist())
-    return found

@@ -110,11 +110,11 @@ class Simulation:
         hashes = prefix_hashes(namespace, tokens)
         self.check_contents(match, hashes)
         self.check_longest(match, namespace, tokens, limit)
-        self.cache.lock(match)
+        self.cache.lock(match.node)
         num_shared = match.num_tokens // self.block_size
         wanted = -(-len(tokens) // self.block_size) - num_shared
         if not self.make_room(wanted):
-            self.cache.unlock(match)
+            self.cache.unlock(match.node)
             return False
         self.blocks.share(match.blocks[:num_shared])
         blocks = match.blocks[:num_shared] + self.blocks.allocate(wanted)
@@ -220,11 +220,11 @@ class Simulation:
         match, must_be_stale = self.old_matches.pop()
         must_be_stale = must_be_stale or match.node in self.dropped
         try:
-            self.cache.lock(match)
+            self.cache.lock(match.node)
         except StaleHandleError:
             assert must_be_stale
         else:
             assert not must_be_stale
-            self.cache.unlock(match)
+            self.cache.unlock(match.node)
         if not self.old_matches:
             self.dropped.clear()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.cache.adaptive import AdaptiveCache, HitWindow
+from archerfish.cache.adaptive import AdaptiveCache
 from archerfish.errors import InvalidOptionError
 
 
@@ -41,23 +41,16 @@ def spoil(cache: AdaptiveCache[str, str], num: int) -> None:
         assert cache.get(f"never-{i}-{random.random()}") is None
 
 
-def test_the_window_counts_the_last_lookups() -> None:
-    window = HitWindow(3)
-    seen = [(window.rate, window.is_full)]
-    for is_hit in (True, False, True, True, True):
-        window.add(is_hit)
-        seen.append((round(window.rate, 3), window.is_full))
-    assert seen == [(0, False), (1, False), (0.5, False), (0.667, True), (0.667, True), (1, True)]
-
-
 @settings(deadline=None)
 @given(st.integers(1, 8), st.lists(st.booleans(), max_size=40))
-def test_the_window_is_the_mean_of_the_last(size: int, lookups: list[bool]) -> None:
-    window = HitWindow(size)
+def test_the_hit_rate_is_the_mean_of_the_last_lookups(size: int, lookups: list[bool]) -> None:
+    cache, _ = make(window_size=size, min_hit_rate=1.0)
+    assert cache.hit_rate == 0 and cache.insert("known", "KNOWN", 1)
     for i, is_hit in enumerate(lookups):
-        window.add(is_hit)
+        cache.get("known" if is_hit else "unknown")
         last = lookups[max(0, i + 1 - size) : i + 1]
-        assert window.rate == sum(last) / len(last)
+        assert cache.hit_rate == sum(last) / len(last)
+        assert cache.is_of_little_use == (len(last) == size and not all(last))
 
 
 def test_gives_back_what_was_kept_until_it_is_too_old() -> None:
@@ -71,6 +64,28 @@ def test_gives_back_what_was_kept_until_it_is_too_old() -> None:
     assert "a" not in cache and cache.get("a") is None and len(cache) == 0
     stats = cache.get_stats()
     assert (stats.hits, stats.misses, stats.expirations, stats.bytes) == (3, 3, 1, 0)
+
+
+def test_what_is_too_old_goes_before_anything_else() -> None:
+    cache, clock = make(max_bytes=25)
+    ask(cache, "a")
+    ask(cache, "a")  # of use once, so that it would stay longer than the next one
+    clock.now = 5.0
+    ask(cache, "b")
+    clock.now = 10.0
+    ask(cache, "c")
+    assert [key in cache for key in "abc"] == [False, True, True]
+    assert (cache.get_stats().expirations, cache.get_stats().evictions) == (1, 0)
+    clock.now = 12.0
+    assert cache.evict_expired(max_age_s=7.0) == 1 and cache.evict_expired() == 0 and "c" in cache
+    with pytest.raises(InvalidOptionError, match="max_age_s"):
+        cache.evict_expired(-1)
+
+
+def test_replacing_a_value_counts_its_bytes_once() -> None:
+    cache, _ = make()
+    assert cache.insert("a", "A", 10) and cache.insert("a", "B", 30)
+    assert cache.get("a") == "B" and cache.num_bytes == 30
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -155,20 +170,18 @@ def test_sizes_and_ages_change_while_in_use() -> None:
     assert len(cache) == 0 and not cache.insert("x", "X", 1)
     with pytest.raises(InvalidOptionError):
         cache.resize(-1, 1.0)
-    with pytest.raises(InvalidOptionError):
-        make(window_size=0)
+    for options in ({"window_size": 0}, {"max_bytes": -1}, {"ttl_seconds": 0.0}):
+        with pytest.raises(InvalidOptionError):
+            make(**options)
 
 
-def test_clear_and_discard() -> None:
+def test_discard() -> None:
     cache, _ = make()
     for key in "abc":
         ask(cache, key)
     cache.discard("a")
     cache.discard("nothing")
     assert "a" not in cache and cache.num_bytes == 20
-    cache.clear()
-    assert len(cache) == 0 and cache.num_bytes == 0
-    assert cache.insert("a", "A", 100)
 
 
 operations = st.lists(

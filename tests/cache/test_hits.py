@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.hits import HitRecord
-from archerfish.cache.radix import RadixCache, RadixKey
+from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.sequence import Namespace
 
 
@@ -143,7 +142,7 @@ def test_hit_records_do_not_depend_on_other_tenants(other: Namespace) -> None:
     for token in range(20, 30):
         among.add([token], other)
         among.cache.match_prefix(RadixKey.with_namespace([6, 7], "a"), counts=False)
-    among.cache.lock(among.cache.match_prefix(RadixKey.with_namespace([6, 7], "a"), counts=False))
+    among.cache.lock(among.cache.match_prefix(RadixKey.with_namespace([6, 7], "a"), counts=False).node)
     among.cache.evict(64)  # everything of the other tenant; more than the ghosts that a namespace keeps
     among.cache.clear(other)
     for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 8], [9], [6, 7, 7], [20]):

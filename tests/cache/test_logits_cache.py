@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archerfish.cache.adaptive import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import CacheKey, LogitsCache, state_hash_of
 from archerfish.cache.radix import Node, RadixCache, RadixKey
-from archerfish.errors import InvalidInputError, InvalidOptionError
+from archerfish.errors import InvalidInputError
 
 
 class World:
-    """A radix cache and a logits cache that lives with it."""
+    """A radix cache and a logits cache that lives with it. What LogitsCache has of AdaptiveCache is tested there."""
 
     def __init__(self, max_bytes: int = 100, ttl_seconds: float = 10.0) -> None:
         self.now = 0.0
@@ -45,21 +45,6 @@ def test_gives_back_what_was_kept() -> None:
     assert (stats.hits, stats.misses, stats.entries, stats.bytes) == (2, 3, 1, 10)
 
 
-def test_entries_expire_by_age() -> None:
-    world = World()
-    old = world.keep([1, 2], "old")
-    world.now = 5.0
-    new = world.keep([3, 4], "new")
-    world.now = 10.0
-    assert world.logits.get(old) is None
-    assert world.logits.get(new) == "new"
-    world.now = 15.0
-    assert world.logits.evict_expired() == 1
-    assert world.logits.evict_expired() == 0
-    stats = world.logits.get_stats()
-    assert (stats.entries, stats.bytes, stats.expirations) == (0, 0, 2)
-
-
 def test_without_a_node_entries_live_by_age_and_room_alone() -> None:
     world = World(max_bytes=100)
     row, key = memoryview(array("f", [0.5] * 10)), CacheKey([1, 2], 2, "m")
@@ -70,45 +55,6 @@ def test_without_a_node_entries_live_by_age_and_room_alone() -> None:
     assert not world.logits.insert(key, memoryview(array("f", [0.5] * 26)))
     with pytest.raises(InvalidInputError, match="num_bytes"):
         world.logits.insert(key, "no row")
-
-
-def test_ages_may_be_shorter_for_once() -> None:
-    world = World()
-    for moment in range(4):
-        world.now = float(moment)
-        world.keep([moment], moment)
-    assert world.logits.evict_expired(max_age_s=2.0) == 2  # those of 0 and 1
-    assert world.logits.evict_expired() == 0 and len(world.logits) == 2
-    with pytest.raises(InvalidOptionError, match="max_age_s"):
-        world.logits.evict_expired(-1)
-
-
-def test_what_is_too_old_leaves_before_anything_else() -> None:
-    world = World(max_bytes=25)
-    old = world.keep([1], "old")
-    assert world.logits.get(old) == "old"  # of use once, so that it would stay longer than the next one
-    world.now = 5.0
-    new = world.keep([2], "new")
-    world.now = 10.0
-    world.keep([3], "newest")
-    assert new in world.logits and old not in world.logits
-    assert (world.logits.get_stats().expirations, world.logits.get_stats().evictions) == (1, 0)
-
-
-def test_the_oldest_go_when_room_is_needed() -> None:
-    world = World(max_bytes=25)
-    first, second, third = world.keep([1], "a"), world.keep([2], "b"), world.keep([3], "c")
-    assert [world.logits.get(key) for key in (first, second, third)] == [None, "b", "c"]
-    assert not world.logits.insert(first, "huge", 26, world.cache([1]))
-    assert world.logits.get_stats().evictions == 1
-
-
-def test_replacing_a_value_counts_its_bytes_once() -> None:
-    world = World()
-    key = world.keep([1], "a", 10)
-    world.keep([1], "b", 30)
-    assert world.logits.get(key) == "b"
-    assert world.logits.get_stats().bytes == 30
 
 
 def test_entries_die_with_their_node() -> None:
@@ -143,37 +89,6 @@ def test_nothing_is_kept_for_a_dead_node_or_a_root() -> None:
 def test_namespaces_have_state_hashes_of_their_own() -> None:
     assert state_hash_of("m", ("a", "bc")) != state_hash_of("m", ("ab", "c"))
     assert state_hash_of("m", ("a", "")) != state_hash_of("m", ("", "a"))
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(InvalidOptionError):
-        LogitsCache(-1, 1.0)
-    with pytest.raises(InvalidOptionError):
-        LogitsCache(1, 0.0)
-
-
-def test_contexts_that_never_repeat_are_not_kept_when_few_do() -> None:
-    world = World(max_bytes=1000)
-    for i in range(256):  # a full window without a hit
-        world.logits.get(CacheKey([i], 1, "m"))
-    once, twice = CacheKey([1000], 1, "m"), CacheKey([1001], 1, "m")
-    world.logits.get(once)
-    for _ in range(2):
-        world.logits.get(twice)
-    assert (world.logits.should_cache(once), world.logits.should_cache(twice)) == (False, True)
-    assert not world.logits.insert(once, "once", 10, world.cache([1000]))
-    assert world.logits.insert(twice, "twice", 10, world.cache([1001]))
-    assert world.logits.get(twice) == "twice"
-    assert world.logits.get_stats().refusals == 1
-    assert [key for keys in world.logits._of_node.values() for key in keys] == [twice]
-
-
-def test_what_was_of_use_stays_longest() -> None:
-    world = World(max_bytes=25)
-    used, unused = world.keep([1, 2], "used"), world.keep([3, 4], "unused")
-    assert world.logits.get(used) == "used"
-    world.keep([5, 6], "new")
-    assert used in world.logits and unused not in world.logits
 
 
 @settings(max_examples=150, deadline=None)

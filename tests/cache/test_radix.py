@@ -6,8 +6,8 @@ import pytest
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.eviction import LFU
-from archerfish.cache.key import PathHash, common_length
 from archerfish.cache.radix import Node, RadixCache, RadixKey
+from archerfish.cache.tree import PathHash, common_length
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, StaleHandleError
 from archerfish.sequence import Namespace, pack_tokens
 
@@ -40,7 +40,7 @@ def test_a_match_may_end_inside_a_node_and_inside_a_block() -> None:
     world = World()
     node, taken = world.add(list(range(10)))
     match = world.cache.match_prefix(RadixKey([0, 1, 2, 3, 4, 5, 99]))
-    assert (match.num_tokens, match.blocks, match.node, match.offset) == (6, taken[:2], node, 6)
+    assert (match.num_tokens, match.blocks, match.node) == (6, taken[:2], node)
     assert world.cache.stats().node_count == 1  # no split
     assert world.cache.match_prefix(RadixKey(range(10)), limit=4).blocks == taken[:1]
     assert world.cache.match_prefix(RadixKey(range(10)), limit=0).node.parent is None
@@ -104,11 +104,11 @@ def test_a_split_keeps_handles_and_locks() -> None:
     world = World()
     node, taken = world.add(list(range(10)))
     match = world.cache.match_prefix(RadixKey(range(10)))
-    world.cache.lock(match)
+    world.cache.lock(match.node)
     upper, _ = world.add(list(range(6)))
     assert match.node is node and node.lock_count == upper.lock_count == 1
     assert world.cache.evict(64) == 0
-    world.cache.unlock(match)
+    world.cache.unlock(match.node)
     assert node.lock_count == upper.lock_count == 0
     world.cache.check([])
     assert world.cache.evict(64) == 3
@@ -237,20 +237,20 @@ def test_a_clear_makes_handles_stale_and_leaves_running_sequences_alone() -> Non
     world.add(list(range(8)))
     match = world.cache.match_prefix(RadixKey(range(8)))
     unlocked = world.cache.match_prefix(RadixKey([77]))
-    world.cache.lock(match)
+    world.cache.lock(match.node)
     world.blocks.share(match.blocks)
     world.cache.clear()
     assert world.dropped == [match.node]
     assert world.cache.stats().node_count == 0 and world.cache.num_evictable == 0
     assert [world.blocks.ref_count(block) for block in match.blocks] == [1, 1]
-    for handle in (match, match.node, unlocked):
+    for handle in (match.node, unlocked.node):
         with pytest.raises(StaleHandleError):
             world.cache.lock(handle)
         with pytest.raises(StaleHandleError):
             world.cache.insert(RadixKey(range(8)), match.blocks, handle=handle)
     node, _ = world.add(list(range(8)))
     world.cache.lock(node)
-    world.cache.unlock(match)  # the sequence ends as any other
+    world.cache.unlock(match.node)  # the sequence ends as any other
     assert node.lock_count == 1
     world.blocks.free(match.blocks)
     world.cache.check([])
@@ -302,7 +302,7 @@ def test_keys_are_snapshots() -> None:
     tokens = [1, 2, 3]
     key = RadixKey(tokens)
     tokens.append(4)
-    assert len(key) == 3 and key == RadixKey((1, 2, 3)) == RadixKey(array("I", [1, 2, 3]))
+    assert len(key.tokens) == 3 and key == RadixKey((1, 2, 3)) == RadixKey(array("I", [1, 2, 3]))
     assert len({key, RadixKey([1, 2, 3]), RadixKey.with_namespace([1, 2, 3], "a")}) == 2
 
 

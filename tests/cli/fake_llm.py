@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from archerfish.cache.hits import HitRecord
+from archerfish.cache.tree import HitRecord
 from archerfish.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
 from archerfish.params import SamplingParams
 

@@ -102,7 +102,7 @@ def test_every_option_reaches_the_engine(engine: LLMEngine) -> None:
     before = OptimizationConfig.of(engine, cache)
     assert wanted.apply(engine, cache) == before.changes(wanted)
     assert OptimizationConfig.of(engine, cache) == wanted and wanted.apply(engine, cache) == {}
-    logits = engine.scheduler._memory._logits_cache
+    logits = engine.scheduler._live._logits_cache
     assert logits is not None and (logits.max_bytes, logits.ttl_seconds) == (3 << 20, 9.0)
     assert type(engine.scheduler.cache.order).__name__ == "FIFO" and not engine.scheduler.cache.is_enabled
     assert engine.scheduler.max_queue_size == engine.queue_status()["capacity"] == 7
@@ -124,7 +124,7 @@ def test_logits_cache_off_and_on(engine: LLMEngine) -> None:
     assert passes == [1, 0, 1, 1, 1, 0] and answers == [answers[0]] * 6
     off.apply(engine)
     assert OptimizationConfig.of(engine).enable_logits_cache is False
-    logits = engine.scheduler._memory._logits_cache
+    logits = engine.scheduler._live._logits_cache
     assert logits is not None and len(logits) == 0
 
 

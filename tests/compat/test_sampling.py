@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from archerfish.cache.logits_cache import CacheKey, LogitsCache
+from archerfish.cache.adaptive import CacheKey, LogitsCache
 from archerfish.compat.sampling import LogitsView, SamplingConfig, sample_optimized, sample_with_cache
 from archerfish.errors import InvalidInputError, UnknownOptionError
 from archerfish.runtime.host_sampling import sample_row

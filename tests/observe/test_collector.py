@@ -36,7 +36,7 @@ def test_counts_of_engines_are_read_and_not_counted_again() -> None:
 def test_percentiles_are_exact_over_the_window() -> None:
     histogram = Histogram("x", window=100)
     assert math.isnan(*histogram.percentiles([50]))
-    histogram.observe_many([float(value) for value in range(1000)])
+    histogram.observe(*range(1000))
     assert histogram.percentiles([0, 1, 50, 99, 100]) == [900, 900, 949, 998, 999]
     assert histogram.count() == 1000
     with pytest.raises(ValueError, match="between 0 and 100"):

@@ -29,7 +29,7 @@ def test_wrong_labels_are_named() -> None:
 
 def test_histogram_buckets_are_cumulative_and_inclusive() -> None:
     sizes = MetricRegistry().histogram("sizes", buckets=(1, 2, 4))
-    sizes.observe_many([1, 2, 2, 3, 100])
+    sizes.observe(1, 2, 2, 3, 100)
     (sample,) = sizes.samples()
     assert list(sample.buckets) == [(1, 1), (2, 3), (4, 4), (math.inf, 5)]
     assert (sample.count, sample.value) == (5, 108)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler, Sampled
+from archerfish.runtime.sampler import Chosen, FastSampler
 from archerfish.sequence import Sequence
 
 Floats = npt.NDArray[np.float64]
@@ -78,8 +78,9 @@ def chi_square(counts: npt.NDArray[np.int64], p: Floats) -> tuple[float, float]:
 
 def sample_sequences(
     sampler: FastSampler[torch.Tensor], logits: torch.Tensor, sequences: SequenceOf[Sequence], positions: SequenceOf[int]
-) -> Sampled[torch.Tensor]:
+) -> Chosen:
     """`FastSampler.sample` of sequences that were added to it, with the masks of those that have one."""
     masked = [(place, sequence.mask.bits) for place, sequence in enumerate(sequences) if sequence.mask is not None]
     masks = (np.array([place for place, _ in masked]), np.stack([bits for _, bits in masked])) if masked else None
-    return sampler.sample(logits, np.array([sequence.row for sequence in sequences]), np.asarray(positions), masks)
+    rows = np.array([sequence.row for sequence in sequences])
+    return sampler.sample(logits, rows, np.asarray(positions), masks)[1]()

@@ -20,13 +20,10 @@ from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PreparedD
 from archerfish.runtime.runner import RunningStep
 from archerfish.step import StepInput
 from tests.engine.tiny_llama import TINY
+from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1}
 PROMPTS = [[3 + (i * 7 + j * j) % 90 for j in range(1 + 5 * i % 23)] for i in range(12)]
-
-
-class RecordingOps(TorchOps):
-    is_async = can_record = True
 
 
 @pytest.fixture
@@ -37,18 +34,18 @@ def model(tmp_path: Path) -> Path:
 
 def generate(
     model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, *, records: bool, max_cache_tokens: int = 1024,
-    has_cache: bool = True,
+    has_cache: bool = True, num_prompts: int = len(PROMPTS),
 ) -> list[list[int]]:
-    """Tokens of all prompts, of different numbers; twice, the second time out of the cache."""
+    """Tokens of the first prompts, of different numbers; twice, the second time out of the cache."""
     ops = RecordingOps if records else TorchOps
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
-    each = [replace(params, max_tokens=10 + 4 * i) for i in range(len(PROMPTS))]
+    prompts, each = PROMPTS[:num_prompts], [replace(params, max_tokens=8 + 3 * i) for i in range(num_prompts)]
     with LLMEngine(
         str(model), dtype="float32", load_format="dummy", max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10,
         enable_prefix_caching=has_cache, num_threads=1,
     ) as engine:
-        found = [output.token_ids for output in engine.generate(PROMPTS, each)]
-        again = [output.token_ids for output in engine.generate(PROMPTS, each)]
+        found = [output.token_ids for output in engine.generate(prompts, each)]
+        again = [output.token_ids for output in engine.generate(prompts, each)]
         assert again == found
         graphs = engine.runner._graphs
         assert (graphs is not None and len(graphs._recorded) > 3) if records else graphs is None
@@ -58,7 +55,7 @@ def generate(
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=0.0, ignore_eos=True), SamplingParams(seed=4),
+        SamplingParams(temperature=0.0, ignore_eos=True),
         SamplingParams(seed=5, top_k=7, top_p=0.8, min_p=0.01, temperature=0.7),
     ],
 )
@@ -75,10 +72,10 @@ def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pyt
     assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
 
 
+@pytest.mark.usefixtures("records")
 def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     sent: list[tuple[int, int]] = []  # sequences, and the tokens that they share
 
     def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
@@ -98,24 +95,24 @@ def test_inputs_hold_how_much_all_sequences_share(model: Path, monkeypatch: pyte
         assert {shared for num, shared in sent if num == 2} == {0}
 
 
-def test_many_penalised_tokens_leave_the_next_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("records")
+def test_many_penalised_tokens_leave_the_next_request_alone(tmp_path: Path) -> None:
     """More than the room that counts begin with."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 512, "vocab_size": 400}))
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     params = SamplingParams(max_tokens=300, repetition_penalty=1.1, seed=1, ignore_eos=True)
     with LLMEngine(str(tmp_path), **USUAL, max_cache_tokens=1024) as engine:
         for _ in range(2):
             assert engine.generate([[5, 6, 7]], params)[0].finish_reason == "length"
 
 
-def test_a_model_of_few_positions_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+@pytest.mark.usefixtures("records")
+def test_a_model_of_few_positions_starts(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_model_len=10) as engine:
         assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
 
 
+@pytest.mark.usefixtures("records")
 def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     params = SamplingParams(max_tokens=8, temperature=0.0)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256) as engine:
         expected = engine.generate([PROMPTS[3]], params)[0].token_ids
@@ -131,17 +128,6 @@ def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Pa
 
 def interrupted(step: StepInput) -> RunningStep:
     raise KeyboardInterrupt
-
-
-def test_a_step_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(temperature=0.0)
-    plain = generate(model, params, monkeypatch, records=False)
-
-    def capture(self: RecordingOps, call: Callable[[], torch.Tensor]) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(RecordingOps, "capture", capture)
-    assert generate(model, params, monkeypatch, records=True) == plain
 
 
 class AnyRowsOps(TorchOps):
@@ -193,6 +179,7 @@ def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, mo
     assert together == alone
 
 
+@pytest.mark.usefixtures("records")
 def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_started, start = 0, DecodeGraphs.start
 
@@ -202,7 +189,6 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
         return start(self, prepared)
 
     monkeypatch.setattr(DecodeGraphs, "start", counted)
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         for params in (
             SamplingParams(max_tokens=6, logprobs=1), SamplingParams(max_tokens=6, repetition_penalty=1.1),
@@ -214,8 +200,8 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
         assert num_started
 
 
+@pytest.mark.usefixtures("records")
 def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         expected = engine.generate([PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
         graphs = engine.runner._graphs
@@ -234,8 +220,8 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeyp
         assert bad.finish_reason == "error"
 
 
-def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+@pytest.mark.usefixtures("records")
+def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
         graphs = engine.runner._graphs
@@ -253,10 +239,10 @@ def test_idle_time_is_used_to_record_every_size(model: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.usefixtures("records")
 def test_a_start_records_every_size_only_where_kernels_are_compiled(
     compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=40) as engine:
         assert engine.runner._graphs is not None
@@ -264,9 +250,9 @@ def test_a_start_records_every_size_only_where_kernels_are_compiled(
     assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
 
 
+@pytest.mark.usefixtures("records")
 def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gives is the same beside one that is cut and alone, where kernels for cuts are left out."""
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     monkeypatch.setattr(DecodeGraphs, "warm_up", lambda self: None)
     plain = SamplingParams(max_tokens=6, temperature=0.9, seed=1, ignore_eos=True)
     cuts = [replace(plain, top_p=0.5), replace(plain, top_k=2), replace(plain, min_p=0.3)]
@@ -282,8 +268,8 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
             assert beside.token_ids == alone.token_ids
 
 
-def test_a_buffer_that_held_another_size_is_filled_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+@pytest.mark.usefixtures("records")
+def test_a_buffer_that_held_another_size_is_filled_anew(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         graphs = engine.runner._graphs
         assert graphs is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from archerfish.config import EngineConfig
-from archerfish.errors import DeviceError, InvalidOptionError, InvariantError, OutOfMemoryError
+from archerfish.errors import DeviceError, InvalidOptionError, OutOfMemoryError
 from archerfish.kernels.machine import Memory
 from archerfish.kernels.ops import KVLayer
 from archerfish.kernels.recurrent import EMPTY_SLOT, StateShape
@@ -17,7 +17,6 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.models.adapter import KVShape
 from archerfish.runtime import kv_pool
 from archerfish.runtime.kv_pool import KVCachePool, allocate_pool, kv_pool_class, plan_memory, register_kv_pool, work_bytes
-from archerfish.runtime.state_pool import StatePool
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=8)
 STATES = StateShape(num_layers=2, num_heads=4, head_dim=64)
@@ -64,15 +63,12 @@ def test_without_a_prefix_cache_a_sequence_keeps_one_state(monkeypatch: pytest.M
 def test_a_pool_of_states() -> None:
     ops = TorchOps("cpu", "bfloat16")
     pool, got = allocate_pool("cpu", ops, STATES, kv_pool.MemoryPlan(5, 16, 1, ""))
-    assert isinstance(pool, StatePool) and got.num_blocks == 5
+    assert isinstance(pool, kv_pool.StatePool) and got.num_blocks == 5
     assert pool.layers[0].wkv.shape == (6, 4, 64, 64) and pool.layers[0].wkv.dtype == torch.float32
     assert pool.layers[1].time_input.shape == pool.layers[1].channel_input.shape == (6, 256)
     assert pool.layers[1].time_input.dtype == torch.bfloat16
     for layer in pool.layers:
         assert not any(memory[EMPTY_SLOT].any() for memory in (layer.wkv, layer.time_input, layer.channel_input))
-    pool.copy([])
-    with pytest.raises(InvariantError, match="not to be copied"):
-        pool.copy([(1, 2)])
 
 
 def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:
@@ -104,8 +100,7 @@ def test_blocks_are_copied_in_every_layer() -> None:
     pool = KVCachePool(TorchOps("cpu", "float32"), SHAPE, num_blocks=6, block_size=4)
     for number, layer in enumerate(pool.layers):
         layer.keys[1], layer.values[2] = number + 1.0, number + 5.0
-    pool.copy([(1, 4), (2, 5)])
-    pool.copy([])
+    pool.ops.copy_blocks(pool.layers, [(1, 4), (2, 5)])
     for number, layer in enumerate(pool.layers):
         assert np.unique(layer.keys[4].numpy()).tolist() == [number + 1.0]
         assert np.unique(layer.values[5].numpy()).tolist() == [number + 5.0]

@@ -19,7 +19,7 @@ from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import PROMPT_SIZES, PromptGraphs
 from tests.engine.tiny_llama import TINY
 from tests.engine.tiny_rwkv import save_tiny_rwkv
-from tests.runtime.test_graphs import RecordingOps
+from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {
     "dtype": "float32", "load_format": "dummy", "num_threads": 1, "block_size": 4, "max_cache_tokens": 2048,
@@ -33,11 +33,6 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": 600}))
     return tmp_path
-
-
-@pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
 
 
 def prompts_of(engine: LLMEngine) -> PromptGraphs[torch.Tensor]:
@@ -57,8 +52,9 @@ def one_by_one(
     return [(one.token_ids, one.outputs[0].logprobs) for one in outputs], recorded
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4, seed=3, logprobs=2, ignore_eos=True)])
-@pytest.mark.parametrize("has_cache", [False, True])
+@pytest.mark.parametrize(
+    ("params", "has_cache"), [(SamplingParams(max_tokens=4, seed=3, logprobs=2, ignore_eos=True), False), (GREEDY, True)]
+)
 def test_tokens_are_the_same(model: Path, params: SamplingParams, has_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"enable_prefix_caching": has_cache}
     plain, none = one_by_one(model, params, monkeypatch, TorchOps, **options)
@@ -189,16 +185,7 @@ def test_sizes_are_recorded_in_idle_time_or_where_kernels_are_compiled(
         assert set(prompts_of(engine)._recorded) == (set(PROMPT_SIZES) if compiles else set())
         while engine.use_idle_time():
             pass
-        assert set(prompts_of(engine)._recorded) == set(PROMPT_SIZES)
-
-
-@pytest.mark.usefixtures("records")
-def test_the_largest_size_is_recorded_first(model: Path) -> None:
-    with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
-        prompts = prompts_of(engine)
-        while prompts.record_next():
-            pass
-        assert list(prompts._recorded) == sorted(PROMPT_SIZES, reverse=True)
+        assert list(prompts_of(engine)._recorded) == sorted(PROMPT_SIZES, reverse=True)
 
 
 @pytest.mark.usefixtures("records")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from archerfish.kernels.sampling import SamplingBatch, stream_key, uniform
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import uniforms
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler, Sampled, prompt_logprobs
+from archerfish.runtime.sampler import Chosen, FastSampler, prompt_logprobs
 from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
 from tests.runtime.sampling_reference import sample_sequences
@@ -26,15 +25,6 @@ MIXED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(4 if "to_the_last_bit" in request.node.name else 1)
-    yield
-    torch.set_num_threads(before)
-
-
 def sequence_of(
     row: int, prompt: list[int] | None = None, *, seed: int = 0, index: int = 0, stops: Any = (), **options: Any
 ) -> Sequence:
@@ -45,11 +35,11 @@ def sequence_of(
     return sequence
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: Sampler | None = None) -> Sampled[torch.Tensor]:
+def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: Sampler | None = None) -> Chosen:
     sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
     for sequence in sequences:
         sampler.add(entry_of(sequence))
-    return sample_sequences(sampler, logits, sequences, [sequence.num_known for sequence in sequences])
+    return sample_sequences(sampler, logits, sequences, [len(sequence.tokens) for sequence in sequences])
 
 
 def test_uniform_numbers_are_those_of_the_definition() -> None:
@@ -64,16 +54,16 @@ def test_greedy_takes_the_likeliest_and_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, [50, 400, 639]] = 2.0
     logits[1, [33, 34]] = 1.0
-    assert sample(logits, [sequence_of(row, temperature=0) for row in range(3)]).to_host() == [50, 33, 0]
+    assert sample(logits, [sequence_of(row, temperature=0) for row in range(3)]).tokens == [50, 33, 0]
 
 
 def test_a_draw_is_the_same_alone_and_in_a_batch_of_32() -> None:
     logits = torch.randn(32, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     sequences = [sequence_of(row, seed=row % 3, index=row, stops=[9], **MIXED[row % len(MIXED)]) for row in range(32)]
-    together = sample(logits, sequences).to_host()
+    together = sample(logits, sequences).tokens
     for row, sequence in enumerate(sequences):
         sequence.row = 0
-        assert sample(logits[row : row + 1], [sequence]).to_host() == [together[row]]
+        assert sample(logits[row : row + 1], [sequence]).tokens == [together[row]]
 
 
 @pytest.mark.parametrize("vocab_size", [50_257, 49_152])
@@ -100,7 +90,7 @@ def test_seed_index_and_position_choose_the_draw() -> None:
     logits = torch.zeros(1, 4096)
 
     def draw(seed: int, index: int, num_prompt: int) -> int:
-        return sample(logits, [sequence_of(0, [1] * num_prompt, seed=seed, index=index)]).to_host()[0]
+        return sample(logits, [sequence_of(0, [1] * num_prompt, seed=seed, index=index)]).tokens[0]
 
     assert draw(5, 0, 3) == draw(5, 0, 3)
     assert len({draw(5, 0, 3), draw(6, 0, 3), draw(5, 1, 3), draw(5, 0, 4)}) == 4
@@ -110,7 +100,7 @@ def test_filters_keep_the_lowest_ids_among_equals() -> None:
     logits = torch.zeros(40, 20_000)
 
     def draw(**options: Any) -> set[int]:
-        return set(sample(logits, [sequence_of(row, seed=row, **options) for row in range(40)]).to_host())
+        return set(sample(logits, [sequence_of(row, seed=row, **options) for row in range(40)]).tokens)
 
     assert draw(top_k=4) == {0, 1, 2, 3}
     assert draw(top_p=0.0002) == {0, 1, 2, 3}
@@ -121,8 +111,8 @@ def test_filters_keep_the_lowest_ids_among_equals() -> None:
 
 def test_top_k_above_the_vocabulary_is_off() -> None:
     logits = torch.randn(1, VOCAB)
-    off = sample(logits, [sequence_of(0, seed=3)]).to_host()
-    assert sample(logits, [sequence_of(0, seed=3, top_k=10**9)]).to_host() == off
+    off = sample(logits, [sequence_of(0, seed=3)]).tokens
+    assert sample(logits, [sequence_of(0, seed=3, top_k=10**9)]).tokens == off
 
 
 @pytest.mark.parametrize("options", [*MIXED, {"top_p": 0.3, "top_k": 500}, {"temperature": 1e-40}, {"temperature": 100.0}])
@@ -131,7 +121,7 @@ def test_extreme_logits_give_the_only_sensible_token(options: dict[str, Any]) ->
     logits[0, 77] = 1e4
     logits[1] = -math.inf
     logits[1, 78] = -3e38
-    assert sample(logits, [sequence_of(row, **options) for row in range(2)]).to_host() == [77, 78]
+    assert sample(logits, [sequence_of(row, **options) for row in range(2)]).tokens == [77, 78]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -148,8 +138,8 @@ def test_a_bad_row_fails_alone(bad: float, vocab_size: int) -> None:
     sampled = sample(spoilt, [sequence_of(row, seed=row, **MIXED[row // 2]) for row in range(rows)])
     assert set(sampled.errors) == set(range(1, rows, 2))
     assert all(isinstance(error, ModelError) for error in sampled.errors.values())
-    assert sampled.to_host()[::2] == alone.to_host()[::2]
-    assert all(0 <= token < vocab_size for token in sampled.to_host())
+    assert sampled.tokens[::2] == alone.tokens[::2]
+    assert all(0 <= token < vocab_size for token in sampled.tokens)
     assert set(sampled.logprobs) == {14}
 
 
@@ -159,7 +149,7 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
     sequence = sequence_of(0, temperature=0, min_tokens=2, stops=[9, 10**6])
     sampler.add(entry_of(sequence))
-    assert [sample_sequences(sampler, logits, [sequence], [3 + i]).to_host()[0] for i in range(4)] == [0, 0, 9, 9]
+    assert [sample_sequences(sampler, logits, [sequence], [3 + i]).tokens[0] for i in range(4)] == [0, 0, 9, 9]
     nothing_left = sample(torch.zeros(1, 4), [sequence_of(0, min_tokens=1, stops=range(4))])
     assert isinstance(nothing_left.errors[0], ModelError)
 
@@ -171,7 +161,7 @@ def test_penalties_count_sampled_tokens() -> None:
     sequences = [sequence_of(0, [7], temperature=0, presence_penalty=1.0), sequence_of(1, [7], temperature=0)]
     for sequence in sequences:
         sampler.add(entry_of(sequence))
-    steps = [sample_sequences(sampler, logits, sequences, [1 + i, 1 + i]).to_host() for i in range(4)]
+    steps = [sample_sequences(sampler, logits, sequences, [1 + i, 1 + i]).tokens for i in range(4)]
     assert steps == [[0, 0], [1, 0], [2, 0], [3, 0]]
 
 
@@ -180,7 +170,7 @@ def test_counts_start_from_prompt_and_output_after_a_preemption() -> None:
         sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
         sampler.add(entry_of(sequence))
         for _ in range(num_steps):
-            sequence.tokens.extend(sample_sequences(sampler, logits, [sequence], [len(sequence.tokens)]).to_host())
+            sequence.tokens.extend(sample_sequences(sampler, logits, [sequence], [len(sequence.tokens)]).tokens)
         return sequence.tokens.tolist()
 
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
@@ -195,11 +185,8 @@ def test_a_row_forgets_its_previous_sequence() -> None:
     logits = torch.zeros(1, VOCAB)
     sampler: Sampler = FastSampler(TorchOps(), VOCAB, 1)
     heavy = sequence_of(0, temperature=0, repetition_penalty=2.0, logit_bias={5: 9.0}, min_tokens=50, stops=[0])
-    assert sample(logits, [heavy], sampler).to_host() == [5]
-    assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
-    sampler.add(entry_of(heavy))
-    sampler.remove(0)
-    assert sample(logits, [sequence_of(0, temperature=0)], sampler).to_host() == [0]
+    assert sample(logits, [heavy], sampler).tokens == [5]
+    assert sample(logits, [sequence_of(0, temperature=0)], sampler).tokens == [0]
 
 
 def test_logits_are_left_as_they_came() -> None:
@@ -216,7 +203,7 @@ def test_logprobs_are_of_the_unmodified_logits(vocab_size: int) -> None:
     biased: dict[str, Any] = {"logprobs": 7, "temperature": 0.1, "logit_bias": {4: 100.0}}
     options: list[dict[str, Any]] = [{"logprobs": 0}, {}, biased, {"logprobs": 3}]
     sampled = sample(logits, [sequence_of(row, **kw) for row, kw in enumerate(options)])
-    tokens, found = sampled.to_host(), sampled.logprobs
+    tokens, found = sampled.tokens, sampled.logprobs
     assert set(found) == {0, 2, 3} and tokens[2] == 4
     for row, one in found.items():
         assert one.token_id == tokens[row]
@@ -259,8 +246,8 @@ def test_a_batch_of_other_parameters_is_not_mistaken_for_the_last() -> None:
         sampler.add(entry_of(sequence))
     for pair in ([0, 1], [1, 2], [2, 0], [0, 1]):
         chosen = [sequences[i] for i in pair]
-        alone = [sample_sequences(sampler, logits[i : i + 1], [chosen[i]], [3]).to_host()[0] for i in range(2)]
-        assert sample_sequences(sampler, logits, chosen, [3, 3]).to_host() == alone
+        alone = [sample_sequences(sampler, logits[i : i + 1], [chosen[i]], [3]).tokens[0] for i in range(2)]
+        assert sample_sequences(sampler, logits, chosen, [3, 3]).tokens == alone
 
 
 def test_wrong_shape_is_refused() -> None:

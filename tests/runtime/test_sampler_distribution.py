@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain, combinations
 from typing import Any
 
@@ -26,15 +25,6 @@ PROMPT, OUTPUT, STOPS = [1, 5, 5, 7], [5, 20, 20], frozenset({3, 12})
 SUBSETS = list(chain.from_iterable(combinations(FEATURES, size) for size in range(len(FEATURES) + 1)))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int = 0) -> Sequence:
     sequence = Sequence(Request("r", PROMPT, params, 16, stop_token_ids=STOPS, seed=seed), index)
     sequence.tokens.extend(OUTPUT)
@@ -48,7 +38,7 @@ def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[in
         sampler.add(entry_of(sequence))
     sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
     assert sampled.errors == {}
-    return sampled.to_host()
+    return sampled.tokens
 
 
 def assert_draws_are_the_references(logits: np.ndarray[Any, Any], all_params: list[SamplingParams], num_draws: int) -> None:
@@ -114,7 +104,7 @@ def test_draws_at_other_positions_are_independent() -> None:
     for sequence in sequences:
         sequence.request = sequences[0].request
         sampler.add(entry_of(sequence))
-    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).to_host())
+    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).tokens)
     pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
     statistic, most = chi_square(pairs, np.full(16, 1 / 16))
     assert statistic < most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -32,15 +31,6 @@ STAGES = (
     Stage(first=150, end=151, num_tokens=1),
     Stage(first=0, end=129, num_tokens=20, stop_id=128, top_k=40, top_p=0.95),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other make small arrays slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sequence_of(row: int, params: SamplingParams, seed: int = 0, index: int = 0) -> Sequence:
@@ -136,7 +126,7 @@ def test_every_token_is_the_references_for_its_stage() -> None:
         positions = [len(PROMPT) + step + row % 12 for row in range(num)]
         sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, positions)
         assert sampled.errors == {}
-        for row, token in enumerate(sampled.to_host()):
+        for row, token in enumerate(sampled.tokens):
             stage = kinds[positions[row] - len(PROMPT)]
             expected, is_unclear = expected_token(logits[row], stage, row, positions[row])
             assert is_unclear or token == expected, (step, row)
@@ -156,7 +146,7 @@ def test_distribution_passes_chi_square(stage: Stage) -> None:
     logits[0, stage.end :] += 50.0  # what lies outside of the range has no share, however likely it is
     repeated = torch.from_numpy(logits.repeat(num_draws, axis=0))
     sampled = sample_sequences(sampler, repeated, sequences, [len(PROMPT)] * num_draws)
-    own = np.asarray(sampled.to_host()) - stage.first - stage.offset
+    own = np.asarray(sampled.tokens) - stage.first - stage.offset
     params = SamplingParams(temperature=stage.temperature, top_k=stage.top_k, top_p=stage.top_p)
     p = probabilities(logits[0, stage.first : stage.end], params)
     counts = np.bincount(own, minlength=len(p))
@@ -179,7 +169,7 @@ def test_a_row_does_not_depend_on_the_ranges_of_others() -> None:
         sequences = [sequence_of(place, options[place], seed=place) for place in places]
         for sequence in sequences:
             sampler.add(entry_of(sequence))
-        return sample_sequences(sampler, logits[places], sequences, [len(PROMPT)] * len(places)).to_host()
+        return sample_sequences(sampler, logits[places], sequences, [len(PROMPT)] * len(places)).tokens
 
     together = draw(list(range(len(options))))
     assert [draw([place])[0] for place in range(len(options))] == together
@@ -194,9 +184,9 @@ def test_a_row_that_is_given_to_another_forgets_its_stages() -> None:
     for _ in range(2):
         staged, plain = sequence_of(0, SamplingParams(stages=STAGES[2:])), sequence_of(0, SamplingParams(temperature=0))
         sampler.add(entry_of(staged))
-        assert sample_sequences(sampler, torch.from_numpy(logits), [staged], [3]).to_host()[0] < 129
+        assert sample_sequences(sampler, torch.from_numpy(logits), [staged], [3]).tokens[0] < 129
         sampler.add(entry_of(plain))
-        assert sample_sequences(sampler, torch.from_numpy(logits), [plain], [3]).to_host() == [650]
+        assert sample_sequences(sampler, torch.from_numpy(logits), [plain], [3]).tokens == [650]
 
 
 def test_a_resumed_sequence_continues_in_its_stage() -> None:
@@ -206,9 +196,9 @@ def test_a_resumed_sequence_continues_in_its_stage() -> None:
     sequence = sequence_of(0, SamplingParams(stages=STAGES), seed=5)
     whole.add(entry_of(sequence))
     for position in range(3, 20):
-        found = sample_sequences(whole, logits, [sequence], [position]).to_host()
+        found = sample_sequences(whole, logits, [sequence], [position]).tokens
         late.add(entry_of(sequence))
-        assert sample_sequences(late, logits, [sequence], [position]).to_host() == found
+        assert sample_sequences(late, logits, [sequence], [position]).tokens == found
 
 
 @settings(max_examples=60, deadline=None)
@@ -275,4 +265,4 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
         drawn = TorchOps().sample(logits, batch)
         assert not drawn.report[1].any()  # nor in rows that only fill
         expected = sample_sequences(sampler, logits[:num], sequences, positions.tolist())
-        assert drawn.tokens.tolist()[:num] == expected.to_host()
+        assert drawn.tokens.tolist()[:num] == expected.tokens

@@ -18,7 +18,8 @@ from archerfish.runtime.graphs import DecodeGraphs, Kind
 from archerfish.runtime.runner import ModelRunner
 from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
-from tests.runtime.test_graphs import PROMPTS, RecordingOps, generate
+from tests.runtime.conftest import RecordingOps
+from tests.runtime.test_graphs import PROMPTS, generate
 
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip (triton must be told to interpret first)
 
@@ -38,8 +39,8 @@ class RecordingTritonOps(TritonOps):
 
 def test_tokens_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(seed=4, top_k=9)
-    plain = generate(model, params, monkeypatch, records=False)
-    assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
+    plain = generate(model, params, monkeypatch, records=False, num_prompts=6)
+    assert generate(model, params, monkeypatch, records=True, num_prompts=6, max_cache_tokens=80) == plain
     assert len({tuple(tokens) for tokens in plain}) > 3
 
 
@@ -56,9 +57,9 @@ def test_tokens_are_the_same_with_one_state_a_sequence(model: Path, monkeypatch:
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("records")
 def test_inputs_hold_both_blocks_of_a_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it went."""
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
     sent: list[tuple[int, int, int]] = []  # position, source, target
 
     def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
@@ -94,8 +95,8 @@ def test_triton_kernels_give_the_tokens_of_the_reference(model: Path, monkeypatc
     assert found[0] == found[1]
 
 
-def test_only_sizes_are_recorded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: RecordingOps(device, dtype))
+@pytest.mark.usefixtures("records")
+def test_only_sizes_are_recorded(model: Path) -> None:
     with LLMEngine(str(model), dtype="float32", load_format="dummy", max_cache_tokens=4096, max_num_seqs=9) as engine:
         while engine.use_idle_time():
             pass

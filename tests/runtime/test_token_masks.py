@@ -15,7 +15,7 @@ from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, unifor
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import TorchSampling
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler, Sampled, is_plain
+from archerfish.runtime.sampler import Chosen, FastSampler, is_plain
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import entry_of
 from archerfish.sequence import Request, Sequence
@@ -64,7 +64,7 @@ def find_masks(sequences: list[Sequence], vocab_size: int) -> None:
         finder.wait()
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: FastSampler[Any] | None = None) -> Sampled[Any]:
+def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: FastSampler[Any] | None = None) -> Chosen:
     sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
     find_masks(sequences, logits.shape[1])
     for sequence in sequences:
@@ -84,7 +84,7 @@ def test_draws_are_those_of_the_reference_over_allowed_tokens(vocab_size: int, o
     ]  # fmt: skip
     sampled = sample(torch.from_numpy(logits), sequences)
     assert sampled.errors == {}
-    for row, token in enumerate(sampled.to_host()):
+    for row, token in enumerate(sampled.tokens):
         params = sequences[row].request.params
         x = penalised(logits[row], params, PROMPT, OUTPUT, ())
         if row % 4:
@@ -100,7 +100,7 @@ def test_the_distribution_is_the_masked_softmax() -> None:
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)) * 2
     allowed = list(range(3, 200, 7))
     sequences = [sequence_of(row, Listed(allowed), seed=1, index=row) for row in range(5000)]
-    tokens = sample(logits.repeat(5000, 1), sequences).to_host()
+    tokens = sample(logits.repeat(5000, 1), sequences).tokens
     p = np.zeros(200)
     p[allowed] = torch.softmax(logits[0, allowed].double(), -1).numpy()
     counts = np.bincount(tokens, minlength=200)
@@ -111,9 +111,9 @@ def test_the_distribution_is_the_masked_softmax() -> None:
 def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
     logits = torch.randn(8, 640, generator=torch.Generator().manual_seed(6))
     mixed = [sequence_of(row, seed=row, **options) for row, options in enumerate(OPTIONS)]
-    alone = sample(logits, mixed).to_host()
+    alone = sample(logits, mixed).tokens
     beside = [sequence_of(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)]
-    together = sample(logits, beside).to_host()
+    together = sample(logits, beside).tokens
     assert [token for row, token in enumerate(together) if row not in (2, 5)] == [
         token for row, token in enumerate(alone) if row not in (2, 5)
     ]
@@ -130,7 +130,7 @@ def test_a_failing_grammar_is_the_error_of_its_own_mask() -> None:
 def test_a_matcher_belongs_to_its_sequence_and_sees_all_its_output() -> None:
     grammar = Listed([7])
     first = sequence_of(0, grammar)
-    assert sample(torch.randn(1, 100), [first]).to_host() == [7]
+    assert sample(torch.randn(1, 100), [first]).tokens == [7]
     first.tokens.append(7)
     first.row = 0  # as after a preemption
     sample(torch.randn(1, 100), [first])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,14 +11,7 @@ from hypothesis import strategies as st
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
 from archerfish.sched import policy as policies
-from archerfish.sched.policy import (
-    FairShare,
-    LongestPrefixFirst,
-    SchedulingPolicy,
-    register_scheduling_policy,
-    scheduling_policy,
-)
-from archerfish.sched.queue import GroupedQueue, PolicyQueue, queue_for
+from archerfish.sched.policy import FairShare, LongestPrefixFirst, SchedulingPolicy, scheduling_policy
 from archerfish.sequence import Namespace, Request
 from archerfish.sequence import Sequence as Stream
 from tests.sched.worlds import World
@@ -50,6 +44,17 @@ def test_the_named_policies_order_requests() -> None:
     assert names(scheduling_policy("deadline").schedule(requests, 10)) == "cba"
 
 
+@pytest.mark.parametrize(
+    ("policy", "values", "order"), [("priority", (0, 2, 1, 2), "1320"), ("deadline", (None, 900.0, 500.0), "210")]
+)
+def test_requests_run_in_the_order_of_the_policy(policy: str, values: tuple[Any, ...], order: str) -> None:
+    world = World(policy=policy, max_num_seqs=1)
+    for value in values:
+        world.add(5, **{policy: value})
+    world.run()
+    assert world.order_of_ends == [f"r{number}" for number in order]
+
+
 def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
     with pytest.raises(InvalidOptionError, match="fair-share"):
         scheduling_policy("fairshare")
@@ -60,28 +65,12 @@ def test_ones_own_policy_is_found_by_its_name() -> None:
     class Mine(SchedulingPolicy):
         pass
 
-    register_scheduling_policy("mine", Mine)
+    policies.register_scheduling_policy("mine", Mine)
     assert isinstance(scheduling_policy("mine"), Mine)
     with pytest.raises(InvalidOptionError, match="already"):
-        register_scheduling_policy("fcfs", Mine)
+        policies.register_scheduling_policy("fcfs", Mine)
     with pytest.raises(InvalidOptionError, match="subclass"):
-        register_scheduling_policy("other", int)  # type: ignore[arg-type]
-
-
-def test_priority_runs_the_higher_first_then_the_earlier() -> None:
-    world = World(policy="priority", max_num_seqs=1)
-    for priority in (0, 2, 1, 2):
-        world.add(5, priority=priority)
-    world.run()
-    assert world.order_of_ends == ["r1", "r3", "r2", "r0"]
-
-
-def test_deadline_runs_the_earliest_first() -> None:
-    world = World(policy="deadline", max_num_seqs=1)
-    for deadline in (None, 900.0, 500.0):
-        world.add(5, deadline=deadline)
-    world.run()
-    assert world.order_of_ends == ["r2", "r1", "r0"]
+        policies.register_scheduling_policy("other", int)  # type: ignore[arg-type]
 
 
 def test_longest_prefix_runs_what_is_cached_first() -> None:
@@ -270,8 +259,8 @@ def test_fair_share_forgets_tenants_that_are_long_gone() -> None:
 @pytest.mark.parametrize("name", ["fcfs", "priority", "deadline", "fair-share"])
 def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = scheduling_policy(name)
-    queue = queue_for(policy)
-    assert isinstance(queue, GroupedQueue)
+    queue = policies.queue_for(policy)
+    assert isinstance(queue, policies.GroupedQueue)
     calls = 0
     key = policy.key
 
@@ -287,11 +276,11 @@ def test_static_policies_are_asked_for_a_key_once(name: str, monkeypatch: pytest
         queue.push(stream, order)
     for _ in range(50):
         assert len(list(queue.ordered(10, 5))) in (5, 15)
-    assert calls == 1000 and len(queue) == 1000
+    assert calls == 1000 and len(queue.entries) == 1000
 
 
-@pytest.mark.parametrize("kind", [GroupedQueue, PolicyQueue])
-def test_a_queue_keeps_old_places(kind: type[GroupedQueue | PolicyQueue]) -> None:
+@pytest.mark.parametrize("kind", [policies.GroupedQueue, policies.PolicyQueue])
+def test_a_queue_keeps_old_places(kind: type[policies.GroupedQueue | policies.PolicyQueue]) -> None:
     queue = kind(scheduling_policy("fcfs"))
     streams = [Stream(request(str(i), arrival=1.0)) for i in range(5)]
     for order, stream in enumerate(streams):
@@ -300,4 +289,4 @@ def test_a_queue_keeps_old_places(kind: type[GroupedQueue | PolicyQueue]) -> Non
     queue.remove(streams[4])
     queue.push(streams[1], 1)
     assert list(queue.ordered(0, 10)) == streams[:4]
-    assert [stream in queue for stream in streams] == [True, True, True, True, False] and len(queue) == 4
+    assert [stream in queue.entries for stream in streams] == [True, True, True, True, False]

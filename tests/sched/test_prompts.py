@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import OverloadedError
 from archerfish.sched.plan import Plan
-from archerfish.sched.prompts import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S, PromptShares
+from archerfish.sched.prompts import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, World
@@ -26,7 +26,7 @@ def make_world(depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, token
 
     def timed(plan: Plan) -> StepResult:
         if tokens_per_s:
-            world.now += plan.input.num_tokens / tokens_per_s
+            world.now += len(plan.input.tokens) / tokens_per_s
         return execute(plan)
 
     world.runner.execute = timed  # type: ignore[method-assign]
@@ -153,11 +153,10 @@ def test_a_full_engine_refuses_requests_above_max_requests() -> None:
 
 
 def test_steps_of_few_prompt_tokens_do_not_lower_the_measured_speed() -> None:
-    shares = PromptShares()
-    shares.measure(10_000, 0.25)
+    prompts = World().scheduler._prompts
+    prompts.measure(10_000, 0.25)
     for _ in range(10):  # many decodes and the end of a prompt
-        shares.measure(64, 0.02)
-    assert shares.tokens_per_s == 40_000
-    shares.measure(10_000, 1.0)
-    assert shares.tokens_per_s == 25_000
-    assert (shares.max_tokens(is_shared=True) or 0) % MIN_STEP_TOKENS == 0
+        prompts.measure(64, 0.02)
+    assert prompts.tokens_per_s == 40_000
+    prompts.measure(10_000, 1.0)
+    assert prompts.tokens_per_s == 25_000

@@ -15,9 +15,15 @@ from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
 # What is accepted
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="empty"):
-        World().add([])
+@pytest.mark.parametrize(
+    ("prompt", "kind", "message"),
+    [(0, InvalidInputError, "empty"), (17, InputTooLargeError, "sequence is 20"), (13, InputTooLargeError, "holds 16")],
+)
+def test_impossible_requests_are_refused_at_once(prompt: int, kind: type[Exception], message: str) -> None:
+    world = World(num_blocks=4, block_size=4, max_model_len=20)
+    with pytest.raises(kind, match=message):
+        world.add([7] * prompt, max_tokens=4)
+    world.add(12, max_tokens=4)
 
 
 def test_a_live_request_id_is_refused_and_free_again_afterwards() -> None:
@@ -27,19 +33,6 @@ def test_a_live_request_id_is_refused_and_free_again_afterwards() -> None:
         world.add(5, request_id="a")
     world.run()
     world.add(5, request_id="a")
-
-
-def test_a_request_over_the_model_length_is_refused_at_once() -> None:
-    world = World(max_model_len=20)
-    with pytest.raises(InputTooLargeError, match="20"):
-        world.add(16, max_tokens=5)
-    world.add(16, max_tokens=4)
-
-
-def test_a_request_over_the_whole_memory_is_refused_at_once() -> None:
-    world = World(num_blocks=4, block_size=4)
-    with pytest.raises(InputTooLargeError, match="holds 16"):
-        world.add(13, max_tokens=4)
 
 
 @DEPTHS
@@ -145,7 +138,7 @@ def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
     with pytest.raises(InvariantError, match="open"):
         world.scheduler.commit(second, StepResult(np.zeros((1, 1), dtype=np.int64)))
     commit(world, first)
-    assert (seq.num_pending, seq.num_known, seq.num_computed) == (1, 8, 7)
+    assert (seq.num_pending, len(seq.tokens), seq.num_computed) == (1, 7, 7)
 
 
 def test_a_sequence_with_its_last_token_in_flight_is_not_planned_again() -> None:
@@ -193,24 +186,15 @@ def test_blocks_are_taken_only_as_tokens_need_them() -> None:
 # Ends
 
 
-def test_a_stop_token_ends_a_sequence_and_is_in_its_output() -> None:
+def test_a_stop_token_ends_a_sequence_after_min_tokens() -> None:
     world = World()
     (probe,) = world.add([1, 2, 3], max_tokens=8)
     tokens, _ = expected_output(probe.request, 0, VOCAB)
-    (seq,) = world.add([1, 2, 3], max_tokens=8, stop=[tokens[3]])
+    (first,) = world.add([1, 2, 3], max_tokens=8, stop=[tokens[3]])
+    (second,) = world.add([1, 2, 3], max_tokens=8, stop=tokens, params={"min_tokens": 3})
     world.run()
-    assert world.outputs[seq.key][-1] == tokens[3]
-    assert world.ends[seq.key] == "stop"
-    world.check_output(seq)
-
-
-def test_a_stop_token_does_not_count_before_min_tokens() -> None:
-    world = World()
-    (probe,) = world.add([1, 2, 3], max_tokens=8)
-    tokens, _ = expected_output(probe.request, 0, VOCAB)
-    (seq,) = world.add([1, 2, 3], max_tokens=8, stop=tokens, params={"min_tokens": 3})
-    world.run()
-    assert world.outputs[seq.key] == tokens[:4]
+    for seq in (first, second):
+        assert world.outputs[seq.key] == tokens[:4] and world.ends[seq.key] == "stop"
 
 
 @DEPTHS
@@ -334,19 +318,15 @@ def test_counters_and_queue_status() -> None:
 
 
 def test_prefill_tokens_are_counted_when_a_step_is_committed() -> None:
-    world = World()
+    world = World(block_size=16)
     world.add(8, max_tokens=3)
     made = plan(world)
     assert world.scheduler.tokens_done == (0, 0)
     commit(world, made)
     assert world.scheduler.tokens_done == (8, 1)
+    assert world.scheduler.stats().kv_utilization == pytest.approx(8 / 16)  # of the room in the blocks that are held
     world.add(8, max_tokens=3)
     world.scheduler.fail(plan(world), RuntimeError("boom"))
     assert world.scheduler.tokens_done == (8, 1)
 
 
-def test_kv_utilization_is_the_share_of_held_blocks_that_is_filled() -> None:
-    world = World(block_size=8)
-    world.add(12, max_tokens=1)
-    world.step()
-    assert world.scheduler.stats().kv_utilization == pytest.approx(12 / 16)

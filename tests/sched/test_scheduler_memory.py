@@ -49,7 +49,7 @@ def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
     (seq,) = world.add(prompt, max_tokens=1, seed=5)
     made = plan(world)
     step = made.input
-    assert (step.counts.tolist(), step.samples.tolist(), step.num_decodes, step.num_tokens) == ([0], [1], 0, 0)
+    assert (step.counts.tolist(), step.samples.tolist(), step.num_decodes, len(step.tokens)) == ([0], [1], 0, 0)
     commit(world, made)
     assert world.runner.num_forward_tokens == before
     assert world.scheduler.stats().cached_logits_used == 1

@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         plan = self.w.scheduler.plan()
         if plan is not None:
-            assert plan.input.num_tokens <= self.w.scheduler.max_num_batched_tokens
+            assert len(plan.input.tokens) <= self.w.scheduler.max_num_batched_tokens
             assert len(plan.sequences) <= self.w.scheduler.max_num_seqs
             self.in_flight.append((plan, self.w.runner.execute(plan)))
         else:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from archerfish.cache.adaptive import LogitsCache
 from archerfish.cache.block_manager import BlockManager
-from archerfish.cache.logits_cache import LogitsCache
 from archerfish.cache.radix import RadixCache
 from archerfish.params import SamplingParams
 from archerfish.sched.fakes import FakeLoop, FakeRunner, FakeStateRunner, expected_output
@@ -26,16 +26,8 @@ class World:
     """Everything that a test of the scheduler needs; time stands still unless told."""
 
     def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        block_size: int = 4,
-        depth: int = 0,
-        policy: SchedulingPolicy | str = "fcfs",
-        has_cache: bool = True,
-        has_logits_cache: bool = True,
-        has_states: bool = False,
-        **options: Any,
+        self, *, num_blocks: int = 64, block_size: int = 4, depth: int = 0, policy: SchedulingPolicy | str = "fcfs",
+        has_cache: bool = True, has_logits_cache: bool = True, has_states: bool = False, **options: Any,
     ) -> None:
         self.now = 100.0
         self.blocks = BlockManager(num_blocks, block_size)
@@ -46,14 +38,8 @@ class World:
         )
         settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_size": 100, "max_model_len": 1000} | options
         self.scheduler = Scheduler(
-            blocks=self.blocks,
-            cache=self.cache,
-            logits_cache=self.logits_cache,
-            model_state_hash="model",
-            policy=policy,
-            clock=lambda: self.now,
-            logits_row_bytes=64,
-            **settings,
+            blocks=self.blocks, cache=self.cache, logits_cache=self.logits_cache, model_state_hash="model", policy=policy,
+            clock=lambda: self.now, logits_row_bytes=64, **settings,
         )
         runner = FakeStateRunner if has_states else FakeRunner
         self.runner: FakeRunner = runner(num_blocks, block_size, vocab_size=VOCAB)
@@ -64,29 +50,16 @@ class World:
         self._ids = itertools.count()
 
     def add(
-        self,
-        prompt: SequenceOf[int] | int,
-        max_tokens: int = 4,
-        *,
-        tenant: str = "",
-        n: int = 1,
-        request_id: str | None = None,
-        stop: SequenceOf[int] = (),
-        params: dict[str, Any] | None = None,
-        **fields: Any,
+        self, prompt: SequenceOf[int] | int, max_tokens: int = 4, *, tenant: str = "", n: int = 1,
+        request_id: str | None = None, stop: SequenceOf[int] = (), params: dict[str, Any] | None = None, **fields: Any,
     ) -> list[Sequence]:
         """A whole number stands for a prompt of that length which shares nothing with others."""
         number = next(self._ids)
         if isinstance(prompt, int):
             prompt = [1000 + number, *range(1, prompt)]
+        params_made = SamplingParams(n=n, max_tokens=max_tokens, **(params or {}))
         request = Request(
-            request_id or f"r{number}",
-            prompt,
-            SamplingParams(n=n, max_tokens=max_tokens, **(params or {})),
-            max_tokens,
-            stop_token_ids=frozenset(stop),
-            namespace=Namespace(tenant),
-            **fields,
+            request_id or f"r{number}", prompt, params_made, max_tokens, frozenset(stop), Namespace(tenant), **fields
         )
         return self.scheduler.add(request)
 
@@ -119,7 +92,7 @@ class World:
         assert self.blocks.num_free + self.cache.num_evictable == self.blocks.num_total
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         num_kept = 0 if self.logits_cache is None else len(self.logits_cache)
-        dropped = self.scheduler._memory._dropped  # the next step brings them to the runner
+        dropped = self.scheduler._live.dropped  # the next step brings them to the runner
         assert len(self.runner.kept_handles.difference(dropped)) == num_kept
 
     def check(self) -> None:

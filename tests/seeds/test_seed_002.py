@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from archerfish import EngineConfig, LLMEngine, SamplingParams
-from archerfish.cache.key import RadixKey
+from archerfish.cache.tree import RadixKey
 from archerfish.errors import UnknownOptionError
 from tests.engine.tiny_llama import prompts, save_tiny_llama
 

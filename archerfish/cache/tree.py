@@ -1,0 +1,209 @@
+"""The parts of the radix cache: keys, nodes, the tree of a namespace, and what a lookup hands out."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from archerfish.sequence import Namespace, as_namespace, pack_tokens
+
+TOKEN_BYTES = array("I").itemsize
+_DTYPE = np.dtype(f"u{TOKEN_BYTES}")
+NO_NAMESPACE = Namespace()
+
+
+@dataclass(slots=True, init=False, unsafe_hash=True)
+class RadixKey:
+    """A sequence's tokens and the namespace in which they are looked for; a snapshot of what it is given."""
+
+    tokens: array[int] = field(compare=False)
+    data: bytes = field(repr=False)  # the tokens packed: compared at the speed of memcmp
+    namespace: Namespace
+
+    def __init__(self, tokens: Iterable[int], namespace: Namespace = NO_NAMESPACE) -> None:
+        self.tokens = pack_tokens(tokens)
+        self.data = self.tokens.tobytes()
+        self.namespace = namespace
+
+    @classmethod
+    def with_namespace(cls, tokens: Iterable[int], namespace: str | Namespace) -> RadixKey:
+        """Equal tokens in two namespaces share nothing. A string is a tenant."""
+        return cls(tokens, as_namespace(namespace))
+
+
+def common_length(data: bytes, start: int, edge: bytes, most: int) -> int:
+    """How many of `most` tokens of `data` from token `start` on equal those of `edge`."""
+    ours = np.frombuffer(data, _DTYPE, most, start * TOKEN_BYTES)
+    differs = ours != np.frombuffer(edge, _DTYPE, most)
+    first = int(differs.argmax()) if most else 0
+    return first if most and differs[first] else most
+
+
+def first_token(edge: bytes) -> int:
+    return int.from_bytes(edge[:TOKEN_BYTES], sys.byteorder)
+
+
+class PathHash:
+    """A 64-bit hash of a path that can be extended and does not depend on how the path is cut into nodes.
+
+    hash(tokens) = sum of (token + 1) * factor[position], modulo 2^64, with a random odd factor for every position.
+    """
+
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(0x6172636865726669)
+        self._factors = self._draw(4096)
+
+    def extend(self, path_hash: int, position: int, data: bytes, start: int, count: int) -> int:
+        """The hash of a path of `position` tokens, then `count` tokens of `data` from token `start` on."""
+        end = position + count
+        while end > len(self._factors):
+            self._factors = np.concatenate([self._factors, self._draw(len(self._factors))])
+        tokens = np.frombuffer(data, _DTYPE, count, start * TOKEN_BYTES).astype(np.uint64)
+        tokens += np.uint64(1)
+        return (path_hash + int(tokens.dot(self._factors[position:end]))) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _draw(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return self._random.integers(0, 2**64, count, dtype=np.uint64) | np.uint64(1)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """Tokens `start` to `end` of the path from the root, and the blocks that hold them.
+
+    `blocks` covers logical blocks start // B to ceil(end / B) - 1. Where `start` is inside a block, blocks[0] also holds the
+    tokens of that block before `start`: it is either a copy of the node's own, or (`shares_first`) the same physical block as
+    an ancestor's. Each node has its own reference to each of its blocks.
+    """
+
+    tree: Tree
+    parent: Node | None
+    edge: bytes  # packed tokens
+    first_token: int
+    start: int
+    end: int
+    blocks: list[int]
+    path_hash: int  # of all tokens up to `end`
+    created: int = 0  # ticks that only grow
+    last_access: int = 0
+    num_hits: int = 0
+    shares_first: bool = False
+    lock_count: int = 0  # locks on this node and below it
+    is_stale: bool = False  # evicted, or its namespace cleared, since it was handed out
+    children: dict[int, Node] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks that come back when this node goes and everything below it has gone."""
+        return len(self.blocks) - self.shares_first
+
+    def __repr__(self) -> str:
+        return f"Node({self.start}..{self.end}, blocks={self.blocks}, locks={self.lock_count})"
+
+
+class Tree:
+    """One namespace: its root, its counters, and its ghosts.
+
+    A ghost is the memory of an eviction: (hash of the path before the node, the node's first token) -> when. There is a bounded
+    table for each namespace, so that what one forgets does not depend on what another evicts.
+    """
+
+    __slots__ = (
+        "cleared_at", "evictable_tokens", "evicted_tokens", "evictions", "generation", "ghosts", "hit_tokens", "miss_tokens",
+        "namespace", "num_nodes", "num_tokens", "request_hits", "request_misses", "root",
+    )  # fmt: skip
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.generation = 0
+        self.cleared_at: float | None = None
+        self.ghosts: OrderedDict[tuple[int, int], float] = OrderedDict()
+        self.hit_tokens = self.miss_tokens = self.request_hits = self.request_misses = 0
+        self.evictions = self.evicted_tokens = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.root = Node(self, None, b"", -1, 0, 0, [], 0)
+        self.num_nodes = self.num_tokens = self.evictable_tokens = 0
+        self.ghosts.clear()
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+@dataclass(slots=True)
+class Match:
+    """The longest cached prefix of a key. Lock it before anything may evict; `blocks` stay valid while it is locked.
+
+    Where num_tokens is no multiple of the block size, the last block is shared with others beyond the match: copy it before
+    writing.
+    """
+
+    num_tokens: int
+    blocks: list[int]  # physical, for ceil(num_tokens / B) logical ones
+    node: Node  # the match ends here or, if num_tokens < node.end, inside it
+    record: HitRecord
+
+
+HitReason = Literal["full", "never_seen", "evicted", "cache_off", "adapter_differs", "limit", "between_states"]
+
+
+@dataclass(slots=True)
+class HitRecord:
+    """How far a prompt matched and why no further. It depends on nothing that another tenant has cached.
+
+    full: every token. limit: as many as the caller allowed (the engine computes at least one itself, unless it has the logits).
+    between_states: more of it may be known, but the model's states are kept at some places only, and this is the last of them.
+    evicted: the next token was cached and had to go. adapter_differs: another adapter of the same tenant has more of it.
+    never_seen also stands where what is known of an eviction has been forgotten or dropped by a clear.
+    """
+
+    num_prompt: int
+    num_matched: int
+    reason: HitReason
+    evicted_seconds_ago: float | None = None
+    generation: int = 0  # how often this namespace has been cleared
+    cleared_seconds_ago: float | None = None  # since the last of these
+
+    def explain(self) -> str:
+        """One sentence for people."""
+        found = f"{self.num_matched:,} of {self.num_prompt:,} tokens came from the cache"
+        if self.reason == "full":
+            return f"All {self.num_prompt:,} tokens came from the cache."
+        if self.reason == "limit":
+            return f"{found}: all that may, since the last one must be computed to go on from."
+        if self.reason == "cache_off":
+            return f"None of {self.num_prompt:,} tokens came from the cache, which is turned off."
+        if self.reason == "evicted":
+            return f"{found}; the next ones were evicted {_ago(self.evicted_seconds_ago)} to make room."
+        if self.reason == "between_states":
+            return f"{found}; the state behind them is the nearest that is kept, and the rest is computed from there."
+        if self.reason == "adapter_differs":
+            return f"{found}; the next ones are cached under another adapter only, whose results differ."
+        if self.cleared_seconds_ago is not None:
+            return f"{found}; the next ones have not been seen since the cache was cleared {_ago(self.cleared_seconds_ago)}."
+        return f"{found}; the next ones have not been seen before."
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "earlier"
+    if seconds < 120:
+        return f"{seconds:.1f} seconds ago"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} minutes ago"
+    return f"{seconds / 3600:.0f} hours ago"
