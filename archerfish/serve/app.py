@@ -19,15 +19,14 @@ from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.answers import Failing, Health, Models
-from archerfish.serve.bodies import read_json
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
+from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.limits import retry_after
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
-from archerfish.serve.middleware import RequestMiddleware, caller_of
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.page import page
@@ -60,7 +59,7 @@ class StateRoutes:
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return json_response(self.catalog.describe(await self.catalog.named(request.path_params["model_id"])))
+        return json_response(self.catalog.describe(await self.catalog.find(request.path_params["model_id"])))
 
     async def health(self, request: Request) -> Response:
         """Whether a computation succeeds now."""
@@ -74,7 +73,7 @@ class StateRoutes:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                answer = await self.catalog.backend.ask(Ping(request_id=self.catalog.new_id(), probe=probe))
+                answer = await self.catalog.backend.ask(Ping(request_id="", probe=probe))
         except (ArcherfishError, TimeoutError) as error:
             reason = error.message if isinstance(error, ArcherfishError) else f"no result within {HEALTH_TIMEOUT_S:g} s"
             wait = retry_after(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
@@ -148,9 +147,8 @@ class AdminRoutes:
         return await self.catalog.find(request.query_params.get("model"), "generation")
 
     async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
-        message = Configure(
-            request_id=self.catalog.new_id(), model=card.id, options=changes, credentials=self.catalog.credentials
-        )
+        credentials = self.catalog.credentials
+        message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
         answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Report)
         return RemoteEngine(answer.values)
@@ -170,12 +168,12 @@ def create_app(
     credentials: the password that allows this front end to name the tenants of requests to the engine process.
     """
     config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
-    catalog = Catalog(backend, credentials, caller_of=caller_of)
+    catalog = Catalog(backend, credentials)
     results = ResultCache(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
+    texts = TextService(catalog, results, config.keep_alive_s)
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -115,14 +116,18 @@ class NoObjectError(CallerError):
         super().__init__("The body must be a JSON object, sent with the header Content-Type: application/json.")
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before its answer was complete."""
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Give errors about input the parameter that caused them, unless they have one."""
+    try:
+        yield
+    except InvalidInputError as error:
+        set_param(error, param)
+        raise
 
 
-def with_param(error: InvalidInputError, param: str) -> InvalidInputError:
-    """The same error with the parameter that caused it."""
-    error.param = param  # type: ignore[attr-defined]
-    return error
+def set_param(error: InvalidInputError, param: str | None) -> None:
+    error.param = getattr(error, "param", None) or param  # type: ignore[attr-defined]
 
 
 def encode_json(data: Any) -> bytes:
@@ -132,6 +137,16 @@ def encode_json(data: Any) -> bytes:
     except (UnicodeEncodeError, OverflowError):
         # Answers may repeat strings with half of a surrogate pair, and whole numbers beyond 64 bits, that a client sent.
         return json.dumps(msgspec.to_builtins(data), separators=(",", ":")).encode()
+
+
+def data_event(data: Any) -> bytes:
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+def named_event(data: Any) -> bytes:
+    """An event that is named by the type of its data."""
+    name: bytes = data.type.encode()
+    return b"event: " + name + b"\n" + data_event(data)
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -207,7 +222,7 @@ def expected_value(problem: Mapping[str, Any]) -> str | None:
     context = problem.get("ctx") or {}
     if problem["type"] == "literal_error":
         return str(context["expected"])
-    bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
+    bounds = [f"{words} {context[name]:,.15g}" for name, words in BOUNDS.items() if name in context]
     return bounds[0] if bounds else EXPECTED.get(problem["type"].partition("_")[0])
 
 
@@ -251,15 +266,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return error_response(error.status_code, message, code, headers=headers, path=path)
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     return failure_response(error, path=request.scope["path"])
 
 
 HANDLERS: Mapping[Any, Any] = {
     ArcherfishError: _on_our_error, ValidationError: _on_invalid_body, HTTPException: _on_http_error,
-    ClientGoneError: _on_client_gone, ClientDisconnect: _on_client_gone, Exception: _on_unexpected_error,
+    Exception: _on_unexpected_error,
 }  # fmt: skip

@@ -9,30 +9,31 @@ from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.serve import answers
-from archerfish.serve.bodies import BodyRoute
+from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
-from archerfish.serve.chat_bodies import ChatBody, CompletionBody
-from archerfish.serve.errors import failure_body, json_response
+from archerfish.serve.errors import data_event, failure_body, json_response, naming
 from archerfish.serve.generation import (
     LEAST_LOGPROB,
     Choice,
     ChoiceDelta,
+    EventStream,
     Generation,
     Logprob,
-    PendingCall,
     TextService,
     checked_params,
     new_id,
     usage_of,
 )
-from archerfish.serve.sse import DONE, MARK, TextEvent, data_event
+from archerfish.serve.http import BodyRoute
+from archerfish.text.tool_calls import ToolPiece
 
 YIELD_PROMPTS = 32  # prompts of a request that are tokenised before other requests run
+DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIRoutes:
@@ -45,15 +46,13 @@ class OpenAIRoutes:
             BodyRoute("/v1/completions", self.completions, CompletionBody),
         ]
 
-    async def chat(self, request: Request, body: ChatBody) -> Response:
+    async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         """The next message of a conversation."""
-        names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})
-        generation = await self.service.prepare_chat(
-            request, body, body.messages, names=names, template_values=body.chat_template_kwargs
-        )
-        head: dict[str, Any] = {"id": new_id("chatcmpl", "-"), "created": int(time.time()), "model": generation.model}
+        generation = await self.service.prepare_chat(request, body, body.messages, template_values=body.chat_template_kwargs)
+        head: dict[str, Any] = {"id": new_id("chatcmpl", "-"), "created": int(time.time()), "model": generation.request.model}
         if body.stream:
-            return await self.service.stream(request, [generation], ChatEvents(generation, head, body.include_usage))
+            has_usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(self.service, request, [generation], ChatEvents(generation, head, has_usage))
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice) for choice in generation.choices]
         answer = answers.ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
@@ -61,35 +60,43 @@ class OpenAIRoutes:
             answer.prompt_logprobs = prompt_logprobs(generation)
         return json_response(answer)
 
-    async def completions(self, request: Request, body: CompletionBody) -> Response:
+    async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
-        text = await self.service.find_text(body.model)
+        text = await self.service.catalog.find_text(body.model, "generation")
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
-        params = checked_params(body.sampling(), text.card, {"grammar": body.grammar_param})
+        values, names = body.sampling()
+        params = checked_params(values, text.card, names)
         generations: list[Generation] = []
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
                 await asyncio.sleep(0)
             if isinstance(prompt, str):
-                text.check_size(len(prompt), "prompt")
-                token_ids = await text.encode(prompt, "prompt", body.add_special_tokens)
+                token_ids = await text.encode(prompt, "prompt", add_special_tokens=body.add_special_tokens, is_answered=True)
             else:
                 token_ids = prompt
-                text.check_ids(token_ids, "prompt")
-            text.check_length(token_ids, "prompt")
-            generations.append(self.service.prepare(request, body, text, token_ids, params, body.grammar_param))
+                with naming("prompt"):
+                    text.check_ids(token_ids)
+                    text.check_length(token_ids)
+            generations.append(self.service.prepare(request, body, text, token_ids, params, names["grammar"]))
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
         head: dict[str, Any] = {"id": new_id("cmpl", "-"), "created": int(time.time()), "model": text.card.id}
         if body.stream:
-            return await self.service.stream(request, generations, CompletionEvents(generations, head, body, echoes))
+            return EventStream(self.service, request, generations, CompletionEvents(generations, head, body, echoes))
         await self.service.complete(request, *generations)
         choices: list[answers.CompletionChoice] = []
         for generation, echo in zip(generations, echoes, strict=True):
             choices += [completion_choice(generation, choice, echo, body, len(choices)) for choice in generation.choices]
         usage = usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
+
+
+def ending(choice: Choice) -> tuple[answers.OpenAIFinish, answers.StopReason]:
+    """Why a choice ended: finish_reason, in which OpenAI has no word for a deadline, and stop_reason."""
+    if choice.finish_reason == "stop":
+        return "tool_calls" if choice.calls else "stop", choice.stop_reason
+    return "length", "deadline" if choice.finish_reason == "deadline" else choice.stop_reason
 
 
 # Chat
@@ -99,15 +106,14 @@ def chat_choice(generation: Generation, choice: Choice) -> answers.ChatChoice:
     message = answers.ChatMessage(content=choice.text)
     if choice.calls:
         message.content = choice.text or None
-        functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
         message.tool_calls = [
-            answers.ToolCall(id=call.id, type="function", function=function)
-            for call, function in zip(choice.calls, functions, strict=True)
+            answers.ToolCall(
+                id=call.id, type="function", function=answers.FunctionCall(name=call.name, arguments=call.arguments)
+            )
+            for call in choice.calls
         ]
-    return answers.ChatChoice(
-        index=choice.index, message=message, logprobs=chat_logprobs(generation, choice.logprobs),
-        finish_reason=choice.openai_reason, stop_reason=choice.shown_stop_reason,
-    )
+    logprobs = chat_logprobs(generation, choice.logprobs)
+    return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
 
 def chat_logprobs(generation: Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
@@ -130,54 +136,50 @@ def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
 class ChatEvents:
     """The next message of a conversation in chunks. head: the members of every chunk."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], include_usage: bool) -> None:
-        self._generation, self._head, self._include_usage = generation, head, include_usage
-        self._text_events = [TextEvent(self._event(choice, answers.ChatDelta(content=MARK))) for choice in generation.choices]
-
-    def _event(self, choice: Choice, delta: answers.ChatDelta, logprobs: answers.ChatLogprobs | None = None) -> bytes:
-        return self._chunk([answers.ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs)])
-
-    def _chunk(self, choices: list[answers.ChatChunkChoice]) -> bytes:
-        return data_event(answers.ChatChunk(**self._head, choices=choices, usage=None if self._include_usage else UNSET))
+    def __init__(self, generation: Generation, head: dict[str, Any], has_usage: bool) -> None:
+        self._generation, self._has_usage = generation, has_usage
+        self._chunk = answers.ChatChunk(**head, choices=[], usage=None if has_usage else UNSET)
 
     def start(self) -> bytes:
         first = answers.ChatDelta(role="assistant", content="")
-        return b"".join(self._event(choice, first) for choice in self._generation.choices)
+        return self._events([answers.ChatChunkChoice(choice.index, first) for choice in self._generation.choices])
+
+    def _events(self, choices: list[answers.ChatChunkChoice]) -> bytes:
+        """An event for each of these choices."""
+        written = b""
+        for choice in choices:
+            self._chunk.choices = [choice]
+            written += data_event(self._chunk)
+        return written
 
     def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        choice = delta.choice
-        if choice.finish_reason is None and delta.parts is None and not delta.logprobs:
-            return self._text_events[choice.index].write(delta.text) if delta.text else b""
-        deltas = self._deltas(delta)
-        logprobs = chat_logprobs(self._generation, delta.logprobs) if delta.logprobs else None
-        if logprobs is not None and not deltas:
-            deltas = [answers.ChatDelta(content="")]
-        events = [self._event(choice, each, logprobs if each is deltas[0] else None) for each in deltas]
-        if choice.finish_reason is not None:
-            last = answers.ChatChunkChoice(index=choice.index, delta=answers.ChatDelta())
-            last.finish_reason, last.stop_reason = choice.openai_reason, choice.shown_stop_reason
-            events.append(self._chunk([last]))
-        return b"".join(events)
+        choice, shown = delta.choice, []
+        if delta.parts is not None:
+            shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts]
+        elif delta.text:
+            shown = [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=delta.text))]
+        if delta.logprobs:
+            shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
+            shown[0].logprobs = chat_logprobs(self._generation, delta.logprobs)
+        if delta.is_last:
+            shown.append(answers.ChatChunkChoice(choice.index, answers.ChatDelta(), None, *ending(choice)))
+        return self._events(shown)
 
-    def _deltas(self, delta: ChoiceDelta) -> list[answers.ChatDelta]:
-        if delta.parts is None:
-            return [answers.ChatDelta(content=delta.text)] if delta.text else []
-        deltas: list[answers.ChatDelta] = []
-        for part in delta.parts:
-            if part.kind == "text":
-                deltas.append(answers.ChatDelta(content=part.text))
-                continue
-            call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
-            if part.kind == "name":
-                pending: PendingCall = delta.choice.calls[part.index]
-                call.id, call.type, call.function = pending.id, "function", answers.FunctionCall(name=part.text, arguments="")
-            deltas.append(answers.ChatDelta(tool_calls=[call]))
-        return deltas
+    def _part(self, choice: Choice, part: ToolPiece) -> answers.ChatDelta:
+        """A part of an answer that may call tools: text, the name of a call, or more of its arguments."""
+        if part.kind == "text":
+            return answers.ChatDelta(content=part.text)
+        call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
+        if part.kind == "name":
+            call.id, call.type = choice.calls[part.index].id, "function"
+            call.function = answers.FunctionCall(name=part.text, arguments="")
+        return answers.ChatDelta(tool_calls=[call])
 
     def end(self) -> bytes:
-        if not self._include_usage:
+        if not self._has_usage:
             return DONE
-        return data_event(answers.ChatChunk(**self._head, choices=[], usage=usage_of([self._generation]))) + DONE
+        self._chunk.choices, self._chunk.usage = [], usage_of([self._generation])
+        return data_event(self._chunk) + DONE
 
     def error(self, error: Exception) -> bytes:
         return data_event(failure_body(error))
@@ -196,10 +198,8 @@ def completion_choice(
     generation: Generation, choice: Choice, echo: str, body: CompletionBody, num_before: int
 ) -> answers.CompletionChoice:
     is_hidden = body.max_tokens == 0
-    shown = answers.CompletionChoice(
-        index=num_before + choice.index, text=echo + ("" if is_hidden else choice.text), finish_reason=choice.openai_reason,
-        stop_reason=choice.shown_stop_reason,
-    )
+    text = echo + ("" if is_hidden else choice.text)
+    shown = answers.CompletionChoice(num_before + choice.index, text, None, *ending(choice))
     if body.logprobs is not None:
         first: tuple[Any, ...] = (generation.prompt_ids[0], None, 0, [])
         prompt = [first, *(generation.prompt_logprobs or ())] if body.echo else []
@@ -222,17 +222,16 @@ def added_token(generation: Generation, echo: str) -> str:
 
 def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset: int = 0) -> answers.ListedLogprobs:
     """Logprobs in four lists; the first token of a prompt has none."""
-    tokens = [text.token(entry[0])[0] for entry in logprobs]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(max(offset, 0))
+    shown = answers.ListedLogprobs([], [], [], [])
+    for token_id, logprob, _, top in logprobs:
+        token = text.token(token_id)[0]
+        likely = {text.token(i)[0]: max(value, LEAST_LOGPROB) for i, value in top}
+        shown.tokens.append(token)
+        shown.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
+        shown.top_logprobs.append(None if logprob is None else likely)
+        shown.text_offset.append(max(offset, 0))
         offset += len(token)
-    top = [
-        None if entry[1] is None else {text.token(i)[0]: max(value, LEAST_LOGPROB) for i, value in entry[3]}
-        for entry in logprobs
-    ]
-    values = [None if entry[1] is None else max(entry[1], LEAST_LOGPROB) for entry in logprobs]
-    return answers.ListedLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
+    return shown
 
 
 class CompletionEvents:
@@ -241,40 +240,42 @@ class CompletionEvents:
     def __init__(
         self, generations: Sequence[Generation], head: dict[str, Any], body: CompletionBody, echoes: Sequence[str]
     ) -> None:
-        self._generations, self._head, self._body, self._echoes = generations, head, body, echoes
+        self._generations, self._body, self._echoes = generations, body, echoes
         self._num_each = generations[0].params.n
-        num_choices = len(generations) * self._num_each
-        self._text_events = [TextEvent(self._event(answers.CompletionChoice(index=i, text=MARK))) for i in range(num_choices)]
-        self._offsets = [0] * num_choices
+        self._has_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._chunk = answers.Completion(**head, choices=[], usage=None if self._has_usage else UNSET)
+        self._offsets = [0] * (len(generations) * self._num_each)
 
     def _event(self, choice: answers.CompletionChoice) -> bytes:
-        return data_event(answers.Completion(**self._head, choices=[choice], usage=None if self._body.include_usage else UNSET))
+        self._chunk.choices = [choice]
+        return data_event(self._chunk)
 
     def start(self) -> bytes:
-        echoes = [self._echoes[index // self._num_each] for index in range(len(self._text_events))]
-        return b"".join(event.write(echo) for event, echo in zip(self._text_events, echoes, strict=True) if echo)
+        echoes = [echo for echo in self._echoes for _ in range(self._num_each)]
+        shown = [answers.CompletionChoice(index=index, text=echo) for index, echo in enumerate(echoes) if echo]
+        return b"".join(map(self._event, shown))
 
     def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        choice, index = delta.choice, number * self._num_each + delta.choice.index
+        index = number * self._num_each + delta.choice.index
         is_hidden = self._body.max_tokens == 0
-        text = "" if is_hidden else delta.text
-        if choice.finish_reason is None and not delta.logprobs and not self._body.return_token_ids:
-            return self._text_events[index].write(text) if text else b""
-        shown = answers.CompletionChoice(index=index, text=text)
+        shown = answers.CompletionChoice(index=index, text="" if is_hidden else delta.text)
         if delta.logprobs and not is_hidden:
             shown.logprobs = listed_logprobs(self._generations[number].text, delta.logprobs, self._offsets[index])
             self._offsets[index] += sum(map(len, shown.logprobs.tokens))
-        if choice.finish_reason is not None:
-            shown.finish_reason, shown.stop_reason = choice.openai_reason, choice.shown_stop_reason
+        if delta.is_last:
+            shown.finish_reason, shown.stop_reason = ending(delta.choice)
         if self._body.return_token_ids:
             shown.token_ids = [] if is_hidden else delta.token_ids
+        elif not delta.is_last and not shown.text and not delta.logprobs:
+            return b""
         return self._event(shown)
 
     def end(self) -> bytes:
-        if not self._body.include_usage:
+        if not self._has_usage:
             return DONE
-        usage = usage_of(self._generations, is_output_hidden=self._body.max_tokens == 0)
-        return data_event(answers.Completion(**self._head, choices=[], usage=usage)) + DONE
+        self._chunk.choices = []
+        self._chunk.usage = usage_of(self._generations, is_output_hidden=self._body.max_tokens == 0)
+        return data_event(self._chunk) + DONE
 
     def error(self, error: Exception) -> bytes:
         return data_event(failure_body(error))

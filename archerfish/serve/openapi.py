@@ -11,8 +11,9 @@ from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
 from archerfish.serve import answers
-from archerfish.serve.bodies import NULL, STRING, BodyRoute
+from archerfish.serve.bodies import NULL, STRING
 from archerfish.serve.errors import AnthropicError, Error, Schema, is_anthropic
+from archerfish.serve.http import BodyRoute
 
 PREFIX = "#/components/schemas/"
 DESCRIPTIONS = {

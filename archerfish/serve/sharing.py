@@ -46,7 +46,7 @@ class FrontEndSync:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
         answer = await self._catalog.backend.ask(Query(
-            request_id=self._catalog.new_id(), about=about, credentials=self._catalog.credentials, source=self.source,
+            request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
             values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
         ))  # fmt: skip
         assert isinstance(answer, Report)

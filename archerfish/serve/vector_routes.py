@@ -17,25 +17,12 @@ from starlette.responses import Response
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve import answers
-from archerfish.serve.bodies import (
-    INPUTS,
-    STRING,
-    STRINGS,
-    UNUSED,
-    Body,
-    BodyRoute,
-    Checked,
-    Values,
-    check_inputs,
-    check_some_texts,
-    check_text,
-    wrong_value,
-)
+from archerfish.serve import answers, bodies
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Checked, Values, check_some_texts, check_text
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
-from archerfish.serve.sse import unless_gone
+from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -48,7 +35,7 @@ Deadline = Annotated[
 
 def read_documents(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not value:
-        raise wrong_value(f"{where} must be a list that is not empty.")
+        raise bodies.wrong_value(f"{where} must be a list that is not empty.")
     return [
         check_text(item["text"], f"{where}[{index}].text")
         if isinstance(item, dict) and "text" in item
@@ -66,7 +53,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], Checked(check_inputs, INPUTS)]
+    input: Annotated[list[str | list[int]], Checked(bodies.check_inputs, bodies.INPUTS)]
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -139,7 +126,7 @@ class VectorRoutes:
         if card.kind == "cross-encoder":
             address = self.catalog.address(request, card)
             message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
-            rows, num_tokens = await self.ask(request, message)
+            rows, num_tokens = await self.ask(message)
             scores = rows[:, 0]
         else:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
@@ -170,11 +157,11 @@ class VectorRoutes:
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the number of tokens."""
         message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return await self.ask(request, message)
+        return await self.ask(message)
 
-    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+    async def ask(self, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens."""
-        answer = await unless_gone(request, self.catalog.backend.ask(message))
+        answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
         rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
         return rows.astype(np.float32, copy=False), answer.num_tokens

@@ -48,7 +48,7 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
 )  # fmt: skip
 def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        response_grammar(stated)
+        response_grammar(stated, "response_format")
     assert said in caught.value.message
     assert caught.value.param == "response_format"
     if isinstance(stated, dict):
@@ -56,9 +56,9 @@ def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: 
 
 
 def test_empty_members_of_a_format_are_ignored() -> None:
-    assert response_grammar({"type": "text", "regex": None, "schema": {}}) is None
+    assert response_grammar({"type": "text", "regex": None, "schema": {}}, "text") is None
     flat = {"type": "json_schema", "json_schema": None, "schema": {"type": "object"}, "name": "x", "strict": True}
-    assert response_grammar(flat) == {"kind": "json_schema", "value": {"type": "object"}}
+    assert response_grammar(flat, "text") == {"kind": "json_schema", "value": {"type": "object"}}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def function(**members: Any) -> dict[str, Any]:
     ("tool", "said"),
     [
         ({"name": "f", "input_schema": {}}, 'must be an object of type function: {"type": "function", "function"'),
-        ({"type": "function", "function": "f"}, "tools[0].function must be an object, not a string: {"),
+        ({"type": "function", "function": "f"}, "tools[0].function must be an object, as in {"),
         (function(input_schema={"type": "object"}), "unknown member 'input_schema'"),
         (function(parameters={"type": "string"}), "must be a schema of type \"object\", not type 'string'"),
         (function(parameters=True), 'must be a schema of type "object", not a boolean'),

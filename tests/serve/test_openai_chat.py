@@ -8,7 +8,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post, prompt_of, until, with_backend
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of, until, with_backend
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -66,7 +66,7 @@ def test_every_parameter_reaches_the_engine() -> None:
     }
     others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
               "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
-    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, tenant="acme")
+    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, app=keyed_app)
     assert answer.status_code == 200, answer.text
     sent = backend.requests[-1]
     expected = {**stated, "max_tokens": 9, "logit_bias": {5: 1, 6: -2.5}, "logprobs": 2}
@@ -192,8 +192,8 @@ def test_prompt_has_roles_parts_and_calls() -> None:
         ({"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
         ({"messages": HI, "stop_token_ids": [10**9]}, "stop_token_ids", "outside of the vocabulary"),
         ({"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
-        ({"messages": HI, "priority": 10**30}, "priority", "out of range"),
-        ({"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be"),
+        ({"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
+        ({"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
         ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
         ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
         ({"messages": HI, "guided_regex": "\ud800"}, "guided_regex", "guided_regex cannot be sent to the engine"),

@@ -17,7 +17,7 @@ from anthropic.types import TextBlock, ToolUseBlock
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 
-from .fake_backend import LIMIT_S, MODEL, FakeBackend, text_app
+from .fake_backend import LIMIT_S, MODEL, FakeBackend, fake_app
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
 TOOL: Any = {"type": "function", "strict": False, **WEATHER}
@@ -29,7 +29,7 @@ def running(backend: FakeBackend) -> Iterator[str]:
     """The address of a server in a thread."""
     # The socket listens before the server runs, so that nobody need wait for it.
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        server = uvicorn.Server(uvicorn.Config(text_app(backend), log_level="error", ws="none", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(fake_app(backend), log_level="error", ws="none", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -7,7 +7,7 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 from archerfish.store.names import BUNDLED_MODELS, STORY_MODEL
 
-from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post
 
 COMPLETIONS = "/v1/completions"
 
@@ -202,7 +202,7 @@ def test_tokenize_and_detokenize() -> None:
 
 def test_cache_explain_uses_the_callers_tenant() -> None:
     for body in ({"prompt": "abc"}, {"prompt": [1, 2, 3]}):
-        answer = post(FakeBackend(), "/v1/cache/explain", body, tenant="acme")
+        answer = post(FakeBackend(), "/v1/cache/explain", body, app=keyed_app)
         assert answer.json() == {"model": MODEL, "num_tokens": 3, "tenant": "acme"}
     assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": "a", "tenant": "other"}))["code"] == "unknown_parameter"
     assert error_of(post(FakeBackend(), "/v1/cache/explain", {"prompt": [10**9]}))["param"] == "prompt"

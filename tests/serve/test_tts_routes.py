@@ -140,7 +140,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "a whole number, not a boolean."),
     ({"stream": 1}, "stream", "true or false, not 1."), ({"priority": None}, "priority", "a whole number, not null."),
     ({"model": 5}, "model", "string"),
-    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "seconds from 0"),
+    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "at least 0"),
     ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "a list of token ids, not an object"),
     ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
 ]  # fmt: skip
