@@ -21,8 +21,7 @@ from archerfish.serve.bodies import MAX_TOKEN_ID
 from archerfish.serve.client import Backend
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError, naming
 from archerfish.serve.host_config import Kind, hint_for, names_of
-from archerfish.serve.http import tenant_of
-from archerfish.serve.tenants import ANONYMOUS
+from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Charge, Query, Report
 from archerfish.text.chat_template import ChatTemplate, texts_in
 from archerfish.text.text_tokenizer import find_text_tokenizer
@@ -173,11 +172,11 @@ class Catalog:
 
     def address(self, request: Request, card: ModelCard) -> dict[str, Any]:
         """The members of a message that name a request, its model and its tenant."""
-        return {"request_id": f"r{next(self._ids)}", "model": card.id, **self._sender(request)}
-
-    def _sender(self, request: Request) -> dict[str, Any]:
-        tenant = tenant_of(request)
-        return {"credentials": self.credentials, "tenant": "" if tenant is ANONYMOUS else tenant.name}
+        tenant = request.state.tenant
+        return {
+            "request_id": f"r{next(self._ids)}", "model": card.id, "credentials": self.credentials,
+            "tenant": "" if tenant is ANONYMOUS else tenant.name,
+        }  # fmt: skip
 
     async def cards(self) -> list[ModelCard]:
         return self._cards or await self._refresh()
@@ -233,11 +232,13 @@ class Catalog:
 
         is_spent: only correct an earlier charge by these tokens. Callers without limits cost no message.
         """
-        tenant = tenant_of(request)
+        tenant: Tenant = request.state.tenant
         limit = tenant.tokens_per_minute if is_spent else tenant.requests_per_minute or tenant.tokens_per_minute
         if not limit or (is_spent and not num_tokens):
             return 0
-        await self.backend.ask(Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, **self._sender(request)))
+        message = Charge(request_id="", num_tokens=num_tokens, is_spent=is_spent, tenant=tenant.name)
+        message.credentials = self.credentials
+        await self.backend.ask(message)
         return num_tokens
 
     async def encode_charged(

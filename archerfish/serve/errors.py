@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -18,14 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from archerfish.errors import (
-    ArcherfishError,
-    CallerError,
-    InputTooLargeError,
-    InvalidInputError,
-    ModelNotFoundError,
-    did_you_mean,
-)
+from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, ModelNotFoundError, did_you_mean
 from archerfish.serve.limits import retry_after
 
 logger = logging.getLogger("archerfish.serve")
@@ -68,10 +61,9 @@ class AnthropicErrorDetail(Schema):
     message: str
 
 
-class AnthropicError(Schema, kw_only=True):
+class AnthropicError(Schema, tag_field="type", tag="error"):
     """An error in Anthropic's shape."""
 
-    type: Literal["error"] = "error"
     error: AnthropicErrorDetail
 
 
@@ -95,11 +87,6 @@ class UnservedModelError(ModelNotFoundError):
     param = "model"
 
 
-class BodyTooLargeError(InputTooLargeError):
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"The request body has more than {max_bytes} bytes.")
-
-
 class BadJSONError(CallerError):
     """A body that is not JSON."""
 
@@ -107,13 +94,6 @@ class BadJSONError(CallerError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"The body is not valid JSON: {reason}.")
-
-
-class NoObjectError(CallerError):
-    """A body that is not a JSON object."""
-
-    def __init__(self) -> None:
-        super().__init__("The body must be a JSON object, sent with the header Content-Type: application/json.")
 
 
 @contextmanager
@@ -145,18 +125,12 @@ def data_event(data: Any) -> bytes:
 
 def named_event(data: Any) -> bytes:
     """An event that is named by the type of its data."""
-    name: bytes = data.type.encode()
-    return b"event: " + name + b"\n" + data_event(data)
+    name: str = data.__struct_config__.tag or data.type
+    return f"event: {name}\n".encode() + data_event(data)
 
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode_json(data), status, headers=dict(headers or {}), media_type="application/json")
-
-
-def error_response(
-    status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None, *, path: str = ""
-) -> Response:
-    return json_response(error_body(status, message, code, param, path), status, headers)
 
 
 def error_body(status: int, message: str, code: str, param: str | None, path: str) -> Error | AnthropicError:
@@ -205,12 +179,6 @@ async def _on_our_error(request: Request, error: Exception) -> Response:
     return failure_response(error, path=request.scope["path"])
 
 
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ValidationError)
-    message, code, param = describe_invalid_body(error)
-    return error_response(400, message, code, param, path=request.scope["path"])
-
-
 def json_type(value: Any) -> str:
     """The JSON type of a value, with its article."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
@@ -234,8 +202,9 @@ def short_value(value: Any, max_chars: int = EXCERPT) -> str:
     return json_type(value)
 
 
-def describe_invalid_body(error: ValidationError) -> tuple[str, str, str]:
-    """Message, code and parameter of the first problem with a body."""
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    """An answer about the first problem with a body."""
+    assert isinstance(error, ValidationError)
     problem = error.errors()[0]
     context = problem.get("ctx") or {}
     param = str(context.get("param") or ".".join(map(str, problem["loc"])))
@@ -247,7 +216,8 @@ def describe_invalid_body(error: ValidationError) -> tuple[str, str, str]:
         message = f"{param} must be {expected}, not {short_value(problem['input'])}."
     else:
         message = f"{param}: {problem['msg']}."
-    return message, "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value", param
+    code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
+    return json_response(error_body(400, message, code, param, request.scope["path"]), 400)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -263,7 +233,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(sorted(allowed))
         message = f"{path} does not take {request.method}; it takes {headers['Allow']}."
     code = CODES.get(error.status_code, "http_error")
-    return error_response(error.status_code, message, code, headers=headers, path=path)
+    return json_response(error_body(error.status_code, message, code, None, path), error.status_code, headers)
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:

@@ -40,31 +40,22 @@ def build_app(config: FrontConfig) -> Starlette:
 class Connection(HttpToolsProtocol):
     """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
 
-    _timer: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._start_timer()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
 
     def on_message_complete(self) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         super().connection_lost(exc)
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _refuse(self) -> None:
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:

@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from archerfish.engine.request_options import check_vocabulary
-from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
+from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
 from archerfish.serve.bodies import GenerationBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, set_param
+from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, set_param
 from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
@@ -42,17 +42,6 @@ KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
 ]  # fmt: skip
-
-
-class DeadlineError(ServiceError):
-    """The deadline of a request passed before its first token."""
-
-    status, code = 504, "deadline_exceeded"
-    default_hint = "Give it more time (deadline_s), or try when less is waiting."
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 def new_id(prefix: str, separator: str = "_") -> str:
@@ -87,8 +76,8 @@ class ChoiceDelta:
 class Choice:
     """One of the n sequences of an answer: all that has come of it."""
 
-    def __init__(self, index: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
-        self.index = index
+    def __init__(self, index: int, place: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
+        self.index, self.place = index, place  # among the choices of its generation, and of the whole answer
         self._output_text = output_text
         self._parser = None if tool_use is None else tool_use.parser()
         self._has_one_call = tool_use is not None and tool_use.has_one_call
@@ -175,8 +164,10 @@ class Generation:
             if gain.finish_reason == "abort":
                 raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
             if gain.finish_reason == "deadline" and not choice.token_ids and not gain.token_ids:
-                reason = "The deadline of this request passed before its first token."
-                raise DeadlineError(reason, message.retry_after_s)
+                raise RemoteError(
+                    "The deadline of this request passed before its first token.", code="deadline_exceeded", status=504,
+                    hint="Give it more time (deadline_s), or try when less is waiting.", retry_after_s=message.retry_after_s,
+                )
             deltas.append(choice.add(gain))
         return deltas
 
@@ -211,7 +202,7 @@ class TextService:
 
     def prepare(
         self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
-        format_param: str | None = None, tool_use: ToolUse | None = None,
+        format_param: str | None = None, tool_use: ToolUse | None = None, first_place: int = 0,
     ) -> Generation:
         """A request to the engine. Stop strings are found here, so that they need a streamed answer."""
         if params.stop and text.tokenizer is None:
@@ -221,7 +212,10 @@ class TextService:
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )
-        choices = [Choice(i, OutputText(text.tokenizer, prompt_ids, params), tool_use) for i in range(params.n)]
+        choices = [
+            Choice(index, first_place + index, OutputText(text.tokenizer, prompt_ids, params), tool_use)
+            for index in range(params.n)
+        ]
         return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
 
     async def prepare_chat(
@@ -255,17 +249,17 @@ class TextService:
 
     async def complete(self, request: Request, *generations: Generation) -> None:
         """Run generations to their end."""
-        async for _ in self.run(request, generations):
+        async for _ in self.run(request, *generations):
             pass
 
-    def run(self, request: Request, generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, list[ChoiceDelta]], None]:
-        """What generations get as it comes, with the number of the generation."""
-        runs = [self._run(request, number, generation) for number, generation in enumerate(generations)]
-        return runs[0] if len(runs) == 1 else merge(runs)
-
-    async def _run(
-        self, request: Request, number: int, generation: Generation
-    ) -> AsyncGenerator[tuple[int, list[ChoiceDelta]], None]:
+    async def run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Send requests to the engine, and yield what comes."""
+        if len(generations) > 1:
+            async with aclosing(merge([self.run(request, generation) for generation in generations])) as merged:
+                async for deltas in merged:
+                    yield deltas
+            return
+        [generation] = generations
         backend, choices = self.catalog.backend, generation.choices
         is_cached = self.results.max_bytes > 0
         if is_cached:
@@ -284,7 +278,7 @@ class TextService:
                     for delta in deltas:
                         if delta.choice.was_cut and not is_cached:  # the cache needs all sequences whole
                             backend.end_sequence(generation.request.request_id, delta.choice.index)
-                    yield number, deltas
+                    yield deltas
                     is_ended = deltas and all(choice.finish_reason for choice in choices)
                     if is_ended and any(choice.was_cut for choice in choices):
                         break
@@ -323,11 +317,13 @@ class EventWriter(Protocol):
     def start(self) -> bytes:
         """The events before the first delta, when it has come."""
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        """The events of a delta of generation `number`; may be none."""
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        """The events of a delta; may be none."""
 
     def end(self) -> bytes: ...
-    def error(self, error: Exception) -> bytes: ...
+
+    def error(self, error: Exception) -> bytes:
+        return data_event(failure_body(error))
 
 
 @dataclass
@@ -352,13 +348,13 @@ class EventStream:
         if pause_s:
             self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
         try:
-            async with aclosing(self.service.run(self.request, self.generations)) as runs:
-                async for number, deltas in runs:
+            async with aclosing(self.service.run(self.request, *self.generations)) as runs:
+                async for deltas in runs:
                     written = []
                     if deltas and not has_begun:
                         has_begun = True
                         written.append(writer.start())
-                    written += [writer.delta(number, delta) for delta in deltas]
+                    written += [writer.delta(delta) for delta in deltas]
                     data = b"".join(written)
                     if data:
                         await self._write(send, data)

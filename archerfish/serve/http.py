@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from pydantic import BaseModel
@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from archerfish.errors import ArcherfishError
+from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve.errors import EXCERPT, BadJSONError, BodyTooLargeError, NoObjectError, failure_response
-from archerfish.serve.tenants import ANONYMOUS, Tenant, Tenants, bearer_key
+from archerfish.serve.errors import EXCERPT, BadJSONError, Schema, failure_response
+from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
 OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
@@ -58,7 +58,7 @@ class RequestMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_body_bytes:
-                raise BodyTooLargeError(self.max_body_bytes)
+                raise self._too_large()
             return message
 
         self.running.add(1)
@@ -75,48 +75,47 @@ class RequestMiddleware:
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
-        headers, path = Headers(scope=scope), scope["path"]
+        headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
         try:
             if path not in OPEN_PATHS:
                 tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
                 if path.startswith(OPERATOR_PATHS):
                     tenant.require_operator()
-                scope.setdefault("state", {})["tenant"] = tenant
+            scope.setdefault("state", {})["tenant"] = tenant
             length = headers.get("content-length", "")
             if length.isdecimal() and int(length) > self.max_body_bytes:
-                raise BodyTooLargeError(self.max_body_bytes)
+                raise self._too_large()
         except ArcherfishError as error:
             refusal = failure_response(error, path=path)
-            if isinstance(error, BodyTooLargeError):
+            if isinstance(error, InputTooLargeError):
                 refusal.headers["Connection"] = "close"  # the rest of the body is not read
             return refusal
         return None
 
-
-def tenant_of(request: Request) -> Tenant:
-    """The tenant of a request; ANONYMOUS on open paths and without keys."""
-    tenant: Tenant = request.scope.get("state", {}).get("tenant", ANONYMOUS)
-    return tenant
+    def _too_large(self) -> InputTooLargeError:
+        return InputTooLargeError(f"The request body has more than {self.max_body_bytes} bytes.")
 
 
 class BodyRoute(Route):
     """A route that takes a JSON object by POST: `handler(request, body)` gives the response.
 
-    The handler and its response are cancelled when the client closes its connection.
+    The handler and its response are cancelled when the client closes its connection. answer, events: the types of what it
+    answers, whole and as a stream, for the OpenAPI document.
     """
 
     def __init__(
-        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel]
+        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel],
+        answer: Any, events: Sequence[type[Schema]] = (),
     ) -> None:
         super().__init__(path, handler, methods=["POST"])
-        self.app, self.handler, self.body_type = self._answer, handler, body_type
+        self.app, self.handler, self.body_type, self.answer, self.events = self._answer, handler, body_type, answer, events
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         data = read_json(await request.body() or b"null") if JSON_TYPE.fullmatch(content_type) else None
         if not isinstance(data, dict):
-            raise NoObjectError
+            raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
         body = self.body_type.model_validate(data)
         gone = asyncio.create_task(wait_until_gone(receive))
         limit = asyncio.timeout(None)

@@ -12,10 +12,20 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from archerfish.serve import answers, bodies
-from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response, named_event
-from archerfish.serve.generation import Choice, ChoiceDelta, EventStream, Generation, TextService, checked_params, new_id
+from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, failure_body, json_response, named_event
+from archerfish.serve.generation import (
+    Choice,
+    ChoiceDelta,
+    EventStream,
+    EventWriter,
+    Generation,
+    TextService,
+    checked_params,
+    new_id,
+)
 from archerfish.serve.http import BodyRoute
 
+EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
 Block = answers.TextBlock | answers.ToolUseBlock
 TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
@@ -150,8 +160,8 @@ class MessagesRoutes:
     def __init__(self, service: TextService) -> None:
         self.service = service
         self.routes = [
-            BodyRoute("/v1/messages", self.messages, MessagesBody),
-            BodyRoute("/v1/messages/count_tokens", self.count_tokens, CountBody),
+            BodyRoute("/v1/messages", self.messages, MessagesBody, answers.MessageObject, EVENTS),
+            BodyRoute("/v1/messages/count_tokens", self.count_tokens, CountBody, answers.TokenCount),
         ]
 
     async def messages(self, request: Request, body: MessagesBody) -> ASGIApp:
@@ -208,7 +218,7 @@ def message_usage(generation: Generation) -> answers.MessageUsage:
     )
 
 
-class MessageEvents:
+class MessageEvents(EventWriter):
     """A message in its events: blocks of text and of calls, one after the other."""
 
     def __init__(self, generation: Generation) -> None:
@@ -222,7 +232,7 @@ class MessageEvents:
         message = answers.MessageObject(id=new_id("msg"), model=self._generation.request.model, usage=usage)
         return named_event(answers.MessageStart(message=message))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: ChoiceDelta) -> bytes:
         if delta.parts is None:
             return self._write_text(delta.text) if delta.text else b""
         written = b""

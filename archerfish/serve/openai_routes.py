@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from archerfish.errors import InputTooLargeError
 from archerfish.serve import answers
 from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
-from archerfish.serve.errors import data_event, failure_body, json_response, naming
+from archerfish.serve.errors import data_event, json_response, naming
 from archerfish.serve.generation import (
     LEAST_LOGPROB,
     Choice,
     ChoiceDelta,
     EventStream,
+    EventWriter,
     Generation,
     Logprob,
     TextService,
@@ -42,8 +44,8 @@ class OpenAIRoutes:
     def __init__(self, service: TextService, config: ServeConfig) -> None:
         self.service, self.config = service, config
         self.routes = [
-            BodyRoute("/v1/chat/completions", self.chat, ChatBody),
-            BodyRoute("/v1/completions", self.completions, CompletionBody),
+            BodyRoute("/v1/chat/completions", self.chat, ChatBody, answers.ChatCompletion, [answers.ChatChunk]),
+            BodyRoute("/v1/completions", self.completions, CompletionBody, answers.Completion, [answers.Completion]),
         ]
 
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
@@ -51,8 +53,8 @@ class OpenAIRoutes:
         generation = await self.service.prepare_chat(request, body, body.messages, template_values=body.chat_template_kwargs)
         head: dict[str, Any] = {"id": new_id("chatcmpl", "-"), "created": int(time.time()), "model": generation.request.model}
         if body.stream:
-            has_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(self.service, request, [generation], ChatEvents(generation, head, has_usage))
+            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body)
+            return EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice) for choice in generation.choices]
         answer = answers.ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
@@ -79,15 +81,20 @@ class OpenAIRoutes:
                 with naming("prompt"):
                     text.check_ids(token_ids)
                     text.check_length(token_ids)
-            generations.append(self.service.prepare(request, body, text, token_ids, params, names["grammar"]))
+            generations.append(self.service.prepare(
+                request, body, text, token_ids, params, names["grammar"], first_place=place * params.n
+            ))  # fmt: skip
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
         head: dict[str, Any] = {"id": new_id("cmpl", "-"), "created": int(time.time()), "model": text.card.id}
         if body.stream:
-            return EventStream(self.service, request, generations, CompletionEvents(generations, head, body, echoes))
+            writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
+            return EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
-        choices: list[answers.CompletionChoice] = []
-        for generation, echo in zip(generations, echoes, strict=True):
-            choices += [completion_choice(generation, choice, echo, body, len(choices)) for choice in generation.choices]
+        choices = [
+            completion_choice(generation, choice, echo, body)
+            for generation, echo in zip(generations, echoes, strict=True)
+            for choice in generation.choices
+        ]
         usage = usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
 
@@ -133,18 +140,18 @@ def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
     return shown
 
 
-class ChatEvents:
-    """The next message of a conversation in chunks. head: the members of every chunk."""
+class ChunkEvents(EventWriter):
+    """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], has_usage: bool) -> None:
-        self._generation, self._has_usage = generation, has_usage
-        self._chunk = answers.ChatChunk(**head, choices=[], usage=None if has_usage else UNSET)
+    def __init__(
+        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[Generation],
+        body: ChatBody | CompletionBody,
+    ) -> None:
+        self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
+        if body.stream_options is not None and body.stream_options.include_usage:
+            chunk.usage = None
 
-    def start(self) -> bytes:
-        first = answers.ChatDelta(role="assistant", content="")
-        return self._events([answers.ChatChunkChoice(choice.index, first) for choice in self._generation.choices])
-
-    def _events(self, choices: list[answers.ChatChunkChoice]) -> bytes:
+    def write(self, *choices: Any) -> bytes:
         """An event for each of these choices."""
         written = b""
         for choice in choices:
@@ -152,7 +159,22 @@ class ChatEvents:
             written += data_event(self._chunk)
         return written
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def end(self) -> bytes:
+        if self._chunk.usage is UNSET:
+            return DONE
+        self._chunk.choices = []
+        self._chunk.usage = usage_of(self._generations, is_output_hidden=self._is_hidden)
+        return data_event(self._chunk) + DONE
+
+
+class ChatEvents(ChunkEvents):
+    """The next message of a conversation in chunks."""
+
+    def start(self) -> bytes:
+        first = answers.ChatDelta(role="assistant", content="")
+        return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
         choice, shown = delta.choice, []
         if delta.parts is not None:
             shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts]
@@ -160,10 +182,10 @@ class ChatEvents:
             shown = [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=delta.text))]
         if delta.logprobs:
             shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
-            shown[0].logprobs = chat_logprobs(self._generation, delta.logprobs)
+            shown[0].logprobs = chat_logprobs(self._generations[0], delta.logprobs)
         if delta.is_last:
             shown.append(answers.ChatChunkChoice(choice.index, answers.ChatDelta(), None, *ending(choice)))
-        return self._events(shown)
+        return self.write(*shown)
 
     def _part(self, choice: Choice, part: ToolPiece) -> answers.ChatDelta:
         """A part of an answer that may call tools: text, the name of a call, or more of its arguments."""
@@ -174,15 +196,6 @@ class ChatEvents:
             call.id, call.type = choice.calls[part.index].id, "function"
             call.function = answers.FunctionCall(name=part.text, arguments="")
         return answers.ChatDelta(tool_calls=[call])
-
-    def end(self) -> bytes:
-        if not self._has_usage:
-            return DONE
-        self._chunk.choices, self._chunk.usage = [], usage_of([self._generation])
-        return data_event(self._chunk) + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return data_event(failure_body(error))
 
 
 # Completions
@@ -195,11 +208,11 @@ def echo_text(text: ModelText, prompt: str | list[int]) -> str:
 
 
 def completion_choice(
-    generation: Generation, choice: Choice, echo: str, body: CompletionBody, num_before: int
+    generation: Generation, choice: Choice, echo: str, body: CompletionBody
 ) -> answers.CompletionChoice:
     is_hidden = body.max_tokens == 0
     text = echo + ("" if is_hidden else choice.text)
-    shown = answers.CompletionChoice(num_before + choice.index, text, None, *ending(choice))
+    shown = answers.CompletionChoice(choice.place, text, None, *ending(choice))
     if body.logprobs is not None:
         first: tuple[Any, ...] = (generation.prompt_ids[0], None, 0, [])
         prompt = [first, *(generation.prompt_logprobs or ())] if body.echo else []
@@ -234,48 +247,31 @@ def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset
     return shown
 
 
-class CompletionEvents:
-    """Texts that continue prompts, in chunks; the choices of prompt i are those from n * i on."""
+class CompletionEvents(ChunkEvents):
+    """Texts that continue prompts, in chunks."""
 
     def __init__(
-        self, generations: Sequence[Generation], head: dict[str, Any], body: CompletionBody, echoes: Sequence[str]
+        self, chunk: answers.Completion, generations: Sequence[Generation], body: CompletionBody, echoes: Sequence[str]
     ) -> None:
-        self._generations, self._body, self._echoes = generations, body, echoes
-        self._num_each = generations[0].params.n
-        self._has_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._chunk = answers.Completion(**head, choices=[], usage=None if self._has_usage else UNSET)
-        self._offsets = [0] * (len(generations) * self._num_each)
-
-    def _event(self, choice: answers.CompletionChoice) -> bytes:
-        self._chunk.choices = [choice]
-        return data_event(self._chunk)
+        super().__init__(chunk, generations, body)
+        self._has_ids, self._echoes = body.return_token_ids, echoes
+        self._offsets: Counter[int] = Counter()  # where the next token of a choice begins in its text
 
     def start(self) -> bytes:
-        echoes = [echo for echo in self._echoes for _ in range(self._num_each)]
-        shown = [answers.CompletionChoice(index=index, text=echo) for index, echo in enumerate(echoes) if echo]
-        return b"".join(map(self._event, shown))
+        choices = zip(self._generations, self._echoes, strict=True)
+        echoes = [(choice.place, echo) for generation, echo in choices for choice in generation.choices]
+        return self.write(*(answers.CompletionChoice(place, echo) for place, echo in echoes if echo))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        index = number * self._num_each + delta.choice.index
-        is_hidden = self._body.max_tokens == 0
-        shown = answers.CompletionChoice(index=index, text="" if is_hidden else delta.text)
-        if delta.logprobs and not is_hidden:
-            shown.logprobs = listed_logprobs(self._generations[number].text, delta.logprobs, self._offsets[index])
-            self._offsets[index] += sum(map(len, shown.logprobs.tokens))
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        choice = delta.choice
+        shown = answers.CompletionChoice(choice.place, "" if self._is_hidden else delta.text)
+        if delta.logprobs and not self._is_hidden:
+            shown.logprobs = listed_logprobs(self._generations[0].text, delta.logprobs, self._offsets[choice.place])
+            self._offsets[choice.place] += sum(map(len, shown.logprobs.tokens))
         if delta.is_last:
-            shown.finish_reason, shown.stop_reason = ending(delta.choice)
-        if self._body.return_token_ids:
-            shown.token_ids = [] if is_hidden else delta.token_ids
+            shown.finish_reason, shown.stop_reason = ending(choice)
+        if self._has_ids:
+            shown.token_ids = [] if self._is_hidden else delta.token_ids
         elif not delta.is_last and not shown.text and not delta.logprobs:
             return b""
-        return self._event(shown)
-
-    def end(self) -> bytes:
-        if not self._has_usage:
-            return DONE
-        self._chunk.choices = []
-        self._chunk.usage = usage_of(self._generations, is_output_hidden=self._body.max_tokens == 0)
-        return data_event(self._chunk) + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return data_event(failure_body(error))
+        return self.write(shown)

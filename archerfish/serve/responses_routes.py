@@ -32,6 +32,7 @@ from archerfish.serve.generation import (
     Choice,
     ChoiceDelta,
     EventStream,
+    EventWriter,
     Generation,
     Logprob,
     PendingCall,
@@ -129,7 +130,8 @@ class ResponsesRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody)]
+        events = answers.RESPONSE_EVENTS
+        self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody, answers.ResponseObject, events)]
 
     async def responses(self, request: Request, body: ResponsesBody) -> ASGIApp:
         """The answer to a conversation, as items."""
@@ -188,7 +190,7 @@ def call_item(call: PendingCall) -> answers.FunctionCallItem:
     )
 
 
-class ResponseEvents:
+class ResponseEvents(EventWriter):
     """A response in its events: items are added, grow and are done, one after the other."""
 
     def __init__(self, generation: Generation, response: answers.ResponseObject) -> None:
@@ -203,7 +205,7 @@ class ResponseEvents:
     def start(self) -> bytes:
         return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: ChoiceDelta) -> bytes:
         logprobs, written = delta.logprobs, b""
         if delta.parts is None and (delta.text or logprobs):
             return self._write_text(delta.text, logprobs)

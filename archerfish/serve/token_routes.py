@@ -20,8 +20,8 @@ from archerfish.serve import bodies
 from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
 from archerfish.serve.bodies import NULL, STRING, Body, Checked, GenerationBody, Messages, Tools, bounded
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
-from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, json_response, naming, set_param
-from archerfish.serve.generation import ChoiceDelta, EventStream, Generation, TextService, new_id, usage_of
+from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming, set_param
+from archerfish.serve.generation import ChoiceDelta, EventStream, EventWriter, Generation, TextService, new_id, usage_of
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_routes import DONE
 from archerfish.serve.wire import ExplainRequest, Report
@@ -75,9 +75,9 @@ class TextRoutes:
     def __init__(self, service: TextService) -> None:
         self.service, self.catalog = service, service.catalog
         self.routes = [
-            BodyRoute("/tokenize", self.tokenize, TokenizeBody),
-            BodyRoute("/detokenize", self.detokenize, DetokenizeBody),
-            BodyRoute("/v1/cache/explain", self.explain, ExplainBody),
+            BodyRoute("/tokenize", self.tokenize, TokenizeBody, Tokens),
+            BodyRoute("/detokenize", self.detokenize, DetokenizeBody, Detokenized),
+            BodyRoute("/v1/cache/explain", self.explain, ExplainBody, dict[str, Any]),
         ]
 
     async def tokenize(self, request: Request, body: TokenizeBody) -> ASGIApp:
@@ -198,7 +198,7 @@ class TTSRoutes:
 
     def __init__(self, service: TextService) -> None:
         self.service = service
-        self.routes = [BodyRoute("/v1/tts/tokens", self.tokens, TTSBody)]
+        self.routes = [BodyRoute("/v1/tts/tokens", self.tokens, TTSBody, TTSAnswer, [TTSAnswer])]
 
     async def tokens(self, request: Request, body: TTSBody) -> ASGIApp:
         """Global (speaker) and semantic (audio) tokens of a text."""
@@ -244,7 +244,7 @@ def can_speak(card: ModelCard) -> bool:
     return card.kind == "generation" and card.vocab_size >= tts.VOCAB_SIZE
 
 
-class TTSEvents:
+class TTSEvents(EventWriter):
     """Tokens in chunks. The first has the global tokens of a reference voice; the last says why the answer ended."""
 
     def __init__(self, generation: Generation, head: dict[str, Any], reference: list[int]) -> None:
@@ -256,7 +256,7 @@ class TTSEvents:
     def start(self) -> bytes:
         return data_event(self._chunk(self._reference, []))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: ChoiceDelta) -> bytes:
         global_tokens, semantic_tokens = tts.read_output(delta.token_ids)
         return data_event(self._chunk(global_tokens, semantic_tokens)) if global_tokens or semantic_tokens else b""
 
@@ -264,6 +264,3 @@ class TTSEvents:
         last = self._chunk([], [])
         last.finish_reason, last.usage = self._generation.choices[0].finish_reason, usage_of([self._generation])
         return data_event(last) + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return data_event(failure_body(error))

@@ -93,9 +93,9 @@ class VectorRoutes:
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
         self.routes = [
-            BodyRoute("/v1/embeddings", self.embeddings, EmbeddingsBody),
-            BodyRoute("/v1/rerank", self.rerank, RerankBody),
-            BodyRoute("/similarity", self.similarity, SimilarityBody),
+            BodyRoute("/v1/embeddings", self.embeddings, EmbeddingsBody, answers.Embeddings),
+            BodyRoute("/v1/rerank", self.rerank, RerankBody, answers.Ranking),
+            BodyRoute("/similarity", self.similarity, SimilarityBody, answers.Similarities),
         ]
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:

@@ -124,7 +124,7 @@ def app_with(handler: Callable[[], Awaitable[None]]) -> Starlette:
         await handler()
         return Response(b"done")
 
-    return Starlette(routes=[BodyRoute("/", answer, Body)])
+    return Starlette(routes=[BodyRoute("/", answer, Body, None)])
 
 
 def test_disconnect_cancels_a_handler() -> None:
