@@ -242,14 +242,16 @@ def with_backend(
 
 
 def post(
-    backend: FakeBackend, route: str, body: dict[str, Any], *, app: Callable[[FakeBackend], Starlette] = fake_app
+    backend: FakeBackend, route: str, body: dict[str, Any] | bytes, *, app: Callable[[FakeBackend], Starlette] = fake_app,
+    headers: dict[str, str] | None = None,
 ) -> httpx.Response:
-    """One answer."""
+    """One answer. body: an object for JSON, or the bytes themselves."""
     answers: list[httpx.Response] = []
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **(headers or {})}
 
     async def test(client: httpx.AsyncClient) -> None:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        answers.append(await client.post(route, content=json.dumps(body).encode(), headers=headers))
+        answers.append(await client.post(route, content=content, headers=sent))
 
     with_backend(backend, test, app)
     return answers[0]
