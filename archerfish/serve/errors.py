@@ -157,26 +157,22 @@ def error_headers(error: ArcherfishError) -> dict[str, str] | None:
     return None if seconds is None else {"Retry-After": retry_after(seconds)}
 
 
-def public_error(error: Exception) -> ArcherfishError:
-    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
-    unexpected = "The server failed to answer this request; its log says why."
-    return error if isinstance(error, ArcherfishError) else ArcherfishError(unexpected, hint="")
-
-
 def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
-    shown = public_error(error)
-    return error_body(shown.status, str(shown), shown.code, getattr(shown, "param", None), path)
+    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
+    if not isinstance(error, ArcherfishError):
+        error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")
+    return error_body(error.status, str(error), error.code, getattr(error, "param", None), path)
 
 
-def failure_response(error: Exception, *, path: str = "") -> Response:
-    shown = public_error(error)
-    return json_response(failure_body(shown, path), shown.status, error_headers(shown))
+def failure_response(error: ArcherfishError, path: str) -> Response:
+    return json_response(failure_body(error, path), error.status, error_headers(error))
 
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
-    if public_error(error).status >= 500 and getattr(error, "retry_after_s", None) is None:
+    assert isinstance(error, ArcherfishError)
+    if error.status >= 500 and getattr(error, "retry_after_s", None) is None:
         logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
-    return failure_response(error, path=request.scope["path"])
+    return failure_response(error, request.scope["path"])
 
 
 def json_type(value: Any) -> str:
@@ -237,7 +233,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return failure_response(error, path=request.scope["path"])
+    return json_response(failure_body(error, request.scope["path"]), 500)
 
 
 HANDLERS: Mapping[Any, Any] = {

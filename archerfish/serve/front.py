@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -117,30 +116,21 @@ class Server(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def without_tracebacks(app: ASGIApp) -> ASGIApp:
-    """Keep requests that are cancelled at the end of the server out of the log."""
+def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
+    """A server for an app, with uvloop if it is installed."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # at the end of the server; uvicorn would log a traceback
             if scope["type"] != "http":
                 raise
 
-    return answer
-
-
-def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
-    """A server for an app, with uvloop if it is installed."""
-    settings: dict[str, Any] = {
-        "log_level": config.log_level,
-        "access_log": config.log_level == "debug",
-        "lifespan": "on",
-        "http": Connection,
-        "ws": "none",
-        "server_header": False,
-    }
-    return Server(uvicorn.Config(without_tracebacks(app), **settings), on_ready)
+    settings = uvicorn.Config(
+        answer, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
+        server_header=False,
+    )
+    return Server(settings, on_ready)
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ class RequestMiddleware:
             if length.isdecimal() and int(length) > self.max_body_bytes:
                 raise self._too_large()
         except ArcherfishError as error:
-            refusal = failure_response(error, path=path)
+            refusal = failure_response(error, path)
             if isinstance(error, InputTooLargeError):
                 refusal.headers["Connection"] = "close"  # the rest of the body is not read
             return refusal

@@ -11,22 +11,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve import answers
-from archerfish.serve.bodies import (
-    OBJECTS,
-    STRING,
-    UNUSED,
-    Body,
-    Checked,
-    Stop,
-    ToolBody,
-    Values,
-    bounded,
-    check_text,
-    read_message,
-    template_call,
-    wrong_value,
-)
+from archerfish.serve import answers, bodies
+from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
 from archerfish.serve.generation import (
     Choice,
@@ -51,7 +37,7 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": check_text(value, where)}]
     if not isinstance(value, list) or not value:
-        raise wrong_value(f"{where} must be a string or a list of items that is not empty.")
+        raise bodies.wrong_value(f"{where} must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of functions by the ids of their calls
     for index, item in enumerate(value):
@@ -59,44 +45,44 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             known = {key: item[key] for key in item if key not in ("type", "id", "status", "phase")}
-            messages.append(read_message(known, place, names))
+            messages.append(bodies.read_message(known, place, names))
         elif kind == "function_call":
             call_id, name = check_text(item.get("call_id"), f"{place}.call_id"), check_text(item.get("name"), f"{place}.name")
             names[call_id] = name
-            call = template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
+            call = bodies.template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-            messages.append(read_message(result, place, names))
+            messages.append(bodies.read_message(result, place, names))
         else:
             found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
             known_items = "messages, function_call and function_call_output are"
-            raise wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
+            raise bodies.wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
     return messages
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(bodies.Body):
     """stream_options."""
 
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
-class ResponsesBody(ToolBody):
+class ResponsesBody(bodies.ToolBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
-    unsupported: ClassVar[Values] = {
+    unsupported: ClassVar[bodies.Values] = {
         "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
         "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
-    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [STRING, {**OBJECTS, "minItems": 1}]})]
+    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
-    stop: Stop = Field([])
+    stop: bodies.Stop = Field([])
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
     top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
