@@ -248,7 +248,6 @@ class TextService:
         return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use)
 
     async def complete(self, request: Request, *generations: Generation) -> None:
-        """Run generations to their end."""
         async for _ in self.run(request, *generations):
             pass
 

@@ -110,12 +110,14 @@ class VectorRoutes:
             if error.code in (InvalidInputError.code, InputTooLargeError.code):
                 error.param = error.param or "input"
             raise
-        rows = shorten(rows, body.dimensions)
-        is_base64 = body.encoding_format == "base64"
-        data: Any = await encode_items(
-            answers.Embedding(index=index, embedding=base64_floats(row) if is_base64 else row.tolist())
-            for index, row in enumerate(rows)
-        )
+        if body.dimensions is not None and body.dimensions < rows.shape[1]:
+            rows = rows[:, : body.dimensions]
+            norms = np.linalg.norm(rows, axis=1, keepdims=True)
+            rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+        shown: Iterable[list[float] | str] = (row.tolist() for row in rows)
+        if body.encoding_format == "base64":
+            shown = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+        data: Any = await encode_items(answers.Embedding(index=index, embedding=row) for index, row in enumerate(shown))
         usage = self.usage("/v1/embeddings", len(rows), num_tokens)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
@@ -177,19 +179,6 @@ class VectorRoutes:
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
         return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-
-
-def shorten(rows: Array, dimensions: int | None) -> Array:
-    """The first dimensions of each row, scaled to length 1 again."""
-    if dimensions is None or dimensions == rows.shape[1]:
-        return rows
-    short = rows[:, :dimensions]
-    norms = np.linalg.norm(short, axis=1, keepdims=True)
-    return np.asarray(short / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
-
-
-def base64_floats(row: Array) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
 async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:
