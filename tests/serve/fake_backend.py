@@ -74,6 +74,13 @@ def model_directory() -> Path:
     return save_model(Path(kept_directory().name))
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def ids(text: str) -> list[int]:
     return list(text.encode())
 

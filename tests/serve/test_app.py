@@ -20,6 +20,7 @@ from archerfish.serve.client import AsyncClient, open_socket
 from archerfish.serve.wire import Query, Report
 
 from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, with_app, with_client
+from .fake_backend import Clock
 from .hosting import WordEncoder, add_llm
 
 EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
@@ -28,14 +29,6 @@ ROUTES = {
     "/v1/rerank", "/v1/models", "/v1/models/{model_id}", "/v1/cache/explain", "/tokenize", "/detokenize", "/similarity",
     "/v1/tts/tokens", "/health", "/ready", "/metrics", "/stats", "/admin/optimization",
 }  # fmt: skip
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def completion(**changes: Any) -> dict[str, Any]:
@@ -129,7 +122,7 @@ def test_wrong_credentials_get_no_stats_or_metrics(tmp_path: Path) -> None:
 
 
 def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, clock = WordEncoder(WORDS), FakeClock()
+    encoder, clock = WordEncoder(WORDS), Clock()
     compute = encoder.compute
 
     def broken(*_: Any) -> Any:
@@ -158,7 +151,7 @@ def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
-    encoder, clock = WordEncoder(WORDS), FakeClock()
+    encoder, clock = WordEncoder(WORDS), Clock()
 
     async def test(client: httpx.AsyncClient) -> None:
         encoder.gate.clear()

@@ -16,6 +16,8 @@ from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
 from archerfish.serve.wire import GenerationRequest, Query, Report
 
+from .fake_backend import Clock
+
 WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
 PAIRS = {"id": "lab/pairs", "kind": "cross-encoder", "max_length": 64}
@@ -41,13 +43,6 @@ class Models:
         if self.error is not None:
             raise self.error
         return Report(request_id=message.request_id, values={"models": self.cards})
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_card_ignores_unknown_members() -> None:

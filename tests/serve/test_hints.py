@@ -15,7 +15,6 @@ from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, response_grammar
 from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
-from .client import error_of as http_error_of
 from .client import host_with, with_client
 from .fake_backend import TEMPLATE, FakeBackend, error_of, post
 from .hosting import add_llm
@@ -191,28 +190,28 @@ def test_errors_not_about_grammars_are_unchanged() -> None:
     assert ToolUse.choose("hermes", [tool("f")], "required", None, None).explain(error) is error
 
 
-@pytest.mark.parametrize(
-    ("wrong", "choice", "said"),
-    [
-        ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed: Unimplemented"),
-        ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed: Unkn"),
-        ({"$ref": "#/$defs/x"}, "required", "cannot be followed: Pointer '/$defs/x' does not exist."),
-        ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
-        ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
-    ],
-)
-def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path, wrong: Any, choice: Any, said: str) -> None:
+FORCED: list[tuple[Any, Any, str]] = [
+    ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed: Unimplemented"),
+    ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed: Unkn"),
+    ({"$ref": "#/$defs/x"}, "required", "cannot be followed: Pointer '/$defs/x' does not exist."),
+    ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
+    ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
+]
+
+
+def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
     (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)
-    body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
 
     async def test(client: httpx.AsyncClient) -> None:
-        for stream in (False, True):
-            answer = await client.post(CHAT, json={**body, "stream": stream})
-            error = http_error_of(answer)
-            assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
-            assert said in error["message"]
-            assert 'tool_choice "auto"' in error["message"]
+        for wrong, choice, said in FORCED:
+            body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
+            for stream in (False, True):
+                answer = await client.post(CHAT, json={**body, "stream": stream})
+                error = error_of(answer)
+                assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
+                assert said in error["message"]
+                assert 'tool_choice "auto"' in error["message"]
 
     with_client(test, host)

@@ -24,13 +24,7 @@ from archerfish.serve.result_cache import (
 )
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output, decode_request, encode
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from .fake_backend import Clock
 
 
 def request(**fields: Any) -> GenerationRequest:
@@ -134,7 +128,7 @@ def test_an_answer_comes_back_whole() -> None:
     cache = ResultCache(100_000, 60.0, clock=clock)
     assert cache.get("a", KEY) is None
     assert cache.put("a", KEY, answer(metrics={"ttft_ms": 3.0}, num_cached_tokens=2))
-    clock.now = 30.0
+    clock.now += 30.0
     found = cache.get("a", KEY)
     assert found is not None
     assert found.outputs == answer().outputs and (found.num_prompt_tokens, found.num_output_tokens) == (5, 3)
@@ -143,7 +137,7 @@ def test_an_answer_comes_back_whole() -> None:
     again = cache.get("a", KEY)
     assert again is not None and again.outputs[0].token_ids == [1, 2, 3], "what one caller does to it others do not see"
     assert cache.get("a", KEY, max_age_s=29.0) is None
-    clock.now = 60.0
+    clock.now += 30.0
     assert cache.get("a", KEY) is None
     assert (cache.totals()["hits"], cache.totals()["misses"]) == (2, 3)
 
