@@ -23,12 +23,7 @@ from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, wi
 from .fake_backend import Clock
 from .hosting import WordEncoder, add_llm
 
-EMBEDDINGS, CHAT = "/v1/embeddings", "/v1/chat/completions"
-ROUTES = {
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
-    "/v1/rerank", "/v1/models", "/v1/models/{model_id}", "/v1/cache/explain", "/tokenize", "/detokenize", "/similarity",
-    "/v1/tts/tokens", "/health", "/ready", "/metrics", "/stats", "/admin/optimization",
-}  # fmt: skip
+EMBEDDINGS = "/v1/embeddings"
 
 
 def completion(**changes: Any) -> dict[str, Any]:
@@ -83,21 +78,10 @@ def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
     with_client(test, host)
 
 
-def test_openapi_document_has_every_route() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        document = (await client.get("/openapi.json")).json()
-        assert set(document["paths"]) == ROUTES
-        for path, methods in document["paths"].items():
-            if "post" in methods:
-                assert methods["post"]["requestBody"], path
-
-    with_client(test)
-
-
 # The backend
 
 
-def test_host_without_password_accepts_app_without_credentials(tmp_path: Path) -> None:
+def test_host_without_password_needs_no_credentials(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
         assert (await client.get("/stats")).status_code == 200
@@ -327,7 +311,7 @@ def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
         with_app(test, app_of(host))
 
 
-def test_running_gauge_returns_to_zero_when_clients_leave(tmp_path: Path) -> None:
+def test_running_gauge_is_zero_after_disconnects(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 

@@ -74,7 +74,7 @@ def test_unknown_model_error_lists_only_visible_models() -> None:
     asyncio.run(main())
 
 
-def test_find_without_name_gives_first_model_of_first_kind() -> None:
+def test_find_without_name_gives_the_first_model() -> None:
     async def main() -> None:
         catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
         assert (await catalog.find(None, "generation")).id == "lab/writer"
@@ -89,7 +89,7 @@ def test_find_without_name_gives_first_model_of_first_kind() -> None:
     asyncio.run(main())
 
 
-def test_unknown_name_refreshes_the_catalog_once_a_second() -> None:
+def test_unknown_name_refreshes_the_catalog() -> None:
     backend, clock = Models(WRITER), Clock()
 
     async def main() -> None:

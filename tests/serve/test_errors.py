@@ -17,7 +17,7 @@ from .hosting import add_llm
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
-CHAT = "/v1/chat/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 
@@ -54,10 +54,26 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "true or false, not"),
         (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", "not 'aaaaaaaaaaaaaaaaaaaaaaa..."),
         (RERANK, {"query": "x", "documents": ["y"], "top_n": [1]}, "top_n", "must be a whole number, not an array."),
-        ("/v1/completions", {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
+        (TEXT, {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
         (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
         (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
         (SIMILARITY, {"source": 1, "sentences": ["y"]}, "source", "source must be a string, not a number."),
+        (TEXT, {"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id"),
+        (TEXT, {"prompt": ""}, "prompt", "The prompt is empty"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only allowed with echo"),
+        (TEXT, {"prompt": "a", "messages": []}, "messages", "Unknown parameter 'messages'."),
+        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "not streamed"),
+        (TEXT, {"prompt": "a", "logprobs": 65}, "logprobs", "from 0 to 64"),
+        (TEXT, {"prompt": "a" * 1000}, "prompt", "context length is 1,000 tokens, answer included; the prompt has 1,000."),
+        (TEXT, {"prompt": "a" * 9000}, "prompt", "answer included; the prompt has at least 1,000."),
+        (TEXT, {"prompt": [[5], [5, 10**9]]}, "prompt", "Token id 1000000000 is outside of the vocabulary"),
+        (TEXT, {"prompt": "a", "n": 2, "temperature": 7000}, "temperature", "temperature must be"),
+        (RESPONSES, {"input": "Hi", "store": True}, "store", "keeps no responses"),
+        (RESPONSES, {"input": []}, "input", "not empty"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is not supported"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text parts are"),
+        (RESPONSES, {"input": "Hi", "tools": [{"type": "web_search"}]}, "tools", "'web_search' is not supported"),
+        (RESPONSES, {"input": "Hi", "max_tokens": 5}, "max_tokens", "Did you mean 'min_tokens'"),
         (CHAT, {}, "messages", "The parameter 'messages' is missing."),
         (CHAT, {"messages": []}, "messages", "not empty"),
         (CHAT, {"messages": "Hi"}, "messages", "must be a list"),
@@ -179,7 +195,7 @@ def test_route_without_its_kind_of_model_gives_400() -> None:
     with_client(test)
 
 
-def test_model_without_chat_template_gives_400_without_paths(tmp_path: Path) -> None:
+def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
 
@@ -213,7 +229,7 @@ def claude_error(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_errors_before_a_route_have_the_shape_of_its_api(tmp_path: Path) -> None:
+def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
     claude = "/v1/messages"
     large = b'{"messages": "' + b"x" * 2000 + b'"}'
     keys = tmp_path / "keys.toml"
@@ -244,7 +260,7 @@ async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
         yield data[start : start + 500]
 
 
-def test_too_large_body_is_refused_with_and_without_content_length() -> None:
+def test_too_large_body_gives_413() -> None:
     async def test(client: httpx.AsyncClient) -> None:
         for num_bytes, status in ((2000, 413), (1025, 413), (1024, 200)):
             body = b'{"input": "' + b"x" * (num_bytes - 13) + b'"}'

@@ -45,7 +45,7 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
         ({"type": ["regex"]}, "must be an object whose type is text,"), ("regex", "must be an object whose type is text,"),
     ],
 )  # fmt: skip
-def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: str) -> None:
+def test_misplaced_format_member(stated: Any, said: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         response_grammar(stated, "response_format")
     assert said in caught.value.message

@@ -200,7 +200,7 @@ def fuzz_host(directory: Path, seed: int, number: int) -> Counter[int]:
 
 
 @pytest.mark.no_cover
-def test_fuzzed_requests_get_answers_in_the_right_shape() -> None:
+def test_fuzzed_requests_are_answered() -> None:
     asyncio.run(fuzz(create_app(FakeBackend(), ServeConfig(max_body_bytes=1 << 20)), 0, 600))
 
 

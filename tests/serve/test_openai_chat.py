@@ -1,14 +1,11 @@
-import asyncio
-import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of, until, with_backend
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -279,44 +276,3 @@ def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
     answer = post(FakeBackend(CALLS), CHAT, body)
     assert "weather" in answer.text
     assert "clock" not in answer.text
-
-
-def test_disconnect_cancels_the_request() -> None:
-    """Before the first token, and during a stream."""
-    for stream, num_before in ((False, 0), (True, 0), (True, 2)):
-        backend = FakeBackend("abcdef")
-        backend.gate.clear()
-        backend.num_before_gate = num_before
-
-        async def test(client: httpx.AsyncClient, stream: bool = stream, num_before: int = num_before,
-                       backend: FakeBackend = backend) -> None:
-            transport: Any = client._transport
-            app = transport.app
-            body = json.dumps({"messages": HI, "stream": stream, "stop": "zz"}).encode()
-            gone = asyncio.Event()
-            sent: list[dict[str, Any]] = []
-            inbox = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive() -> dict[str, Any]:
-                if inbox:
-                    return inbox.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: dict[str, Any]) -> None:
-                sent.append(message)
-
-            scope = {
-                "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": CHAT,
-                "raw_path": CHAT.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
-                "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
-            }
-            running = asyncio.create_task(app(scope, receive, send))
-            await until(lambda: bool(backend.requests))
-            await until(lambda: backend.num_sent == num_before and len(sent) >= min(num_before, 1))
-            gone.set()
-            await running
-            assert len(backend.left) == 1
-            assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
-
-        with_backend(backend, test)

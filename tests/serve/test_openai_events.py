@@ -68,16 +68,17 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(("stream", "num_before"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("num_prompts", [1, 2])
-def test_disconnect_cancels_a_stream(num_before: int, num_prompts: int) -> None:
-    """Before its first event, and afterwards."""
+def test_disconnect_cancels_generation(stream: bool, num_before: int, num_prompts: int) -> None:
+    """Before the first event of a stream, and afterwards."""
 
     async def test() -> None:
         backend, registry = FakeBackend(), MetricRegistry()
         backend.gate.clear()
         backend.num_before_gate = num_before
-        reader = Reader(create_app(backend, registry=registry), body={**STREAM, "prompt": ["p"] * num_prompts})
+        body = {**STREAM, "prompt": ["p"] * num_prompts, "stream": stream}
+        reader = Reader(create_app(backend, registry=registry), body=body)
         reading = asyncio.create_task(reader.read())
         await until(lambda: len(backend.requests) == num_prompts and len(reader.data) == num_before * num_prompts)
         reader.gone.set()
@@ -108,12 +109,6 @@ def test_quiet_stream_sends_comments() -> None:
         assert [message.get("more_body") for message in reader.sent[-2:]] == [True, False]
 
     run(test)
-
-
-def test_error_before_the_first_event_is_an_ordinary_answer() -> None:
-    backend = FakeBackend()
-    backend.fails = {0: RemoteError("refused", status=400)}
-    assert post(backend, "/v1/completions", STREAM).status_code == 400
 
 
 # Handlers
