@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,12 +27,6 @@ from archerfish.serve.processes import LAST_S, open_report_pipe, read_config, se
 DRAIN_POLL_S = 0.05
 REQUEST_S = 60.0  # a request must arrive completely within this time
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-def build_app(config: FrontConfig) -> Starlette:
-    serve = ServeConfig(**config.serve)
-    backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
 
 
 class Connection(HttpToolsProtocol):
@@ -137,10 +130,10 @@ def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
     pipe = open_report_pipe()
     config = read_config(FrontConfig)
-    listener = socket.socket(fileno=config.listener)
-    server = make_server(
-        build_app(config), ServeConfig(**config.serve), lambda: send_report(pipe, {"address": str(listener.getsockname())})
-    )
+    serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
+    backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
+    app = create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
+    server = make_server(app, serve, lambda: send_report(pipe, {"address": str(listener.getsockname())}))
 
     def stop() -> None:
         server.should_exit = True

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -44,8 +45,13 @@ EVENT_HEADERS = [
 ]  # fmt: skip
 
 
-def new_id(prefix: str, separator: str = "_") -> str:
-    return f"{prefix}{separator}{secrets.token_hex(12)}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def answer_head(prefix: str, model: str) -> dict[str, Any]:
+    """The first members of an answer in OpenAI's form, and of all its chunks."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
 
 @dataclass(slots=True)

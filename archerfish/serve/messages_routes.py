@@ -12,17 +12,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from archerfish.serve import answers, bodies
+from archerfish.serve import generation as gen
 from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, failure_body, json_response, named_event
-from archerfish.serve.generation import (
-    Choice,
-    ChoiceDelta,
-    EventStream,
-    EventWriter,
-    Generation,
-    TextService,
-    checked_params,
-    new_id,
-)
 from archerfish.serve.http import BodyRoute
 
 EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
@@ -157,7 +148,7 @@ class MessagesBody(CountBody):
 class MessagesRoutes:
     """The messages routes."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service = service
         self.routes = [
             BodyRoute("/v1/messages", self.messages, MessagesBody, answers.MessageObject, EVENTS),
@@ -169,11 +160,11 @@ class MessagesRoutes:
         messages, start = body.conversation()
         generation = await self.service.prepare_chat(request, body, messages, answer_start=start)
         if body.stream:
-            return EventStream(self.service, request, [generation], MessageEvents(generation))
+            return gen.EventStream(self.service, request, [generation], MessageEvents(generation))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         end, usage = message_end(choice), message_usage(generation)
-        head: dict[str, Any] = {"id": new_id("msg"), "model": generation.request.model}
+        head: dict[str, Any] = {"id": gen.new_id("msg"), "model": generation.request.model}
         return json_response(answers.MessageObject(**head, content=content_blocks(choice), usage=usage, **asdict(end)))
 
     async def count_tokens(self, request: Request, body: CountBody) -> ASGIApp:
@@ -181,14 +172,14 @@ class MessagesRoutes:
         catalog = self.service.catalog
         text = await catalog.find_text(body.model, "generation")
         values, names = body.sampling()
-        checked_params(values, text.card, names)
+        gen.checked_params(values, text.card, names)
         messages, start = body.conversation()
         options = {"tools": body.tools} if body.check_tool_choice() != "none" else {}
         token_ids = await catalog.encode_charged(request, text, messages, "messages", options, start)
         return json_response(answers.TokenCount(input_tokens=len(token_ids)))
 
 
-def content_blocks(choice: Choice) -> list[Block]:
+def content_blocks(choice: gen.Choice) -> list[Block]:
     blocks: list[Block] = []
     if choice.text or not choice.calls:
         blocks.append(answers.TextBlock(text=choice.text))
@@ -197,11 +188,11 @@ def content_blocks(choice: Choice) -> list[Block]:
         with contextlib.suppress(ValueError, RecursionError):  # the call was cut off, or is not JSON
             arguments = json.loads(call.arguments or "{}")
         given = arguments if isinstance(arguments, dict) else {}
-        blocks.append(answers.ToolUseBlock(id=new_id("toolu"), name=call.name, input=given))
+        blocks.append(answers.ToolUseBlock(id=gen.new_id("toolu"), name=call.name, input=given))
     return blocks
 
 
-def message_end(choice: Choice) -> answers.MessageEnd:
+def message_end(choice: gen.Choice) -> answers.MessageEnd:
     """Why a message ended, in Anthropic's words."""
     if choice.finish_reason != "stop":
         return answers.MessageEnd(stop_reason="max_tokens")
@@ -210,7 +201,7 @@ def message_end(choice: Choice) -> answers.MessageEnd:
     return answers.MessageEnd(stop_reason="tool_use" if choice.calls else "end_turn")
 
 
-def message_usage(generation: Generation) -> answers.MessageUsage:
+def message_usage(generation: gen.Generation) -> answers.MessageUsage:
     num_cached = generation.num_cached
     return answers.MessageUsage(
         input_tokens=len(generation.prompt_ids) - num_cached, cache_read_input_tokens=num_cached,
@@ -218,10 +209,10 @@ def message_usage(generation: Generation) -> answers.MessageUsage:
     )
 
 
-class MessageEvents(EventWriter):
+class MessageEvents(gen.EventWriter):
     """A message in its events: blocks of text and of calls, one after the other."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: gen.Generation) -> None:
         self._generation = generation
         self._num_blocks = 0
         self._open: type[Block] | None = None  # the type of the open block
@@ -229,10 +220,10 @@ class MessageEvents(EventWriter):
     def start(self) -> bytes:
         usage = message_usage(self._generation)
         usage.output_tokens = 0
-        message = answers.MessageObject(id=new_id("msg"), model=self._generation.request.model, usage=usage)
+        message = answers.MessageObject(id=gen.new_id("msg"), model=self._generation.request.model, usage=usage)
         return named_event(answers.MessageStart(message=message))
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         if delta.parts is None:
             return self._write_text(delta.text) if delta.text else b""
         written = b""
@@ -240,7 +231,7 @@ class MessageEvents(EventWriter):
             if part.kind == "text":
                 written += self._write_text(part.text)
             elif part.kind == "name":
-                written += self._start_block(answers.ToolUseBlock(id=new_id("toolu"), name=part.text))
+                written += self._start_block(answers.ToolUseBlock(id=gen.new_id("toolu"), name=part.text))
             else:
                 written += self._write(answers.BlockInput(partial_json=part.text))
         return written

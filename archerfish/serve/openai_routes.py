@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +14,10 @@ from starlette.types import ASGIApp
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.serve import answers
+from archerfish.serve import generation as gen
 from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import data_event, json_response, naming
-from archerfish.serve.generation import (
-    LEAST_LOGPROB,
-    Choice,
-    ChoiceDelta,
-    EventStream,
-    EventWriter,
-    Generation,
-    Logprob,
-    TextService,
-    checked_params,
-    new_id,
-    usage_of,
-)
 from archerfish.serve.http import BodyRoute
 from archerfish.text.tool_calls import ToolPiece
 
@@ -41,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 class OpenAIRoutes:
     """Chat and completions."""
 
-    def __init__(self, service: TextService, config: ServeConfig) -> None:
+    def __init__(self, service: gen.TextService, config: ServeConfig) -> None:
         self.service, self.config = service, config
         self.routes = [
             BodyRoute("/v1/chat/completions", self.chat, ChatBody, answers.ChatCompletion, [answers.ChatChunk]),
@@ -51,13 +38,13 @@ class OpenAIRoutes:
     async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         """The next message of a conversation."""
         generation = await self.service.prepare_chat(request, body, body.messages, template_values=body.chat_template_kwargs)
-        head: dict[str, Any] = {"id": new_id("chatcmpl", "-"), "created": int(time.time()), "model": generation.request.model}
+        head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
             writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body)
-            return EventStream(self.service, request, [generation], writer)
+            return gen.EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice) for choice in generation.choices]
-        answer = answers.ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
+        answer = answers.ChatCompletion(**head, choices=choices, usage=gen.usage_of([generation]))
         if generation.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(generation)
         return json_response(answer)
@@ -69,8 +56,8 @@ class OpenAIRoutes:
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
         values, names = body.sampling()
-        params = checked_params(values, text.card, names)
-        generations: list[Generation] = []
+        params = gen.checked_params(values, text.card, names)
+        generations: list[gen.Generation] = []
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
                 await asyncio.sleep(0)
@@ -85,21 +72,21 @@ class OpenAIRoutes:
                 request, body, text, token_ids, params, names["grammar"], first_place=place * params.n
             ))  # fmt: skip
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
-        head: dict[str, Any] = {"id": new_id("cmpl", "-"), "created": int(time.time()), "model": text.card.id}
+        head = gen.answer_head("cmpl", text.card.id)
         if body.stream:
             writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
-            return EventStream(self.service, request, generations, writer)
+            return gen.EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
         choices = [
             completion_choice(generation, choice, echo, body)
             for generation, echo in zip(generations, echoes, strict=True)
             for choice in generation.choices
         ]
-        usage = usage_of(generations, is_output_hidden=body.max_tokens == 0)
+        usage = gen.usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
 
 
-def ending(choice: Choice) -> tuple[answers.OpenAIFinish, answers.StopReason]:
+def ending(choice: gen.Choice) -> tuple[answers.OpenAIFinish, answers.StopReason]:
     """Why a choice ended: finish_reason, in which OpenAI has no word for a deadline, and stop_reason."""
     if choice.finish_reason == "stop":
         return "tool_calls" if choice.calls else "stop", choice.stop_reason
@@ -109,7 +96,7 @@ def ending(choice: Choice) -> tuple[answers.OpenAIFinish, answers.StopReason]:
 # Chat
 
 
-def chat_choice(generation: Generation, choice: Choice) -> answers.ChatChoice:
+def chat_choice(generation: gen.Generation, choice: gen.Choice) -> answers.ChatChoice:
     message = answers.ChatMessage(content=choice.text)
     if choice.calls:
         message.content = choice.text or None
@@ -123,15 +110,15 @@ def chat_choice(generation: Generation, choice: Choice) -> answers.ChatChoice:
     return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
 
-def chat_logprobs(generation: Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
+def chat_logprobs(generation: gen.Generation, logprobs: Sequence[gen.Logprob]) -> answers.ChatLogprobs | None:
     return None if generation.params.logprobs is None else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
 
 
-def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
+def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     """Logprobs of each token of the prompt, in vLLM's form: null for the first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
+        return {"logprob": max(logprob, gen.LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
 
     shown: answers.PromptLogprobs = [None]
     for token_id, logprob, rank, top in generation.prompt_logprobs or ():
@@ -140,11 +127,11 @@ def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
     return shown
 
 
-class ChunkEvents(EventWriter):
+class ChunkEvents(gen.EventWriter):
     """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
     def __init__(
-        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[Generation],
+        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[gen.Generation],
         body: ChatBody | CompletionBody,
     ) -> None:
         self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
@@ -163,7 +150,7 @@ class ChunkEvents(EventWriter):
         if self._chunk.usage is UNSET:
             return DONE
         self._chunk.choices = []
-        self._chunk.usage = usage_of(self._generations, is_output_hidden=self._is_hidden)
+        self._chunk.usage = gen.usage_of(self._generations, is_output_hidden=self._is_hidden)
         return data_event(self._chunk) + DONE
 
 
@@ -174,7 +161,7 @@ class ChatEvents(ChunkEvents):
         first = answers.ChatDelta(role="assistant", content="")
         return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         choice, shown = delta.choice, []
         if delta.parts is not None:
             shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts]
@@ -187,7 +174,7 @@ class ChatEvents(ChunkEvents):
             shown.append(answers.ChatChunkChoice(choice.index, answers.ChatDelta(), None, *ending(choice)))
         return self.write(*shown)
 
-    def _part(self, choice: Choice, part: ToolPiece) -> answers.ChatDelta:
+    def _part(self, choice: gen.Choice, part: ToolPiece) -> answers.ChatDelta:
         """A part of an answer that may call tools: text, the name of a call, or more of its arguments."""
         if part.kind == "text":
             return answers.ChatDelta(content=part.text)
@@ -208,7 +195,7 @@ def echo_text(text: ModelText, prompt: str | list[int]) -> str:
 
 
 def completion_choice(
-    generation: Generation, choice: Choice, echo: str, body: CompletionBody
+    generation: gen.Generation, choice: gen.Choice, echo: str, body: CompletionBody
 ) -> answers.CompletionChoice:
     is_hidden = body.max_tokens == 0
     text = echo + ("" if is_hidden else choice.text)
@@ -225,7 +212,7 @@ def completion_choice(
     return shown
 
 
-def added_token(generation: Generation, echo: str) -> str:
+def added_token(generation: gen.Generation, echo: str) -> str:
     """The special token that the tokenizer has put before a text; the text itself does not have it."""
     first, tokenizer = generation.prompt_ids[0], generation.text.tokenizer
     name = generation.text.token(first)[0]
@@ -238,9 +225,9 @@ def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset
     shown = answers.ListedLogprobs([], [], [], [])
     for token_id, logprob, _, top in logprobs:
         token = text.token(token_id)[0]
-        likely = {text.token(i)[0]: max(value, LEAST_LOGPROB) for i, value in top}
+        likely = {text.token(i)[0]: max(value, gen.LEAST_LOGPROB) for i, value in top}
         shown.tokens.append(token)
-        shown.token_logprobs.append(None if logprob is None else max(logprob, LEAST_LOGPROB))
+        shown.token_logprobs.append(None if logprob is None else max(logprob, gen.LEAST_LOGPROB))
         shown.top_logprobs.append(None if logprob is None else likely)
         shown.text_offset.append(max(offset, 0))
         offset += len(token)
@@ -251,7 +238,7 @@ class CompletionEvents(ChunkEvents):
     """Texts that continue prompts, in chunks."""
 
     def __init__(
-        self, chunk: answers.Completion, generations: Sequence[Generation], body: CompletionBody, echoes: Sequence[str]
+        self, chunk: answers.Completion, generations: Sequence[gen.Generation], body: CompletionBody, echoes: Sequence[str]
     ) -> None:
         super().__init__(chunk, generations, body)
         self._has_ids, self._echoes = body.return_token_ids, echoes
@@ -262,7 +249,7 @@ class CompletionEvents(ChunkEvents):
         echoes = [(choice.place, echo) for generation, echo in choices for choice in generation.choices]
         return self.write(*(answers.CompletionChoice(place, echo) for place, echo in echoes if echo))
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         choice = delta.choice
         shown = answers.CompletionChoice(choice.place, "" if self._is_hidden else delta.text)
         if delta.logprobs and not self._is_hidden:

@@ -12,19 +12,9 @@ from starlette.types import ASGIApp
 
 from archerfish.params import MAX_LOGPROBS
 from archerfish.serve import answers, bodies
+from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
-from archerfish.serve.generation import (
-    Choice,
-    ChoiceDelta,
-    EventStream,
-    EventWriter,
-    Generation,
-    Logprob,
-    PendingCall,
-    TextService,
-    new_id,
-)
 from archerfish.serve.http import BodyRoute
 
 LOGPROBS = "message.output_text.logprobs"
@@ -114,7 +104,7 @@ class ResponsesBody(bodies.ToolBody):
 class ResponsesRoutes:
     """The responses route."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service = service
         events = answers.RESPONSE_EVENTS
         self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody, answers.ResponseObject, events)]
@@ -125,21 +115,22 @@ class ResponsesRoutes:
         generation = await self.service.prepare_chat(request, body, [*system, *body.input], "input")
         response = empty_response(body, generation)
         if body.stream:
-            return EventStream(self.service, request, [generation], ResponseEvents(generation, response))
+            return gen.EventStream(self.service, request, [generation], ResponseEvents(generation, response))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         output: list[Item] = [call_item(call) for call in choice.calls]
         if choice.text or not choice.calls:
-            output.insert(0, message_item(generation, choice.text, choice.logprobs))
+            part = answers.OutputTextPart(text=choice.text, logprobs=generation.chosen_logprobs(choice.logprobs))
+            output.insert(0, answers.MessageItem(id=gen.new_id("msg"), status="completed", content=[part]))
         output[-1].status = status_of(choice)
         return json_response(ended(response, generation, output))
 
 
-def empty_response(body: ResponsesBody, generation: Generation) -> answers.ResponseObject:
+def empty_response(body: ResponsesBody, generation: gen.Generation) -> answers.ResponseObject:
     """The response before anything is generated."""
     choice = body.tool_choice or "auto"
     return answers.ResponseObject(
-        id=new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
+        id=gen.new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
         max_output_tokens=body.max_output_tokens, model=generation.request.model,
         parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
         text=body.text or {"format": {"type": "text"}}, top_p=generation.params.top_p,
@@ -148,7 +139,7 @@ def empty_response(body: ResponsesBody, generation: Generation) -> answers.Respo
     )  # fmt: skip
 
 
-def ended(response: answers.ResponseObject, generation: Generation, output: list[Item]) -> answers.ResponseObject:
+def ended(response: answers.ResponseObject, generation: gen.Generation, output: list[Item]) -> answers.ResponseObject:
     """The whole response."""
     num_input, num_output = len(generation.prompt_ids), generation.num_output
     usage = answers.ResponseUsage(
@@ -160,38 +151,33 @@ def ended(response: answers.ResponseObject, generation: Generation, output: list
     return msgspec.structs.replace(response, status=status, incomplete_details=details, output=output, usage=usage)
 
 
-def status_of(choice: Choice) -> answers.ItemStatus:
+def status_of(choice: gen.Choice) -> answers.ItemStatus:
     """The status of a response, and of its last item."""
     return "completed" if choice.finish_reason in (None, "stop") else "incomplete"
 
 
-def message_item(generation: Generation, text: str, logprobs: list[Logprob]) -> answers.MessageItem:
-    part = answers.OutputTextPart(text=text, logprobs=generation.chosen_logprobs(logprobs))
-    return answers.MessageItem(id=new_id("msg"), status="completed", content=[part])
-
-
-def call_item(call: PendingCall) -> answers.FunctionCallItem:
+def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
     return answers.FunctionCallItem(
-        id=new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
+        id=gen.new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
     )
 
 
-class ResponseEvents(EventWriter):
+class ResponseEvents(gen.EventWriter):
     """A response in its events: items are added, grow and are done, one after the other."""
 
-    def __init__(self, generation: Generation, response: answers.ResponseObject) -> None:
+    def __init__(self, generation: gen.Generation, response: answers.ResponseObject) -> None:
         self._generation, self._response = generation, response
         self._number = 0
         self._output: list[Item] = []  # the last one is open, if `_is_open`
         self._is_open = False
         self._texts: list[str] = []  # of the open message
-        self._logprobs: list[Logprob] = []
-        self._call: PendingCall | None = None  # of the open item, if that is a call
+        self._logprobs: list[gen.Logprob] = []
+        self._call: gen.PendingCall | None = None  # of the open item, if that is a call
 
     def start(self) -> bytes:
         return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
 
-    def delta(self, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         logprobs, written = delta.logprobs, b""
         if delta.parts is None and (delta.text or logprobs):
             return self._write_text(delta.text, logprobs)
@@ -208,7 +194,7 @@ class ResponseEvents(EventWriter):
                 written += self._member("function_call_arguments.delta", delta=part.text)
         return written
 
-    def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
+    def _write_text(self, text: str, logprobs: list[gen.Logprob] | None) -> bytes:
         is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
         written = b"" if is_open else self._open_message()
         self._texts.append(text)
@@ -224,7 +210,7 @@ class ResponseEvents(EventWriter):
 
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
-        written = self._open(answers.MessageItem(id=new_id("msg"), status="in_progress"))
+        written = self._open(answers.MessageItem(id=gen.new_id("msg"), status="in_progress"))
         return written + self._member("content_part.added", content_index=0, part=answers.OutputTextPart())
 
     def _close(self, status: answers.ItemStatus = "completed") -> bytes:

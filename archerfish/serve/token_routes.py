@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -21,7 +20,7 @@ from archerfish.serve.answers import Detokenized, Tokens, TTSAnswer
 from archerfish.serve.bodies import NULL, STRING, Body, Checked, GenerationBody, Messages, Tools, bounded
 from archerfish.serve.catalog import ContextLengthError, ModelCard, ModelText, in_thread
 from archerfish.serve.errors import InvalidParameterError, data_event, json_response, naming, set_param
-from archerfish.serve.generation import ChoiceDelta, EventStream, EventWriter, Generation, TextService, new_id, usage_of
+from archerfish.serve.generation import ChoiceDelta, EventStream, EventWriter, Generation, TextService, answer_head, usage_of
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.openai_routes import DONE
 from archerfish.serve.wire import ExplainRequest, Report
@@ -213,7 +212,7 @@ class TTSRoutes:
             prompt_ids = await in_thread(tts_request.prompt, num_bytes)
             params = tts_request.params(max_length - len(prompt_ids))
         generation = self.service.prepare(request, body, text, prompt_ids, params)
-        head: dict[str, Any] = {"id": new_id("tts", "-"), "created": int(time.time()), "model": text.card.id}
+        head = answer_head("tts", text.card.id)
         reference = list(tts_request.ref_global_tokens or ())
         if body.stream:
             return EventStream(self.service, request, [generation], TTSEvents(generation, head, reference))
