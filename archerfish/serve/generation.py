@@ -382,7 +382,7 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._num_bytes += len(data)
-        if self._num_bytes > YIELD_BYTES:  # neither `send` nor a backend whose messages are there need to wait
+        if self._num_bytes > YIELD_BYTES and not is_last:  # neither `send` nor a backend with waiting messages suspends
             self._num_bytes = 0
             await asyncio.sleep(0)
 
