@@ -8,6 +8,16 @@ from msgspec import UNSET, UnsetType, field
 
 from archerfish.serve.errors import Schema
 
+
+class GeneratedAnswer(Schema, kw_only=True):
+    """What answers with generated tokens have in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 # OpenAI: chat and completions
 
 
@@ -71,11 +81,8 @@ class ChatChoice(Schema):
     stop_reason: StopReason
 
 
-class ChatCompletion(Schema, kw_only=True):
-    id: str
+class ChatCompletion(GeneratedAnswer, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -95,13 +102,10 @@ class ChatChunkChoice(Schema):
     stop_reason: StopReason | UnsetType = UNSET
 
 
-class ChatChunk(Schema, kw_only=True):
+class ChatChunk(GeneratedAnswer, kw_only=True):
     """An event of a chat completion; the last one has usage and no choices."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
 
@@ -124,13 +128,10 @@ class CompletionChoice(Schema):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(Schema, kw_only=True):
+class Completion(GeneratedAnswer, kw_only=True):
     """A completion, or an event of one."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
 
@@ -251,7 +252,7 @@ class ResponseErrorEvent(ResponseEvent):
     param: str | None
 
 
-RESPONSE_EVENTS: list[type[Schema]] = [ResponseStatusEvent, OutputItemEvent, ItemMemberEvent, ResponseErrorEvent]
+RESPONSE_EVENTS = (ResponseStatusEvent, OutputItemEvent, ItemMemberEvent, ResponseErrorEvent)
 
 # Anthropic: messages
 
@@ -293,13 +294,11 @@ class MessageObject(Schema, kw_only=True):
     usage: MessageUsage
 
 
-class MessageStart(Schema, kw_only=True):
-    type: Literal["message_start"] = "message_start"
+class MessageStart(Schema, tag_field="type", tag="message_start"):
     message: MessageObject
 
 
-class ContentBlockStart(Schema, kw_only=True):
-    type: Literal["content_block_start"] = "content_block_start"
+class ContentBlockStart(Schema, tag_field="type", tag="content_block_start"):
     index: int
     content_block: TextBlock | ToolUseBlock
 
@@ -312,30 +311,25 @@ class BlockInput(Schema, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
-class ContentBlockDelta(Schema, kw_only=True):
-    type: Literal["content_block_delta"] = "content_block_delta"
+class ContentBlockDelta(Schema, tag_field="type", tag="content_block_delta"):
     index: int
     delta: BlockText | BlockInput
 
 
-class ContentBlockStop(Schema, kw_only=True):
-    type: Literal["content_block_stop"] = "content_block_stop"
+class ContentBlockStop(Schema, tag_field="type", tag="content_block_stop"):
     index: int
 
 
-class MessageDelta(Schema, kw_only=True):
-    type: Literal["message_delta"] = "message_delta"
+class MessageDelta(Schema, tag_field="type", tag="message_delta"):
     delta: MessageEnd
     usage: MessageUsage
 
 
-class MessageStop(Schema):
-    type: Literal["message_stop"] = "message_stop"
+class MessageStop(Schema, tag_field="type", tag="message_stop"):
+    pass
 
 
-MESSAGE_EVENTS: list[type[Schema]] = [
-    MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop
-]  # fmt: skip
+MESSAGE_EVENTS = (MessageStart, ContentBlockStart, ContentBlockDelta, ContentBlockStop, MessageDelta, MessageStop)
 
 
 class TokenCount(Schema):
@@ -345,13 +339,10 @@ class TokenCount(Schema):
 # Tokens and vectors
 
 
-class TTSAnswer(Schema, kw_only=True):
+class TTSAnswer(GeneratedAnswer, kw_only=True):
     """Speaker (global) and audio (semantic) tokens, from 0 on; 50 semantic tokens are a second of audio."""
 
-    id: str
     object: Literal["tts.tokens", "tts.tokens.chunk"]
-    created: int
-    model: str
     global_tokens: list[int]
     semantic_tokens: list[int]
     finish_reason: str | None = None  # stop, length or deadline; null in events before the last

@@ -19,14 +19,13 @@ from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, StoppedError
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.answers import Failing, Health, Models
-from archerfish.serve.bodies import read_json
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
 from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
+from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
 from archerfish.serve.metrics import CONTENT_TYPE, exposition
-from archerfish.serve.middleware import RequestMiddleware, caller_of
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.page import page
@@ -43,14 +42,14 @@ STOPPED = "The service was stopped before the answer was complete."
 
 
 class StateRoutes:
-    """Models, health, figures and the web page."""
+    """Models, health, figures, the web page, and options for operators."""
 
-    def __init__(self, catalog: Catalog, share: FrontEndSync) -> None:
-        self.catalog, self.share = catalog, share
+    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
+        self.catalog, self.results, self.share = catalog, results, share
         self.routes = [
             Route("/v1/models", self.models), Route("/v1/models/{model_id:path}", self.model), Route("/health", self.health),
             Route("/ready", self.ready), Route("/stats", self.stats), Route("/metrics", self.metrics), Route("/", self.index),
-            Route("/openapi.json", self.openapi),
+            Route("/openapi.json", self.openapi), Route("/admin/optimization", self.optimization, methods=["GET", "PATCH"]),
         ]  # fmt: skip
 
     async def models(self, request: Request) -> Response:
@@ -59,7 +58,7 @@ class StateRoutes:
 
     async def model(self, request: Request) -> Response:
         """One model."""
-        return json_response(self.catalog.describe(await self.catalog.named(request.path_params["model_id"])))
+        return json_response(self.catalog.describe(await self.catalog.find(request.path_params["model_id"])))
 
     async def health(self, request: Request) -> Response:
         """Whether a computation succeeds now."""
@@ -73,7 +72,7 @@ class StateRoutes:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                answer = await self.catalog.backend.ask(Ping(request_id=self.catalog.new_id(), probe=probe))
+                answer = await self.catalog.backend.ask(Ping(request_id="", probe=probe))
         except (ArcherfishError, TimeoutError) as error:
             reason = error.message if isinstance(error, ArcherfishError) else f"no result within {HEALTH_TIMEOUT_S:g} s"
             wait = retry_after(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
@@ -99,6 +98,27 @@ class StateRoutes:
         """The OpenAPI document."""
         return json_response(openapi_document(request.app.routes))
 
+    async def optimization(self, request: Request) -> Response:
+        """The options in force; PATCH changes some, by either of their names, and the answer has both values of those too."""
+        card = await self.catalog.find(request.query_params.get("model"), "generation")
+        body = read_json(await request.body()) if request.method == "PATCH" else {}
+        await self.share.sync()  # another front end may have changed them
+        engine = await self._configure(card, {})
+        if request.method != "PATCH":
+            return json_response(OptimizationConfig.of(engine, self.results).as_dict())
+        changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
+        await self.share.publish_options()  # before anything else is awaited: a message in between would bring older options
+        engine = await self._configure(card, engine.changes)
+        shown = OptimizationConfig.of(engine, self.results).as_dict()
+        return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
+
+    async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
+        credentials = self.catalog.credentials
+        message = Configure(request_id="", model=card.id, options=changes, credentials=credentials)
+        answer = await self.catalog.backend.ask(message)
+        assert isinstance(answer, Report)
+        return RemoteEngine(answer.values)
+
 
 class RemoteEngine:
     """The options of an engine in another process, and the changes to send to it."""
@@ -111,48 +131,6 @@ class RemoteEngine:
         self.changes |= changes
         self.config = self.config.replace(**changes)
         return changes
-
-
-class AdminRoutes:
-    """Reads and changes `OptimizationConfig` while the service runs. All front ends take over options of result caches.
-
-    The middleware lets only operators reach these routes.
-    """
-
-    def __init__(self, catalog: Catalog, results: ResultCache, share: FrontEndSync) -> None:
-        self.catalog, self.results, self.share = catalog, results, share
-        self.routes = [
-            Route("/admin/optimization", self.show), Route("/admin/optimization", self.change, methods=["PATCH"])
-        ]  # fmt: skip
-
-    async def show(self, request: Request) -> Response:
-        """The options in force."""
-        await self.share.sync()  # another front end may have changed them
-        engine = await self._configure(await self._find_model(request), {})
-        return json_response(OptimizationConfig.of(engine, self.results).as_dict())
-
-    async def change(self, request: Request) -> Response:
-        """Change options, by either of their names; the answer has all of them, and those that changed with both values."""
-        body = read_json(await request.body())
-        card = await self._find_model(request)
-        await self.share.sync()
-        engine = await self._configure(card, {})
-        changed = OptimizationConfig.of(engine, self.results).updated(body).apply(engine, self.results)
-        await self.share.publish_options()  # before anything else is awaited: a message in between would bring older options
-        engine = await self._configure(card, engine.changes)
-        shown = OptimizationConfig.of(engine, self.results).as_dict()
-        return json_response({**shown, "changed": {name: {"before": a, "now": b} for name, (a, b) in changed.items()}})
-
-    async def _find_model(self, request: Request) -> ModelCard:
-        return await self.catalog.find(request.query_params.get("model"), "generation")
-
-    async def _configure(self, card: ModelCard, changes: dict[str, Any]) -> RemoteEngine:
-        message = Configure(
-            request_id=self.catalog.new_id(), model=card.id, options=changes, credentials=self.catalog.credentials
-        )
-        answer = await self.catalog.backend.ask(message)
-        assert isinstance(answer, Report)
-        return RemoteEngine(answer.values)
 
 
 async def cancel(task: asyncio.Task[None]) -> None:
@@ -169,12 +147,12 @@ def create_app(
     credentials: the password that allows this front end to name the tenants of requests to the engine process.
     """
     config, registry, tenants = config or ServeConfig(), registry or MetricRegistry(), tenants or Tenants()
-    catalog = Catalog(backend, credentials, caller_of=caller_of)
+    catalog = Catalog(backend, credentials)
     results = ResultCache(
         config.result_cache_mib << 20, config.result_cache_ttl_s, max_tenants=max(1, len(tenants.all())),
         num_front_ends=config.num_front_ends,
     )
-    texts = TextService(catalog, results, keep_alive_s=config.keep_alive_s)
+    texts = TextService(catalog, results, config.keep_alive_s)
     share = FrontEndSync(catalog, registry, results)
 
     @asynccontextmanager
@@ -188,7 +166,7 @@ def create_app(
 
     groups = (
         OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),
-        TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, share), AdminRoutes(catalog, results, share),
+        TextRoutes(texts), TTSRoutes(texts), StateRoutes(catalog, results, share),
     )  # fmt: skip
     middleware = Middleware(RequestMiddleware, registry=registry, tenants=tenants, max_body_bytes=config.max_body_bytes)
     app = Starlette(

@@ -21,7 +21,7 @@ import contextlib
 import errno
 import itertools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -65,7 +65,7 @@ class RemoteError(ArcherfishError):
 class Backend(Protocol):
     """An engine as a front end sees it: an AsyncClient, or a fake in tests."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
         """Yield Chunks if request.stream, then one Generated; raise RemoteError. Closing the iterator cancels the request."""
 
     async def ask(self, message: Question) -> Answer:

@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from archerfish.errors import (
-    ArcherfishError,
-    CallerError,
-    InputTooLargeError,
-    InvalidInputError,
-    ModelNotFoundError,
-    did_you_mean,
-)
+from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, ModelNotFoundError, did_you_mean
 from archerfish.serve.tenants import retry_after
 
 logger = logging.getLogger("archerfish.serve")
@@ -67,10 +61,9 @@ class AnthropicErrorDetail(Schema):
     message: str
 
 
-class AnthropicError(Schema, kw_only=True):
+class AnthropicError(Schema, tag_field="type", tag="error"):
     """An error in Anthropic's shape."""
 
-    type: Literal["error"] = "error"
     error: AnthropicErrorDetail
 
 
@@ -94,11 +87,6 @@ class UnservedModelError(ModelNotFoundError):
     param = "model"
 
 
-class BodyTooLargeError(InputTooLargeError):
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"The request body has more than {max_bytes} bytes.")
-
-
 class BadJSONError(CallerError):
     """A body that is not JSON."""
 
@@ -108,21 +96,18 @@ class BadJSONError(CallerError):
         super().__init__(f"The body is not valid JSON: {reason}.")
 
 
-class NoObjectError(CallerError):
-    """A body that is not a JSON object."""
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Give errors about input the parameter that caused them, unless they have one."""
+    try:
+        yield
+    except InvalidInputError as error:
+        set_param(error, param)
+        raise
 
-    def __init__(self) -> None:
-        super().__init__("The body must be a JSON object, sent with the header Content-Type: application/json.")
 
-
-class ClientGoneError(Exception):
-    """The client closed its connection before its answer was complete."""
-
-
-def with_param(error: InvalidInputError, param: str) -> InvalidInputError:
-    """The same error with the parameter that caused it."""
-    error.param = param  # type: ignore[attr-defined]
-    return error
+def set_param(error: InvalidInputError, param: str | None) -> None:
+    error.param = getattr(error, "param", None) or param  # type: ignore[attr-defined]
 
 
 def encode_json(data: Any) -> bytes:
@@ -134,14 +119,18 @@ def encode_json(data: Any) -> bytes:
         return json.dumps(msgspec.to_builtins(data), separators=(",", ":")).encode()
 
 
+def data_event(data: Any) -> bytes:
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+def named_event(data: Any) -> bytes:
+    """An event that is named by the type of its data."""
+    name: str = data.__struct_config__.tag or data.type
+    return f"event: {name}\n".encode() + data_event(data)
+
+
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode_json(data), status, headers=dict(headers or {}), media_type="application/json")
-
-
-def error_response(
-    status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None, *, path: str = ""
-) -> Response:
-    return json_response(error_body(status, message, code, param, path), status, headers)
 
 
 def error_body(status: int, message: str, code: str, param: str | None, path: str) -> Error | AnthropicError:
@@ -168,32 +157,22 @@ def error_headers(error: ArcherfishError) -> dict[str, str] | None:
     return None if seconds is None else {"Retry-After": retry_after(seconds)}
 
 
-def public_error(error: Exception) -> ArcherfishError:
-    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
-    unexpected = "The server failed to answer this request; its log says why."
-    return error if isinstance(error, ArcherfishError) else ArcherfishError(unexpected, hint="")
-
-
 def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
-    shown = public_error(error)
-    return error_body(shown.status, str(shown), shown.code, getattr(shown, "param", None), path)
+    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
+    if not isinstance(error, ArcherfishError):
+        error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")
+    return error_body(error.status, str(error), error.code, getattr(error, "param", None), path)
 
 
-def failure_response(error: Exception, *, path: str = "") -> Response:
-    shown = public_error(error)
-    return json_response(failure_body(shown, path), shown.status, error_headers(shown))
+def failure_response(error: ArcherfishError, path: str) -> Response:
+    return json_response(failure_body(error, path), error.status, error_headers(error))
 
 
 async def _on_our_error(request: Request, error: Exception) -> Response:
-    if public_error(error).status >= 500 and getattr(error, "retry_after_s", None) is None:
+    assert isinstance(error, ArcherfishError)
+    if error.status >= 500 and getattr(error, "retry_after_s", None) is None:
         logger.error("%s %r: %s", request.method, request.scope["path"], error)  # %r: a path may hold control characters
-    return failure_response(error, path=request.scope["path"])
-
-
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ValidationError)
-    message, code, param = describe_invalid_body(error)
-    return error_response(400, message, code, param, path=request.scope["path"])
+    return failure_response(error, request.scope["path"])
 
 
 def json_type(value: Any) -> str:
@@ -207,7 +186,7 @@ def expected_value(problem: Mapping[str, Any]) -> str | None:
     context = problem.get("ctx") or {}
     if problem["type"] == "literal_error":
         return str(context["expected"])
-    bounds = [f"{words} {context[name]:g}" for name, words in BOUNDS.items() if name in context]
+    bounds = [f"{words} {context[name]:,.15g}" for name, words in BOUNDS.items() if name in context]
     return bounds[0] if bounds else EXPECTED.get(problem["type"].partition("_")[0])
 
 
@@ -219,8 +198,9 @@ def short_value(value: Any, max_chars: int = EXCERPT) -> str:
     return json_type(value)
 
 
-def describe_invalid_body(error: ValidationError) -> tuple[str, str, str]:
-    """Message, code and parameter of the first problem with a body."""
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    """An answer about the first problem with a body."""
+    assert isinstance(error, ValidationError)
     problem = error.errors()[0]
     context = problem.get("ctx") or {}
     param = str(context.get("param") or ".".join(map(str, problem["loc"])))
@@ -232,7 +212,8 @@ def describe_invalid_body(error: ValidationError) -> tuple[str, str, str]:
         message = f"{param} must be {expected}, not {short_value(problem['input'])}."
     else:
         message = f"{param}: {problem['msg']}."
-    return message, "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value", param
+    code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
+    return json_response(error_body(400, message, code, param, request.scope["path"]), 400)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -248,18 +229,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(sorted(allowed))
         message = f"{path} does not take {request.method}; it takes {headers['Allow']}."
     code = CODES.get(error.status_code, "http_error")
-    return error_response(error.status_code, message, code, headers=headers, path=path)
-
-
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
+    return json_response(error_body(error.status_code, message, code, None, path), error.status_code, headers)
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    return failure_response(error, path=request.scope["path"])
+    return json_response(failure_body(error, request.scope["path"]), 500)
 
 
 HANDLERS: Mapping[Any, Any] = {
     ArcherfishError: _on_our_error, ValidationError: _on_invalid_body, HTTPException: _on_http_error,
-    ClientGoneError: _on_client_gone, ClientDisconnect: _on_client_gone, Exception: _on_unexpected_error,
+    Exception: _on_unexpected_error,
 }  # fmt: skip

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from archerfish.errors import InvalidInputError, did_you_mean
+from archerfish.errors import did_you_mean
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, short_value, with_param
+from archerfish.serve.errors import InvalidParameterError, UnsupportedParameterError, json_type, naming, short_value
 from archerfish.text.tokenizer import Tokenizer
 from archerfish.text.tool_calls import ToolCallParser, grammar_for_tools, tool_at
 
@@ -25,10 +25,8 @@ FORMATS = {  # an example of each type
 }
 
 
-def response_grammar(value: Any, where: str = "response_format") -> dict[str, Any] | None:
+def response_grammar(value: Any, where: str) -> dict[str, Any] | None:
     """The grammar of a response_format. json_schema is a nested object in chat and flat in responses."""
-    if value is None:
-        return None
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in FORMATS:
         raise unknown_format(value, where)
@@ -46,13 +44,13 @@ def response_grammar(value: Any, where: str = "response_format") -> dict[str, An
     return {"kind": {"json_object": "json", "grammar": "lark"}.get(kind, kind), "value": value.get(kind)}
 
 
-def nested_grammar(value: Mapping[str, Any] | None, param: str) -> dict[str, Any] | None:
+def nested_grammar(value: Mapping[str, Any], param: str) -> dict[str, Any] | None:
     """The grammar of the member "format" of a parameter whose other members are not supported."""
-    given = value or {}
-    for name, member in given.items():
+    for name, member in value.items():
         if name != "format" and member is not None and (name, member) != ("verbosity", "medium"):
             raise UnsupportedParameterError(f"{param}.{name} is not supported.", param)
-    return response_grammar(given.get("format"), f"{param}.format")
+    stated = value.get("format")
+    return None if stated is None else response_grammar(stated, f"{param}.format")
 
 
 def unknown_format(value: Any, where: str) -> InvalidParameterError:
@@ -194,11 +192,9 @@ class ToolUse:
         """choice: "auto", "required" or "=" and the name of a tool. is_parallel: whether several calls are allowed."""
         wanted: str | dict[str, Any] = {"name": choice[1:]} if choice[0] == "=" else choice
         may_repeat = bool(is_parallel) and choice == "required"
-        try:
+        with naming("tools"):
             grammar = grammar_for_tools(style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer)
             ToolCallParser(style, tools)
-        except InvalidInputError as error:
-            raise with_param(error, "tools") from None
         return cls(style, tools, grammar, is_parallel is False)
 
     def parser(self) -> ToolCallParser:

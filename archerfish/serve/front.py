@@ -13,10 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -31,40 +29,25 @@ REQUEST_S = 60.0  # a request must arrive completely within this time
 REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def build_app(config: FrontConfig) -> Starlette:
-    serve = ServeConfig(**config.serve)
-    backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    return create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
-
-
 class Connection(HttpToolsProtocol):
     """An HTTP connection of uvicorn, which is closed if a request does not arrive within REQUEST_S."""
 
-    _timer: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._start_timer()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
 
     def on_message_complete(self) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         super().connection_lost(exc)
-
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(REQUEST_S, self._refuse)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _refuse(self) -> None:
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -126,40 +109,31 @@ class Server(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def without_tracebacks(app: ASGIApp) -> ASGIApp:
-    """Keep requests that are cancelled at the end of the server out of the log."""
+def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
+    """A server for an app, with uvloop if it is installed."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # at the end of the server; uvicorn would log a traceback
             if scope["type"] != "http":
                 raise
 
-    return answer
-
-
-def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
-    """A server for an app, with uvloop if it is installed."""
-    settings: dict[str, Any] = {
-        "log_level": config.log_level,
-        "access_log": config.log_level == "debug",
-        "lifespan": "on",
-        "http": Connection,
-        "ws": "none",
-        "server_header": False,
-    }
-    return Server(uvicorn.Config(without_tracebacks(app), **settings), on_ready)
+    settings = uvicorn.Config(
+        answer, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
+        server_header=False,
+    )
+    return Server(settings, on_ready)
 
 
 def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
     pipe = open_report_pipe()
     config = read_config(FrontConfig)
-    listener = socket.socket(fileno=config.listener)
-    server = make_server(
-        build_app(config), ServeConfig(**config.serve), lambda: send_report(pipe, {"address": str(listener.getsockname())})
-    )
+    serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
+    backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
+    app = create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
+    server = make_server(app, serve, lambda: send_report(pipe, {"address": str(listener.getsockname())}))
 
     def stop() -> None:
         server.should_exit = True

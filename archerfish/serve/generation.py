@@ -3,59 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
-from archerfish.engine.request_maker import check_options, check_vocabulary
-from archerfish.errors import ArcherfishError, InvalidInputError, ServiceError, StoppedError
+from archerfish.engine.request_maker import check_vocabulary
+from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
-from archerfish.serve.answers import CachedTokens, ChosenLogprob, OpenAIFinish, StopReason, TokenLogprob, Usage
-from archerfish.serve.bodies import GenerationBody
+from archerfish.serve.answers import CachedTokens, ChosenLogprob, StopReason, TokenLogprob, Usage
+from archerfish.serve.bodies import GenerationBody, ToolBody
 from archerfish.serve.catalog import Catalog, ModelCard, ModelText, in_thread
-from archerfish.serve.chat_bodies import ToolBody
 from archerfish.serve.client import RemoteError
-from archerfish.serve.errors import InvalidParameterError, with_param
+from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, set_param
 from archerfish.serve.formats import ToolUse
-from archerfish.serve.result_cache import ResultCache, generate_cached, parse_cache_control
-from archerfish.serve.sse import EventStream, Outbox, unless_gone
+from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
 from archerfish.text.output_text import OutputText
-from archerfish.text.tool_calls import ToolPiece
+from archerfish.text.tool_calls import PROMPTED_STYLE, ToolPiece
 
 T = TypeVar("T")
 Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest tokens
+logger = logging.getLogger("archerfish.serve")
 UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
 RESERVED = ("self", "tokenizer", "messages", "tools")  # names that chat_template_kwargs cannot have
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI writes this for a token that cannot come
+YIELD_BYTES = 64 << 10
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
+EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
+]  # fmt: skip
 
 
-class DeadlineError(ServiceError):
-    """The deadline of a request passed before its first token."""
-
-    status, code = 504, "deadline_exceeded"
-    default_hint = "Give it more time (deadline_s), or try when less is waiting."
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"
 
 
+def answer_head(prefix: str, model: str) -> dict[str, Any]:
+    """The first members of an answer in OpenAI's form, and of all its chunks."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+
+
+@dataclass(slots=True)
 class PendingCall:
     """A call of a tool whose arguments may still grow."""
 
-    def __init__(self, name: str) -> None:
-        self.id = new_id("call")
-        self.name = name
-        self.parts: list[str] = []
+    name: str
+    id: str = field(default_factory=partial(new_id, "call"))
+    parts: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> str:
@@ -70,14 +75,15 @@ class ChoiceDelta:
     text: str
     token_ids: list[int]
     logprobs: list[Logprob] | None
+    is_last: bool
     parts: list[ToolPiece] | None  # the text again, where tools may be called: text, names of calls and arguments
 
 
 class Choice:
     """One of the n sequences of an answer: all that has come of it."""
 
-    def __init__(self, index: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
-        self.index = index
+    def __init__(self, index: int, place: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
+        self.index, self.place = index, place  # among the choices of its generation, and of the whole answer
         self._output_text = output_text
         self._parser = None if tool_use is None else tool_use.parser()
         self._has_one_call = tool_use is not None and tool_use.has_one_call
@@ -111,7 +117,7 @@ class Choice:
             self._texts.append(text)
         else:
             parts = self._parse(text)
-        return ChoiceDelta(self, text, token_ids, logprobs, parts)
+        return ChoiceDelta(self, text, token_ids, logprobs, self.finish_reason is not None, parts)
 
     def _parse(self, text: str) -> list[ToolPiece]:
         assert self._parser is not None
@@ -129,17 +135,6 @@ class Choice:
                 self.calls[part.index].parts.append(part.text)
         return parts
 
-    @property
-    def openai_reason(self) -> OpenAIFinish:
-        """Why the choice ended, in OpenAI's words, which have none for a deadline."""
-        if self.finish_reason == "stop":
-            return "tool_calls" if self.calls else "stop"
-        return "length"
-
-    @property
-    def shown_stop_reason(self) -> StopReason:
-        return "deadline" if self.finish_reason == "deadline" else self.stop_reason
-
 
 @dataclass(slots=True)
 class Generation:
@@ -148,51 +143,38 @@ class Generation:
     text: ModelText
     request: GenerationRequest
     params: SamplingParams
-    format_param: str | None = None  # the parameter that states the format of the answer
-    tool_use: ToolUse | None = None
-    choices: list[Choice] = field(init=False)
+    prompt_ids: list[int]
+    choices: list[Choice]
+    format_param: str | None  # the parameter that states the format of the answer
+    tool_use: ToolUse | None
     num_cached: int = 0
     prompt_logprobs: list[Logprob] | None = None
-    is_cut: bool = False  # all choices have ended, and the engine does not know it of at least one
-
-    def __post_init__(self) -> None:
-        tokenizer, params = self.text.tokenizer, self.params
-        self.choices = [
-            Choice(index, OutputText(tokenizer, self.prompt_ids, params), self.tool_use) for index in range(params.n)
-        ]
-
-    @property
-    def model(self) -> str:
-        return self.text.card.id
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.request.token_ids or []
 
     @property
     def num_output(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
-    def add(self, message: Chunk | Generated, end_sequence: Callable[[int], None] | None) -> list[ChoiceDelta]:
-        """Add a message of the backend. `end_sequence` is called for a choice that a stop string has ended."""
+    def add(self, message: Chunk | Generated) -> list[ChoiceDelta]:
+        """Add a message of the backend. What comes for a choice after its end is ignored."""
         self.num_cached = message.num_cached_tokens or self.num_cached
-        gains: Sequence[Chunk | Output]
-        if isinstance(message, Chunk):
-            gains = (message,)
-        else:
-            gains, self.prompt_logprobs = message.outputs, message.prompt_logprobs
+        gains: Sequence[Chunk | Output] = (message,) if isinstance(message, Chunk) else message.outputs
+        if isinstance(message, Generated):
+            self.prompt_logprobs = message.prompt_logprobs
         deltas: list[ChoiceDelta] = []
         for gain in gains:
             choice = self.choices[gain.index]
             if choice.finish_reason is not None:
                 continue
-            if gain.finish_reason is not None:
-                check_ending(gain.finish_reason, len(choice.token_ids) + len(gain.token_ids), message.retry_after_s)
+            if gain.finish_reason == "error":
+                raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
+            if gain.finish_reason == "abort":
+                raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
+            if gain.finish_reason == "deadline" and not choice.token_ids and not gain.token_ids:
+                raise RemoteError(
+                    "The deadline of this request passed before its first token.", code="deadline_exceeded", status=504,
+                    hint="Give it more time (deadline_s), or try when less is waiting.", retry_after_s=message.retry_after_s,
+                )
             deltas.append(choice.add(gain))
-            if choice.was_cut and end_sequence is not None:
-                end_sequence(gain.index)
-            if gain.finish_reason is not None or choice.was_cut:
-                self.is_cut = any(each.was_cut for each in self.choices) and all(each.finish_reason for each in self.choices)
         return deltas
 
     def chosen_logprobs(self, logprobs: Sequence[Logprob] | None) -> list[ChosenLogprob]:
@@ -209,20 +191,6 @@ class Generation:
         return {"token": token, "logprob": max(logprob, LEAST_LOGPROB), "bytes": raw}
 
 
-def check_ending(finish_reason: str, num_tokens: int, retry_after_s: float | None) -> None:
-    """Raise an error for a sequence that did not end as it should."""
-    if finish_reason == "error":
-        raise ArcherfishError("The engine failed on this request; its log says why.", hint="")
-    if finish_reason == "abort":
-        raise StoppedError("The engine gave this request up before its answer was complete.", hint="Send it again.")
-    if finish_reason == "deadline" and num_tokens == 0:
-        raise DeadlineError("The deadline of this request passed before its first token.", retry_after_s)
-
-
-def new_id(prefix: str, separator: str = "_") -> str:
-    return f"{prefix}{separator}{secrets.token_hex(12)}"
-
-
 def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = False) -> Usage:
     num_prompt = sum(len(generation.prompt_ids) for generation in generations)
     num_output = 0 if is_output_hidden else sum(generation.num_output for generation in generations)
@@ -232,197 +200,224 @@ def usage_of(generations: Sequence[Generation], *, is_output_hidden: bool = Fals
     )
 
 
-class EventWriter(Protocol):
-    """How a route writes an answer as events."""
-
-    def start(self) -> bytes:
-        """The events before the first delta, when it has come."""
-
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        """The events of a delta of generation `number`; may be none."""
-
-    def end(self) -> bytes: ...
-    def error(self, error: Exception) -> bytes: ...
-
-
 class TextService:
     """Makes requests to the engine out of bodies, and runs them."""
 
-    def __init__(self, catalog: Catalog, results: ResultCache | None = None, *, keep_alive_s: float = 0.0) -> None:
-        self.catalog, self.keep_alive_s = catalog, keep_alive_s
-        self.results = results or ResultCache()  # disabled
-
-    async def find_text(self, name: str | None) -> ModelText:
-        """The generation model of a name, or the first one."""
-        return await self.catalog.text_of(await self.catalog.find(name, "generation"))
+    def __init__(self, catalog: Catalog, results: ResultCache, keep_alive_s: float) -> None:
+        self.catalog, self.results, self.keep_alive_s = catalog, results, keep_alive_s
 
     def prepare(
         self, request: Request, body: GenerationBody, text: ModelText, prompt_ids: list[int], params: SamplingParams,
-        format_param: str | None = None, tool_use: ToolUse | None = None,
+        format_param: str | None = None, tool_use: ToolUse | None = None, first_place: int = 0,
     ) -> Generation:
         """A request to the engine. Stop strings are found here, so that they need a streamed answer."""
-        if params.stop:
+        if params.stop and text.tokenizer is None:
             text.need_tokenizer("stop")
-        try:
-            check_options({"deadline_s": body.deadline_s})
-        except InvalidInputError as error:
-            raise with_param(error, "deadline_s") from None
-        if not -(2**31) <= body.priority < 2**31:
-            raise InvalidParameterError("priority is out of range.", "priority")
         stated = {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
-        generate = GenerationRequest(
+        sent = GenerationRequest(
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )
-        return Generation(text, generate, params, format_param, tool_use)
+        choices = [
+            Choice(index, first_place + index, OutputText(text.tokenizer, prompt_ids, params), tool_use)
+            for index in range(params.n)
+        ]
+        return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
 
     async def prepare_chat(
-        self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], *, param: str = "messages",
-        names: dict[str, str] | None = None, template_values: dict[str, Any] | None = None, answer_start: str = "",
+        self, request: Request, body: ToolBody, messages: Sequence[dict[str, Any]], param: str = "messages",
+        template_values: dict[str, Any] | None = None, answer_start: str = "",
     ) -> Generation:
-        """A request for the next message of a conversation.
-
-        param: the parameter that holds the conversation. names: the route's names of SamplingParams, where they differ.
-        """
-        text = await self.find_text(body.model)
-        choice, values = body.check_tool_choice(), body.sampling()
+        """A request for the next message of a conversation, which the parameter `param` holds."""
+        text = await self.catalog.text_of(await self.catalog.find(body.model, "generation"))
+        choice = body.check_tool_choice()
+        values, names = body.sampling()
         options = dict(template_values or {})
         reserved = [name for name in RESERVED if name in options]
         if reserved:
             raise InvalidParameterError(f"chat_template_kwargs cannot hold {reserved[0]!r}.", "chat_template_kwargs")
-        tool_use, format_param = None, body.grammar_param
+        tool_use = None
         if choice != "none":
             if "grammar" in values:
                 raise InvalidParameterError("A format and tools exclude each other; set tool_choice to none.", "tools")
-            options["tools"], format_param = body.tools, "tools"
-            style = text.call_style(options)
+            options["tools"], names["grammar"] = body.tools, "tools"
+            try:
+                style = text.template.get().call_style(options.get("template_name"))
+            except ArcherfishError:  # which `encode` reports
+                style = PROMPTED_STYLE
             tool_use = ToolUse.choose(style, body.tools, choice, body.parallel_tool_calls, text.tokenizer)
             if tool_use.grammar is not None:
                 values["grammar"] = tool_use.grammar
-        params = checked_params(values, text.card, {"grammar": format_param, **(names or {})})
-        text.check_size(sum(len(message["content"]) for message in messages), param)
-        prompt_ids = await text.encode_chat(messages, param, options)
-        if answer_start:
-            prompt_ids = prompt_ids + await text.encode(answer_start, param, False, plain=True)
-        text.check_length(prompt_ids, param)
-        return self.prepare(request, body, text, prompt_ids, text.add_stops(params), format_param, tool_use)
+        params = checked_params(values, text.card, names)
+        prompt_ids = await text.encode(messages, param, options, answer_start, is_answered=True)
+        params = text.template.get().stopping(params)
+        return self.prepare(request, body, text, prompt_ids, params, names["grammar"], tool_use)
 
     async def complete(self, request: Request, *generations: Generation) -> None:
-        """Run generations to their end, unless the client goes away before."""
+        async for _ in self.run(request, *generations):
+            pass
 
-        async def run(generation: Generation) -> None:
-            messages, end_sequence = self._send(request, generation)
-            async with closing(messages, generation):
+    async def run(self, request: Request, *generations: Generation) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """Send requests to the engine, and yield what comes."""
+        if len(generations) > 1:
+            async with aclosing(merge([self.run(request, generation) for generation in generations])) as merged:
+                async for deltas in merged:
+                    yield deltas
+            return
+        [generation] = generations
+        backend, choices = self.catalog.backend, generation.choices
+        is_cached = self.results.max_bytes > 0
+        if is_cached:
+            control = request.headers.get("cache-control")
+            messages = self.results.generate(backend.generate, generation.request, control)
+        else:
+            messages = backend.generate(generation.request)
+        try:
+            async with aclosing(messages):
                 async for message in messages:
-                    num_tokens = sum(len(output.token_ids) for output in getattr(message, "outputs", ()))
-                    await in_thread(partial(generation.add, message, end_sequence), num_tokens)
-                    if generation.is_cut:
+                    if isinstance(message, Chunk):
+                        deltas = generation.add(message)
+                    else:
+                        num_tokens = sum(len(output.token_ids) for output in message.outputs)
+                        deltas = await in_thread(partial(generation.add, message), num_tokens)
+                    for delta in deltas:
+                        if delta.choice.was_cut and not is_cached:  # the cache needs all sequences whole
+                            backend.end_sequence(generation.request.request_id, delta.choice.index)
+                    yield deltas
+                    is_ended = deltas and all(choice.finish_reason for choice in choices)
+                    if is_ended and any(choice.was_cut for choice in choices):
                         break
-
-        await unless_gone(request, run_all([run(generation) for generation in generations]))
-
-    async def stream(self, request: Request, generations: Sequence[Generation], writer: EventWriter) -> EventStream:
-        """Events as the tokens come."""
-        sent = [self._send(request, generation) for generation in generations]
-
-        async def produce(outbox: Outbox) -> None:
-            has_started = False
-
-            async def run(number: int, generation: Generation) -> None:
-                nonlocal has_started
-                messages, end_sequence = sent[number]
-                async with closing(messages, generation):
-                    async for message in messages:
-                        for delta in generation.add(message, end_sequence):
-                            if not has_started:
-                                has_started = True
-                                outbox.put(writer.start())
-                            data = writer.delta(number, delta)
-                            if data:
-                                outbox.put(data)
-                        if generation.is_cut:
-                            break
-                        if outbox.is_full:
-                            await outbox.wait_for_room()
-
-            await run_all([run(number, generation) for number, generation in enumerate(generations)])
-            outbox.put(writer.end())
-
-        return await EventStream(produce, writer.error, keep_alive_s=self.keep_alive_s).start(request)
-
-    def _send(
-        self, request: Request, generation: Generation
-    ) -> tuple[AsyncIterator[Chunk | Generated], Callable[[int], None] | None]:
-        """The backend's messages, and the function that ends one of several sequences."""
-        backend, generate = self.catalog.backend, generation.request
-        if self.results.is_enabled:  # the cache needs all sequences whole
-            control = parse_cache_control(request.headers.get("cache-control"))
-            return generate_cached(
-                self.results, backend.generate, generate, model=generation.model, namespace=generate.tenant, control=control
-            ), None
-        return backend.generate(generate), partial(backend.end_sequence, generate.request_id)
+        except RemoteError as error:
+            if generation.tool_use is not None and generation.tool_use.grammar is not None:
+                raise generation.tool_use.explain(error) from None
+            if error.code == InvalidInputError.code and "grammar" in error.message.lower():
+                error.param = error.param or generation.format_param
+            raise
 
 
-@asynccontextmanager
-async def closing(messages: AsyncIterator[Chunk | Generated], generation: Generation) -> AsyncIterator[None]:
-    """Cancel what is still to come, and make errors about grammars name the parameter that stated them."""
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of several generators as they come. If one fails, the others are closed."""
+    items: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def read(source: AsyncGenerator[T, None]) -> None:
+        async for item in source:
+            items.put_nowait(item)
+
+    tasks = [asyncio.create_task(read(source)) for source in sources]
+    reading = asyncio.gather(*tasks)
+    reading.add_done_callback(lambda _: items.put_nowait(None))
     try:
-        yield
-    except RemoteError as error:
-        if generation.tool_use is not None and generation.tool_use.grammar is not None:
-            raise generation.tool_use.explain(error) from None
-        if error.code == InvalidInputError.code and "grammar" in error.message.lower():
-            error.param = error.param or generation.format_param
-        raise
-    finally:
-        close: Callable[[], Awaitable[None]] | None = getattr(messages, "aclose", None)
-        if close is not None:
-            await close()
-
-
-async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> None:
-    """Run all; if one fails, the others are cancelled."""
-    if len(works) == 1:
-        await works[0]
-        return
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
+        while (item := await items.get()) is not None:
+            yield item
+        await reading
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str] | None = None) -> SamplingParams:
+class EventWriter(Protocol):
+    """How a route writes an answer as events."""
+
+    def start(self) -> bytes:
+        """The events before the first delta, when it has come."""
+
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        """The events of a delta; may be none."""
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: Exception) -> bytes:
+        return data_event(failure_body(error))
+
+
+@dataclass
+class EventStream:
+    """A response of server-sent events. An error before the first event is an ordinary error response, later ones are events.
+
+    After `service.keep_alive_s` without an event, at the latest, a comment is sent, also before the first event; 0: never.
+    """
+
+    service: TextService
+    request: Request
+    generations: Sequence[Generation]
+    writer: EventWriter
+    _is_started: bool = False
+    _num_bytes: int = 0  # sent since other requests had their turn
+    _is_quiet: bool = False  # nothing was sent since the last tick of the timer
+    _timer: asyncio.TimerHandle | None = None
+    _comment: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer, has_begun, pause_s = self.writer, False, self.service.keep_alive_s / 2
+        if pause_s:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
+        try:
+            async with aclosing(self.service.run(self.request, *self.generations)) as runs:
+                async for deltas in runs:
+                    written = []
+                    if deltas and not has_begun:
+                        has_begun = True
+                        written.append(writer.start())
+                    written += [writer.delta(delta) for delta in deltas]
+                    data = b"".join(written)
+                    if data:
+                        await self._write(send, data)
+            last = writer.end()
+        except Exception as error:
+            if not self._is_started:
+                raise
+            if not isinstance(error, ArcherfishError):
+                logger.exception("An answer broke off")
+            last = writer.error(error)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        await self._write(send, last, is_last=True)
+
+    async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        self._is_quiet = False
+        if not self._is_started:
+            self._is_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._num_bytes += len(data)
+        if self._num_bytes > YIELD_BYTES and not is_last:  # neither `send` nor a backend with waiting messages suspends
+            self._num_bytes = 0
+            await asyncio.sleep(0)
+
+    def _tick(self, send: Send, pause_s: float) -> None:
+        if self._is_quiet:
+            self._comment = asyncio.create_task(self._write(send, KEEP_ALIVE))
+        self._is_quiet = True
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._tick, send, pause_s)
+
+
+def checked_params(values: dict[str, Any], card: ModelCard, names: dict[str, str]) -> SamplingParams:
     """SamplingParams for a model.
 
     names: the route's names of SamplingParams, where they differ; errors use them. max_tokens may be more than the prompt
     leaves room for, and not more than the model takes of prompt and answer together.
     """
-    named = names or {}
-    in_messages = {ours: name for ours, name in named.items() if ours != "grammar"}  # "grammar" is a plain word there
     try:
         params = SamplingParams.of(values)
         if card.vocab_size:
             check_vocabulary(params, card.vocab_size)
     except InvalidInputError as error:
         stated = next((word for word in re.findall(r"\w+", error.message) if word in values), None)
+        in_messages = {**names, "grammar": "grammar"}  # which is a plain word there
         error.message = re.sub(r"\w+", lambda word: in_messages.get(word[0], word[0]), error.message)
-        raise with_param(error, named.get(stated, stated)) if stated else error from None
+        if stated is not None:
+            set_param(error, names.get(stated, stated))
+        raise
     if params.max_tokens is not None and params.max_tokens > card.max_length:
-        shown = named.get("max_tokens", "max_tokens")
+        shown = names.get("max_tokens", "max_tokens")
         limit = f"this model takes {card.max_length:,} tokens, prompt and answer together"
         raise InvalidParameterError(f"{shown} is {params.max_tokens:,}; {limit}.", shown)
-    check_can_be_sent(values, named)
-    return params
-
-
-def check_can_be_sent(values: dict[str, Any], names: dict[str, str]) -> None:
-    """Refuse values that msgpack cannot encode."""
     for name, value in values.items():
         try:
             msgspec.msgpack.encode(value)
         except UNSENDABLE as error:
             shown = names.get(name, name)
             raise InvalidParameterError(f"{shown} cannot be sent to the engine: {error}.", shown) from None
+    return params

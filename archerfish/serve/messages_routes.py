@@ -6,39 +6,17 @@ import contextlib
 import json
 from typing import Annotated, Any, ClassVar
 
+from msgspec.structs import asdict
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from archerfish.serve import answers
-from archerfish.serve.bodies import (
-    STRING,
-    UNUSED,
-    BodyRoute,
-    Checked,
-    Values,
-    check_members,
-    check_text,
-    check_texts,
-    wrong_value,
-)
-from archerfish.serve.catalog import chat_size
-from archerfish.serve.chat_bodies import (
-    CONTENT,
-    OBJECTS,
-    ToolBody,
-    join_texts,
-    messages_schema,
-    read_parts,
-    template_call,
-    template_tool,
-)
-from archerfish.serve.errors import ANTHROPIC_PATH, failure_body, json_response, json_type
-from archerfish.serve.formats import nested_grammar
-from archerfish.serve.generation import Choice, ChoiceDelta, Generation, TextService, checked_params, new_id
-from archerfish.serve.sharing import charge, set_right
-from archerfish.serve.sse import MARK, TextEvent, named_event
+from archerfish.serve import answers, bodies
+from archerfish.serve import generation as gen
+from archerfish.serve.errors import ANTHROPIC_PATH, AnthropicError, failure_body, json_response, named_event
+from archerfish.serve.http import BodyRoute
 
+EVENTS = (*answers.MESSAGE_EVENTS, AnthropicError)
 Block = answers.TextBlock | answers.ToolUseBlock
 TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming")
 
@@ -46,14 +24,14 @@ TOOL_MEMBERS = ("type", "name", "description", "input_schema", "cache_control", 
 def read_anthropic_messages(value: Any, where: str) -> list[dict[str, Any]]:
     """A conversation as chat templates expect it: results of tools are messages of their own."""
     if not isinstance(value, list) or not value:
-        raise wrong_value(f"{where} must be a list of messages that is not empty.")
+        raise bodies.wrong_value(f"{where} must be a list of messages that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of tools by the ids of their calls
     for index, message in enumerate(value):
         place = f"{where}[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
-            raise wrong_value(f"{place}.role must be user or assistant; a system prompt goes into system.")
+            raise bodies.wrong_value(f"{place}.role must be user or assistant; a system prompt goes into system.")
         if role == "user":
             messages += read_user_message(message.get("content"), f"{place}.content", names)
         else:
@@ -62,67 +40,66 @@ def read_anthropic_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_user_message(content: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    blocks = read_parts(content, where, "tool_result")
+    blocks = bodies.read_parts(content, where, "tool_result")
     found: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if block["type"] == "tool_result":
             place = f"{where}[{index}]"
-            call_id = check_text(block.get("tool_use_id"), f"{place}.tool_use_id")
-            result = join_texts(read_parts(block.get("content") or "", f"{place}.content"))
+            call_id = bodies.check_text(block.get("tool_use_id"), f"{place}.tool_use_id")
+            result = bodies.join_texts(bodies.read_parts(block.get("content") or "", f"{place}.content"))
             found.append({"role": "tool", "content": result, "tool_call_id": call_id, "name": names.get(call_id, "")})
     if len(found) < len(blocks) or not blocks:
-        found.append({"role": "user", "content": join_texts(blocks)})
+        found.append({"role": "user", "content": bodies.join_texts(blocks)})
     return found
 
 
 def read_assistant_message(content: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
-    blocks = read_parts(content, where, "tool_use")
-    message: dict[str, Any] = {"role": "assistant", "content": join_texts(blocks)}
+    blocks = bodies.read_parts(content, where, "tool_use")
+    message: dict[str, Any] = {"role": "assistant", "content": bodies.join_texts(blocks)}
     for index, block in enumerate(blocks):
         if block["type"] == "tool_use":
             place = f"{where}[{index}]"
-            call_id, name = check_text(block.get("id"), f"{place}.id"), check_text(block.get("name"), f"{place}.name")
-            if not isinstance(block.get("input"), dict):
-                raise wrong_value(f"{place}.input must be an object, not {json_type(block.get('input'))}.")
+            call_id, name = (
+                bodies.check_text(block.get("id"), f"{place}.id"), bodies.check_text(block.get("name"), f"{place}.name")
+            )
+            arguments = bodies.check_type(block.get("input"), dict, f"{place}.input", "an object")
             names[call_id] = name
-            message.setdefault("tool_calls", []).append(template_call(call_id, name, block["input"]))
+            message.setdefault("tool_calls", []).append(bodies.template_call(call_id, name, arguments))
     return message
 
 
 def read_anthropic_tools(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise wrong_value(f"{where} must be a list, not {json_type(value)}.")
     tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(bodies.check_type(value, list, where, "a list")):
         place = f"{where}[{index}]"
-        if not isinstance(tool, dict):
-            raise wrong_value(f"{place} must be an object, not {json_type(tool)}.")
-        if tool.get("type") not in (None, "custom"):
-            raise wrong_value(f"{place} is of type {tool['type']!r}, which is not supported: only tools of the caller are.")
-        check_members(tool, TOOL_MEMBERS, place)
-        tools.append(template_tool(tool, "input_schema", place))
+        if bodies.check_type(tool, dict, place, "an object").get("type") not in (None, "custom"):
+            raise bodies.wrong_value(
+                f"{place} is of type {tool['type']!r}, which is not supported: only tools of the caller are."
+            )
+        bodies.check_members(tool, TOOL_MEMBERS, place)
+        tools.append(bodies.template_tool(tool, "input_schema", place))
     return tools
 
 
 def read_anthropic_choice(value: Any, where: str) -> str:
-    """tool_choice in the words of ToolBody."""
+    """tool_choice in the words of bodies.ToolBody."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind in ("auto", "none", "any"):
         return "required" if kind == "any" else str(kind)
     if kind == "tool" and isinstance(value.get("name"), str):
         return f"={value['name']}"
-    raise wrong_value(f"{where} must be an object whose type is auto, any, none, or tool with a name.")
+    raise bodies.wrong_value(f"{where} must be an object whose type is auto, any, none, or tool with a name.")
 
 
 def read_system(value: Any, where: str) -> str:
-    return join_texts(read_parts(value, where))
+    return bodies.join_texts(bodies.read_parts(value, where))
 
 
-class CountBody(ToolBody):
+class CountBody(bodies.ToolBody):
     """POST /v1/messages/count_tokens."""
 
     format_param: ClassVar[str] = "output_config"
-    unsupported: ClassVar[Values] = {
+    unsupported: ClassVar[bodies.Values] = {
         "compaction": (), "container": (), "context_management": (), "diagnostics": (), "fallback_credit_token": (),
         "fallbacks": ([],), "inference_geo": (), "mcp_servers": ([],), "service_tier": ("auto", "standard_only"),
         "speed": ("standard",), "thinking": ({"type": "disabled"},), "thread": (), "user_profile_id": (), "workspace_id": (),
@@ -130,11 +107,11 @@ class CountBody(ToolBody):
 
     messages: Annotated[
         list[dict[str, Any]],
-        Checked(read_anthropic_messages, messages_schema(("user", "assistant"), "role", "content")),
+        bodies.Checked(read_anthropic_messages, bodies.messages_schema(("user", "assistant"), "role", "content")),
     ]
-    system: Annotated[str, Checked(read_system, CONTENT)] = ""
-    tools: Annotated[list[dict[str, Any]], Checked(read_anthropic_tools, OBJECTS)] = Field([])
-    tool_choice: Annotated[str, Checked(read_anthropic_choice, {"type": "object"})] = ""
+    system: Annotated[str, bodies.Checked(read_system, bodies.CONTENT)] = ""
+    tools: Annotated[list[dict[str, Any]], bodies.Checked(read_anthropic_tools, bodies.OBJECTS)] = Field([])
+    tool_choice: Annotated[str, bodies.Checked(read_anthropic_choice, {"type": "object"})] = ""
     output_config: dict[str, Any] | None = Field(None, description="format: a json_schema.")
     cache_control: dict[str, Any] | None = Field(None, description="Accepted and not used: every prefix is cached.")
 
@@ -144,9 +121,6 @@ class CountBody(ToolBody):
         choice = data.get("tool_choice") if isinstance(data, dict) else None
         is_single = isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True
         return {**data, "parallel_tool_calls": False} if is_single else data
-
-    def format_grammar(self) -> dict[str, Any] | None:
-        return nested_grammar(self.output_config, self.format_param)
 
     def conversation(self) -> tuple[list[dict[str, Any]], str]:
         """The messages for the template, and the text with which the answer begins already."""
@@ -160,53 +134,52 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
-    stop_sequences: Annotated[list[str], Checked(check_texts, {"type": "array", "items": STRING})] = Field([])
-    metadata: dict[str, Any] | None = Field(None, description=UNUSED)
+    stop_sequences: Annotated[list[str], bodies.Checked(bodies.check_texts, {"type": "array", "items": bodies.STRING})] = Field(
+        []
+    )
+    metadata: dict[str, Any] | None = Field(None, description=bodies.UNUSED)
 
-    def sampling(self) -> dict[str, Any]:
-        return {**super().sampling(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
+        values, names = super().sampling()
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return {**values, **own}, {**names, "stop": "stop_sequences"}
 
 
 class MessagesRoutes:
     """The messages routes."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service = service
         self.routes = [
-            BodyRoute("/v1/messages", self.messages, MessagesBody),
-            BodyRoute("/v1/messages/count_tokens", self.count_tokens, CountBody),
+            BodyRoute("/v1/messages", self.messages, MessagesBody, answers.MessageObject, EVENTS),
+            BodyRoute("/v1/messages/count_tokens", self.count_tokens, CountBody, answers.TokenCount),
         ]
 
-    async def messages(self, request: Request, body: MessagesBody) -> Response:
+    async def messages(self, request: Request, body: MessagesBody) -> ASGIApp:
         """The next message of a conversation; if its last one is the assistant's, the continuation of that."""
         messages, start = body.conversation()
-        generation = await self.service.prepare_chat(
-            request, body, messages, names={"stop": "stop_sequences"}, answer_start=start
-        )
+        generation = await self.service.prepare_chat(request, body, messages, answer_start=start)
         if body.stream:
-            return await self.service.stream(request, [generation], MessageEvents(generation))
+            return gen.EventStream(self.service, request, [generation], MessageEvents(generation))
         await self.service.complete(request, generation)
         [choice] = generation.choices
-        end = message_end(choice)
-        return json_response(answers.MessageObject(
-            id=new_id("msg"), model=generation.model, content=content_blocks(choice), stop_reason=end.stop_reason,
-            stop_sequence=end.stop_sequence, usage=message_usage(generation),
-        ))  # fmt: skip
+        end, usage = message_end(choice), message_usage(generation)
+        head: dict[str, Any] = {"id": gen.new_id("msg"), "model": generation.request.model}
+        return json_response(answers.MessageObject(**head, content=content_blocks(choice), usage=usage, **asdict(end)))
 
-    async def count_tokens(self, request: Request, body: CountBody) -> Response:
+    async def count_tokens(self, request: Request, body: CountBody) -> ASGIApp:
         """The number of tokens of a conversation."""
-        text = await self.service.find_text(body.model)
-        checked_params(body.sampling(), text.card)
+        catalog = self.service.catalog
+        text = await catalog.find_text(body.model, "generation")
+        values, names = body.sampling()
+        gen.checked_params(values, text.card, names)
         messages, start = body.conversation()
         options = {"tools": body.tools} if body.check_tool_choice() != "none" else {}
-        charged = await charge(self.service.catalog, request, chat_size(messages, options))
-        token_ids = await text.encode_chat(messages, "messages", options)
-        await set_right(self.service.catalog, request, charged, len(token_ids))
-        num_start = len(await text.encode(start, "messages", False, plain=True)) if start else 0
-        return json_response(answers.TokenCount(input_tokens=len(token_ids) + num_start))
+        token_ids = await catalog.encode_charged(request, text, messages, "messages", options, start)
+        return json_response(answers.TokenCount(input_tokens=len(token_ids)))
 
 
-def content_blocks(choice: Choice) -> list[Block]:
+def content_blocks(choice: gen.Choice) -> list[Block]:
     blocks: list[Block] = []
     if choice.text or not choice.calls:
         blocks.append(answers.TextBlock(text=choice.text))
@@ -215,11 +188,11 @@ def content_blocks(choice: Choice) -> list[Block]:
         with contextlib.suppress(ValueError, RecursionError):  # the call was cut off, or is not JSON
             arguments = json.loads(call.arguments or "{}")
         given = arguments if isinstance(arguments, dict) else {}
-        blocks.append(answers.ToolUseBlock(id=new_id("toolu"), name=call.name, input=given))
+        blocks.append(answers.ToolUseBlock(id=gen.new_id("toolu"), name=call.name, input=given))
     return blocks
 
 
-def message_end(choice: Choice) -> answers.MessageEnd:
+def message_end(choice: gen.Choice) -> answers.MessageEnd:
     """Why a message ended, in Anthropic's words."""
     if choice.finish_reason != "stop":
         return answers.MessageEnd(stop_reason="max_tokens")
@@ -228,7 +201,7 @@ def message_end(choice: Choice) -> answers.MessageEnd:
     return answers.MessageEnd(stop_reason="tool_use" if choice.calls else "end_turn")
 
 
-def message_usage(generation: Generation) -> answers.MessageUsage:
+def message_usage(generation: gen.Generation) -> answers.MessageUsage:
     num_cached = generation.num_cached
     return answers.MessageUsage(
         input_tokens=len(generation.prompt_ids) - num_cached, cache_read_input_tokens=num_cached,
@@ -236,22 +209,21 @@ def message_usage(generation: Generation) -> answers.MessageUsage:
     )
 
 
-class MessageEvents:
+class MessageEvents(gen.EventWriter):
     """A message in its events: blocks of text and of calls, one after the other."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: gen.Generation) -> None:
         self._generation = generation
         self._num_blocks = 0
         self._open: type[Block] | None = None  # the type of the open block
-        self._delta: TextEvent | None = None  # of the open block
 
     def start(self) -> bytes:
         usage = message_usage(self._generation)
         usage.output_tokens = 0
-        message = answers.MessageObject(id=new_id("msg"), model=self._generation.model, usage=usage)
+        message = answers.MessageObject(id=gen.new_id("msg"), model=self._generation.request.model, usage=usage)
         return named_event(answers.MessageStart(message=message))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         if delta.parts is None:
             return self._write_text(delta.text) if delta.text else b""
         written = b""
@@ -259,25 +231,22 @@ class MessageEvents:
             if part.kind == "text":
                 written += self._write_text(part.text)
             elif part.kind == "name":
-                block = answers.ToolUseBlock(id=new_id("toolu"), name=part.text)
-                written += self._start_block(block, answers.BlockInput(partial_json=MARK))
-            elif self._delta is not None:
-                written += self._delta.write(part.text)
+                written += self._start_block(answers.ToolUseBlock(id=gen.new_id("toolu"), name=part.text))
+            else:
+                written += self._write(answers.BlockInput(partial_json=part.text))
         return written
 
     def _write_text(self, text: str) -> bytes:
-        started = b"" if self._open is answers.TextBlock else self._start_text()
-        assert self._delta is not None
-        return started + self._delta.write(text)
+        started = b"" if self._open is answers.TextBlock else self._start_block(answers.TextBlock())
+        return started + self._write(answers.BlockText(text=text))
 
-    def _start_text(self) -> bytes:
-        return self._start_block(answers.TextBlock(), answers.BlockText(text=MARK))
+    def _write(self, delta: answers.BlockText | answers.BlockInput) -> bytes:
+        return named_event(answers.ContentBlockDelta(index=self._num_blocks - 1, delta=delta))
 
-    def _start_block(self, block: Block, delta: answers.BlockText | answers.BlockInput) -> bytes:
+    def _start_block(self, block: Block) -> bytes:
         written, index = self._stop_block(), self._num_blocks
         self._num_blocks += 1
         self._open = type(block)
-        self._delta = TextEvent(named_event(answers.ContentBlockDelta(index=index, delta=delta)))
         return written + named_event(answers.ContentBlockStart(index=index, content_block=block))
 
     def _stop_block(self) -> bytes:
@@ -285,7 +254,7 @@ class MessageEvents:
         return named_event(answers.ContentBlockStop(index=self._num_blocks - 1)) if was_open else b""
 
     def end(self) -> bytes:
-        written = b"" if self._num_blocks else self._start_text()
+        written = b"" if self._num_blocks else self._start_block(answers.TextBlock())
         end = answers.MessageDelta(delta=message_end(self._generation.choices[0]), usage=message_usage(self._generation))
         return written + self._stop_block() + named_event(end) + named_event(answers.MessageStop())
 

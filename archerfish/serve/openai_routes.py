@@ -3,122 +3,122 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError
 from archerfish.serve import answers
-from archerfish.serve.bodies import BodyRoute
+from archerfish.serve import generation as gen
+from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
-from archerfish.serve.chat_bodies import ChatBody, CompletionBody
-from archerfish.serve.errors import failure_body, json_response
-from archerfish.serve.generation import (
-    LEAST_LOGPROB,
-    Choice,
-    ChoiceDelta,
-    Generation,
-    Logprob,
-    PendingCall,
-    TextService,
-    checked_params,
-    new_id,
-    usage_of,
-)
-from archerfish.serve.sse import DONE, MARK, TextEvent, data_event
+from archerfish.serve.errors import data_event, json_response, naming
+from archerfish.serve.http import BodyRoute
+from archerfish.text.tool_calls import ToolPiece
 
 YIELD_PROMPTS = 32  # prompts of a request that are tokenised before other requests run
+DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIRoutes:
     """Chat and completions."""
 
-    def __init__(self, service: TextService, config: ServeConfig) -> None:
+    def __init__(self, service: gen.TextService, config: ServeConfig) -> None:
         self.service, self.config = service, config
         self.routes = [
-            BodyRoute("/v1/chat/completions", self.chat, ChatBody),
-            BodyRoute("/v1/completions", self.completions, CompletionBody),
+            BodyRoute("/v1/chat/completions", self.chat, ChatBody, answers.ChatCompletion, [answers.ChatChunk]),
+            BodyRoute("/v1/completions", self.completions, CompletionBody, answers.Completion, [answers.Completion]),
         ]
 
-    async def chat(self, request: Request, body: ChatBody) -> Response:
+    async def chat(self, request: Request, body: ChatBody) -> ASGIApp:
         """The next message of a conversation."""
-        names = {"logprobs": "top_logprobs"} | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})
-        generation = await self.service.prepare_chat(
-            request, body, body.messages, names=names, template_values=body.chat_template_kwargs
-        )
-        head: dict[str, Any] = {"id": new_id("chatcmpl", "-"), "created": int(time.time()), "model": generation.model}
+        generation = await self.service.prepare_chat(request, body, body.messages, template_values=body.chat_template_kwargs)
+        head = gen.answer_head("chatcmpl", generation.request.model)
         if body.stream:
-            return await self.service.stream(request, [generation], ChatEvents(generation, head, body.include_usage))
+            writer = ChatEvents(answers.ChatChunk(**head, choices=[]), [generation], body)
+            return gen.EventStream(self.service, request, [generation], writer)
         await self.service.complete(request, generation)
         choices = [chat_choice(generation, choice) for choice in generation.choices]
-        answer = answers.ChatCompletion(**head, choices=choices, usage=usage_of([generation]))
+        answer = answers.ChatCompletion(**head, choices=choices, usage=gen.usage_of([generation]))
         if generation.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(generation)
         return json_response(answer)
 
-    async def completions(self, request: Request, body: CompletionBody) -> Response:
+    async def completions(self, request: Request, body: CompletionBody) -> ASGIApp:
         """Texts that continue prompts."""
-        text = await self.service.find_text(body.model)
+        text = await self.service.catalog.find_text(body.model, "generation")
         num_choices, most = len(body.prompt) * (body.n or 1), self.config.max_texts_per_request
         if num_choices > most:
             raise InputTooLargeError(f"The prompts make {num_choices:,} choices; a request takes at most {most:,}.")
-        params = checked_params(body.sampling(), text.card, {"grammar": body.grammar_param})
-        generations: list[Generation] = []
+        values, names = body.sampling()
+        params = gen.checked_params(values, text.card, names)
+        generations: list[gen.Generation] = []
         for place, prompt in enumerate(body.prompt):
             if place % YIELD_PROMPTS == YIELD_PROMPTS - 1:
                 await asyncio.sleep(0)
             if isinstance(prompt, str):
-                text.check_size(len(prompt), "prompt")
-                token_ids = await text.encode(prompt, "prompt", body.add_special_tokens)
+                token_ids = await text.encode(prompt, "prompt", add_special_tokens=body.add_special_tokens, is_answered=True)
             else:
                 token_ids = prompt
-                text.check_ids(token_ids, "prompt")
-            text.check_length(token_ids, "prompt")
-            generations.append(self.service.prepare(request, body, text, token_ids, params, body.grammar_param))
+                with naming("prompt"):
+                    text.check_ids(token_ids)
+                    text.check_length(token_ids)
+            generations.append(self.service.prepare(
+                request, body, text, token_ids, params, names["grammar"], first_place=place * params.n
+            ))  # fmt: skip
         echoes = [echo_text(text, prompt) if body.echo else "" for prompt in body.prompt]
-        head: dict[str, Any] = {"id": new_id("cmpl", "-"), "created": int(time.time()), "model": text.card.id}
+        head = gen.answer_head("cmpl", text.card.id)
         if body.stream:
-            return await self.service.stream(request, generations, CompletionEvents(generations, head, body, echoes))
+            writer = CompletionEvents(answers.Completion(**head, choices=[]), generations, body, echoes)
+            return gen.EventStream(self.service, request, generations, writer)
         await self.service.complete(request, *generations)
-        choices: list[answers.CompletionChoice] = []
-        for generation, echo in zip(generations, echoes, strict=True):
-            choices += [completion_choice(generation, choice, echo, body, len(choices)) for choice in generation.choices]
-        usage = usage_of(generations, is_output_hidden=body.max_tokens == 0)
+        choices = [
+            completion_choice(generation, choice, echo, body)
+            for generation, echo in zip(generations, echoes, strict=True)
+            for choice in generation.choices
+        ]
+        usage = gen.usage_of(generations, is_output_hidden=body.max_tokens == 0)
         return json_response(answers.Completion(**head, choices=choices, usage=usage))
+
+
+def ending(choice: gen.Choice) -> tuple[answers.OpenAIFinish, answers.StopReason]:
+    """Why a choice ended: finish_reason, in which OpenAI has no word for a deadline, and stop_reason."""
+    if choice.finish_reason == "stop":
+        return "tool_calls" if choice.calls else "stop", choice.stop_reason
+    return "length", "deadline" if choice.finish_reason == "deadline" else choice.stop_reason
 
 
 # Chat
 
 
-def chat_choice(generation: Generation, choice: Choice) -> answers.ChatChoice:
+def chat_choice(generation: gen.Generation, choice: gen.Choice) -> answers.ChatChoice:
     message = answers.ChatMessage(content=choice.text)
     if choice.calls:
         message.content = choice.text or None
-        functions = [answers.FunctionCall(name=call.name, arguments=call.arguments) for call in choice.calls]
         message.tool_calls = [
-            answers.ToolCall(id=call.id, type="function", function=function)
-            for call, function in zip(choice.calls, functions, strict=True)
+            answers.ToolCall(
+                id=call.id, type="function", function=answers.FunctionCall(name=call.name, arguments=call.arguments)
+            )
+            for call in choice.calls
         ]
-    return answers.ChatChoice(
-        index=choice.index, message=message, logprobs=chat_logprobs(generation, choice.logprobs),
-        finish_reason=choice.openai_reason, stop_reason=choice.shown_stop_reason,
-    )
+    logprobs = chat_logprobs(generation, choice.logprobs)
+    return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
 
-def chat_logprobs(generation: Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
+def chat_logprobs(generation: gen.Generation, logprobs: Sequence[gen.Logprob]) -> answers.ChatLogprobs | None:
     return None if generation.params.logprobs is None else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
 
 
-def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
+def prompt_logprobs(generation: gen.Generation) -> answers.PromptLogprobs:
     """Logprobs of each token of the prompt, in vLLM's form: null for the first."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
+        return {"logprob": max(logprob, gen.LEAST_LOGPROB), "rank": rank, "decoded_token": generation.text.token(token_id)[0]}
 
     shown: answers.PromptLogprobs = [None]
     for token_id, logprob, rank, top in generation.prompt_logprobs or ():
@@ -127,60 +127,62 @@ def prompt_logprobs(generation: Generation) -> answers.PromptLogprobs:
     return shown
 
 
-class ChatEvents:
-    """The next message of a conversation in chunks. head: the members of every chunk."""
+class ChunkEvents(gen.EventWriter):
+    """An answer in chunks of one choice each; the last one has no choice, and usage if the client asked for it."""
 
-    def __init__(self, generation: Generation, head: dict[str, Any], include_usage: bool) -> None:
-        self._generation, self._head, self._include_usage = generation, head, include_usage
-        self._text_events = [TextEvent(self._event(choice, answers.ChatDelta(content=MARK))) for choice in generation.choices]
+    def __init__(
+        self, chunk: answers.ChatChunk | answers.Completion, generations: Sequence[gen.Generation],
+        body: ChatBody | CompletionBody,
+    ) -> None:
+        self._chunk, self._generations, self._is_hidden = chunk, generations, body.max_tokens == 0
+        if body.stream_options is not None and body.stream_options.include_usage:
+            chunk.usage = None
 
-    def _event(self, choice: Choice, delta: answers.ChatDelta, logprobs: answers.ChatLogprobs | None = None) -> bytes:
-        return self._chunk([answers.ChatChunkChoice(index=choice.index, delta=delta, logprobs=logprobs)])
+    def write(self, *choices: Any) -> bytes:
+        """An event for each of these choices."""
+        written = b""
+        for choice in choices:
+            self._chunk.choices = [choice]
+            written += data_event(self._chunk)
+        return written
 
-    def _chunk(self, choices: list[answers.ChatChunkChoice]) -> bytes:
-        return data_event(answers.ChatChunk(**self._head, choices=choices, usage=None if self._include_usage else UNSET))
+    def end(self) -> bytes:
+        if self._chunk.usage is UNSET:
+            return DONE
+        self._chunk.choices = []
+        self._chunk.usage = gen.usage_of(self._generations, is_output_hidden=self._is_hidden)
+        return data_event(self._chunk) + DONE
+
+
+class ChatEvents(ChunkEvents):
+    """The next message of a conversation in chunks."""
 
     def start(self) -> bytes:
         first = answers.ChatDelta(role="assistant", content="")
-        return b"".join(self._event(choice, first) for choice in self._generation.choices)
+        return self.write(*(answers.ChatChunkChoice(choice.index, first) for choice in self._generations[0].choices))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        choice = delta.choice
-        if choice.finish_reason is None and delta.parts is None and not delta.logprobs:
-            return self._text_events[choice.index].write(delta.text) if delta.text else b""
-        deltas = self._deltas(delta)
-        logprobs = chat_logprobs(self._generation, delta.logprobs) if delta.logprobs else None
-        if logprobs is not None and not deltas:
-            deltas = [answers.ChatDelta(content="")]
-        events = [self._event(choice, each, logprobs if each is deltas[0] else None) for each in deltas]
-        if choice.finish_reason is not None:
-            last = answers.ChatChunkChoice(index=choice.index, delta=answers.ChatDelta())
-            last.finish_reason, last.stop_reason = choice.openai_reason, choice.shown_stop_reason
-            events.append(self._chunk([last]))
-        return b"".join(events)
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
+        choice, shown = delta.choice, []
+        if delta.parts is not None:
+            shown = [answers.ChatChunkChoice(choice.index, self._part(choice, part)) for part in delta.parts]
+        elif delta.text:
+            shown = [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=delta.text))]
+        if delta.logprobs:
+            shown = shown or [answers.ChatChunkChoice(choice.index, answers.ChatDelta(content=""))]
+            shown[0].logprobs = chat_logprobs(self._generations[0], delta.logprobs)
+        if delta.is_last:
+            shown.append(answers.ChatChunkChoice(choice.index, answers.ChatDelta(), None, *ending(choice)))
+        return self.write(*shown)
 
-    def _deltas(self, delta: ChoiceDelta) -> list[answers.ChatDelta]:
-        if delta.parts is None:
-            return [answers.ChatDelta(content=delta.text)] if delta.text else []
-        deltas: list[answers.ChatDelta] = []
-        for part in delta.parts:
-            if part.kind == "text":
-                deltas.append(answers.ChatDelta(content=part.text))
-                continue
-            call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
-            if part.kind == "name":
-                pending: PendingCall = delta.choice.calls[part.index]
-                call.id, call.type, call.function = pending.id, "function", answers.FunctionCall(name=part.text, arguments="")
-            deltas.append(answers.ChatDelta(tool_calls=[call]))
-        return deltas
-
-    def end(self) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return data_event(answers.ChatChunk(**self._head, choices=[], usage=usage_of([self._generation]))) + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return data_event(failure_body(error))
+    def _part(self, choice: gen.Choice, part: ToolPiece) -> answers.ChatDelta:
+        """A part of an answer that may call tools: text, the name of a call, or more of its arguments."""
+        if part.kind == "text":
+            return answers.ChatDelta(content=part.text)
+        call = answers.ToolCall(index=part.index, function=answers.FunctionCall(arguments=part.text))
+        if part.kind == "name":
+            call.id, call.type = choice.calls[part.index].id, "function"
+            call.function = answers.FunctionCall(name=part.text, arguments="")
+        return answers.ChatDelta(tool_calls=[call])
 
 
 # Completions
@@ -193,13 +195,11 @@ def echo_text(text: ModelText, prompt: str | list[int]) -> str:
 
 
 def completion_choice(
-    generation: Generation, choice: Choice, echo: str, body: CompletionBody, num_before: int
+    generation: gen.Generation, choice: gen.Choice, echo: str, body: CompletionBody
 ) -> answers.CompletionChoice:
     is_hidden = body.max_tokens == 0
-    shown = answers.CompletionChoice(
-        index=num_before + choice.index, text=echo + ("" if is_hidden else choice.text), finish_reason=choice.openai_reason,
-        stop_reason=choice.shown_stop_reason,
-    )
+    text = echo + ("" if is_hidden else choice.text)
+    shown = answers.CompletionChoice(choice.place, text, None, *ending(choice))
     if body.logprobs is not None:
         first: tuple[Any, ...] = (generation.prompt_ids[0], None, 0, [])
         prompt = [first, *(generation.prompt_logprobs or ())] if body.echo else []
@@ -212,7 +212,7 @@ def completion_choice(
     return shown
 
 
-def added_token(generation: Generation, echo: str) -> str:
+def added_token(generation: gen.Generation, echo: str) -> str:
     """The special token that the tokenizer has put before a text; the text itself does not have it."""
     first, tokenizer = generation.prompt_ids[0], generation.text.tokenizer
     name = generation.text.token(first)[0]
@@ -222,59 +222,43 @@ def added_token(generation: Generation, echo: str) -> str:
 
 def listed_logprobs(text: ModelText, logprobs: Sequence[tuple[Any, ...]], offset: int = 0) -> answers.ListedLogprobs:
     """Logprobs in four lists; the first token of a prompt has none."""
-    tokens = [text.token(entry[0])[0] for entry in logprobs]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(max(offset, 0))
+    shown = answers.ListedLogprobs([], [], [], [])
+    for token_id, logprob, _, top in logprobs:
+        token = text.token(token_id)[0]
+        likely = {text.token(i)[0]: max(value, gen.LEAST_LOGPROB) for i, value in top}
+        shown.tokens.append(token)
+        shown.token_logprobs.append(None if logprob is None else max(logprob, gen.LEAST_LOGPROB))
+        shown.top_logprobs.append(None if logprob is None else likely)
+        shown.text_offset.append(max(offset, 0))
         offset += len(token)
-    top = [
-        None if entry[1] is None else {text.token(i)[0]: max(value, LEAST_LOGPROB) for i, value in entry[3]}
-        for entry in logprobs
-    ]
-    values = [None if entry[1] is None else max(entry[1], LEAST_LOGPROB) for entry in logprobs]
-    return answers.ListedLogprobs(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
+    return shown
 
 
-class CompletionEvents:
-    """Texts that continue prompts, in chunks; the choices of prompt i are those from n * i on."""
+class CompletionEvents(ChunkEvents):
+    """Texts that continue prompts, in chunks."""
 
     def __init__(
-        self, generations: Sequence[Generation], head: dict[str, Any], body: CompletionBody, echoes: Sequence[str]
+        self, chunk: answers.Completion, generations: Sequence[gen.Generation], body: CompletionBody, echoes: Sequence[str]
     ) -> None:
-        self._generations, self._head, self._body, self._echoes = generations, head, body, echoes
-        self._num_each = generations[0].params.n
-        num_choices = len(generations) * self._num_each
-        self._text_events = [TextEvent(self._event(answers.CompletionChoice(index=i, text=MARK))) for i in range(num_choices)]
-        self._offsets = [0] * num_choices
-
-    def _event(self, choice: answers.CompletionChoice) -> bytes:
-        return data_event(answers.Completion(**self._head, choices=[choice], usage=None if self._body.include_usage else UNSET))
+        super().__init__(chunk, generations, body)
+        self._has_ids, self._echoes = body.return_token_ids, echoes
+        self._offsets: Counter[int] = Counter()  # where the next token of a choice begins in its text
 
     def start(self) -> bytes:
-        echoes = [self._echoes[index // self._num_each] for index in range(len(self._text_events))]
-        return b"".join(event.write(echo) for event, echo in zip(self._text_events, echoes, strict=True) if echo)
+        choices = zip(self._generations, self._echoes, strict=True)
+        echoes = [(choice.place, echo) for generation, echo in choices for choice in generation.choices]
+        return self.write(*(answers.CompletionChoice(place, echo) for place, echo in echoes if echo))
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
-        choice, index = delta.choice, number * self._num_each + delta.choice.index
-        is_hidden = self._body.max_tokens == 0
-        text = "" if is_hidden else delta.text
-        if choice.finish_reason is None and not delta.logprobs and not self._body.return_token_ids:
-            return self._text_events[index].write(text) if text else b""
-        shown = answers.CompletionChoice(index=index, text=text)
-        if delta.logprobs and not is_hidden:
-            shown.logprobs = listed_logprobs(self._generations[number].text, delta.logprobs, self._offsets[index])
-            self._offsets[index] += sum(map(len, shown.logprobs.tokens))
-        if choice.finish_reason is not None:
-            shown.finish_reason, shown.stop_reason = choice.openai_reason, choice.shown_stop_reason
-        if self._body.return_token_ids:
-            shown.token_ids = [] if is_hidden else delta.token_ids
-        return self._event(shown)
-
-    def end(self) -> bytes:
-        if not self._body.include_usage:
-            return DONE
-        usage = usage_of(self._generations, is_output_hidden=self._body.max_tokens == 0)
-        return data_event(answers.Completion(**self._head, choices=[], usage=usage)) + DONE
-
-    def error(self, error: Exception) -> bytes:
-        return data_event(failure_body(error))
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
+        choice = delta.choice
+        shown = answers.CompletionChoice(choice.place, "" if self._is_hidden else delta.text)
+        if delta.logprobs and not self._is_hidden:
+            shown.logprobs = listed_logprobs(self._generations[0].text, delta.logprobs, self._offsets[choice.place])
+            self._offsets[choice.place] += sum(map(len, shown.logprobs.tokens))
+        if delta.is_last:
+            shown.finish_reason, shown.stop_reason = ending(choice)
+        if self._has_ids:
+            shown.token_ids = [] if self._is_hidden else delta.token_ids
+        elif not delta.is_last and not shown.text and not delta.logprobs:
+            return b""
+        return self.write(shown)

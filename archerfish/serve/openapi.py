@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,8 +11,9 @@ from starlette.routing import BaseRoute, Route
 
 from archerfish import __version__
 from archerfish.serve import answers
-from archerfish.serve.bodies import NULL, STRING, BodyRoute
-from archerfish.serve.errors import AnthropicError, Error, Schema, is_anthropic
+from archerfish.serve.bodies import NULL, STRING
+from archerfish.serve.errors import AnthropicError, Error, is_anthropic
+from archerfish.serve.http import BodyRoute
 
 PREFIX = "#/components/schemas/"
 DESCRIPTIONS = {
@@ -28,20 +29,9 @@ OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
 OBJECT = dict[str, Any]  # figures or options by name
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
-# By method and path: the type of a success (a media type if it is not JSON), and the statuses of errors.
+# Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), and the
+# statuses of errors.
 ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {
-    ("post", "/v1/chat/completions"): (answers.ChatCompletion, GENERATING),
-    ("post", "/v1/completions"): (answers.Completion, GENERATING),
-    ("post", "/v1/responses"): (answers.ResponseObject, GENERATING),
-    ("post", "/v1/messages"): (answers.MessageObject, GENERATING),
-    ("post", "/v1/messages/count_tokens"): (answers.TokenCount, COMPUTING),
-    ("post", "/v1/embeddings"): (answers.Embeddings, COMPUTING),
-    ("post", "/v1/rerank"): (answers.Ranking, COMPUTING),
-    ("post", "/similarity"): (answers.Similarities, COMPUTING),
-    ("post", "/tokenize"): (answers.Tokens, COMPUTING),
-    ("post", "/detokenize"): (answers.Detokenized, COMPUTING),
-    ("post", "/v1/tts/tokens"): (answers.TTSAnswer, GENERATING),
-    ("post", "/v1/cache/explain"): (OBJECT, COMPUTING),
     ("get", "/v1/models"): (answers.Models, (401, 503)),
     ("get", "/v1/models/{model_id}"): (answers.Model, (401, 404, 503)),
     ("get", "/health"): (answers.Health, ()),
@@ -50,13 +40,6 @@ ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {
     ("get", "/metrics"): (METRICS, FIGURES),
     ("get", "/admin/optimization"): (OBJECT, OPERATING),
     ("patch", "/admin/optimization"): (OBJECT, OPERATING),
-}
-EVENTS: dict[str, list[type[Schema]]] = {  # the types of a stream's events, by path
-    "/v1/chat/completions": [answers.ChatChunk],
-    "/v1/completions": [answers.Completion],
-    "/v1/tts/tokens": [answers.TTSAnswer],
-    "/v1/responses": answers.RESPONSE_EVENTS,
-    "/v1/messages": [*answers.MESSAGE_EVENTS, AnthropicError],
 }
 MODEL_PARAMETER = {"name": "model", "in": "query", "required": False, "schema": {"anyOf": [STRING, NULL]}}
 OPTIONS = {"type": "object", "description": "Options by either of their names, with their new values."}
@@ -74,43 +57,44 @@ OTHERS: dict[tuple[str, str], dict[str, Any]] = {
 def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """The document of an app's routes."""
     found = [route for route in routes if isinstance(route, Route)]
-    body_types = [route.body_type for route in found if isinstance(route, BodyRoute)]
-    _, bodies = models_json_schema([(body, "validation") for body in body_types], ref_template=PREFIX + "{model}")
+    body_routes = [route for route in found if isinstance(route, BodyRoute)]
+    body_types = [(route.body_type, "validation") for route in body_routes]
+    _, bodies = models_json_schema(body_types, ref_template=PREFIX + "{model}")  # type: ignore[arg-type]
     paths: dict[str, Any] = {}
     for route in found:
         path = route.path.replace(":path", "")
         for method in sorted(name.lower() for name in route.methods or ()):
-            if (method, path) in ANSWERS:
-                handler = route.handler if isinstance(route, BodyRoute) else route.endpoint
-                summary = str(handler.__doc__).partition("\n")[0]
-                operation = {"summary": summary, **OTHERS.get((method, path), {}), "responses": responses_of(method, path)}
-                if isinstance(route, BodyRoute):
-                    body = json_content(route.body_type)
-                    operation["requestBody"] = {"required": True, "content": body}
-                paths.setdefault(path, {})[method] = operation
+            operation: dict[str, Any] = {"summary": str(route.endpoint.__doc__).partition("\n")[0]}
+            if isinstance(route, BodyRoute):
+                statuses = GENERATING if route.events else COMPUTING
+                operation["responses"] = responses_of(path, route.answer, statuses, route.events)
+                operation["requestBody"] = {"required": True, "content": json_content(route.body_type)}
+            elif (method, path) in ANSWERS:
+                operation |= {**OTHERS.get((method, path), {}), "responses": responses_of(path, *ANSWERS[method, path])}
+            else:
+                continue
+            paths.setdefault(path, {})[method] = operation
     info = {"title": "archerfish", "version": __version__}
-    schemas = {**bodies["$defs"], **answer_schemas()}
+    types = {kind for route in body_routes for kind in (route.answer, *route.events)} | {kind for kind, _ in ANSWERS.values()}
+    schemas = {**bodies["$defs"], **answer_schemas({kind for kind in types if isinstance(kind, type)})}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def answer_schemas() -> dict[str, Any]:
-    """The schemas of all answers and events."""
-    successes = {answer for answer, _ in ANSWERS.values() if isinstance(answer, type)}
-    events = {event for each in EVENTS.values() for event in each}
-    types = sorted({Error, AnthropicError, answers.Failing, *successes, *events}, key=lambda kind: kind.__name__)
-    _, schemas = msgspec.json.schema_components(types, ref_template=PREFIX + "{name}")
+def answer_schemas(types: set[type]) -> dict[str, Any]:
+    """The schemas of answers, events and errors."""
+    ordered = sorted({Error, AnthropicError, answers.Failing, *types}, key=lambda kind: kind.__name__)
+    _, schemas = msgspec.json.schema_components(ordered, ref_template=PREFIX + "{name}")
     for schema in schemas.values():  # members with a default are always written
         members = schema["properties"]
         schema["required"] = [name for name in members if name in schema["required"] or "default" in members[name]]
     return schemas
 
 
-def responses_of(method: str, path: str) -> dict[str, Any]:
+def responses_of(path: str, answer: Any, statuses: Iterable[int], events: Sequence[Any] = ()) -> dict[str, Any]:
     """The responses of an operation."""
-    answer, statuses = ANSWERS[method, path]
     success = {METRICS: {"schema": STRING}} if answer is METRICS else json_content(answer)
-    if path in EVENTS:
-        success |= event_content(EVENTS[path])
+    if events:
+        success |= event_content(events)
     error = json_content(AnthropicError if is_anthropic(path) else Error)
     found = {"200": {"description": "The answer.", "content": success}}
     found |= {str(status): {"description": DESCRIPTIONS[status], "content": error} for status in statuses}
@@ -120,7 +104,7 @@ def responses_of(method: str, path: str) -> dict[str, Any]:
 
 
 def reference(kind: Any) -> dict[str, Any]:
-    return {"type": "object"} if kind is OBJECT else {"$ref": PREFIX + kind.__name__}
+    return {"type": "object"} if kind == OBJECT else {"$ref": PREFIX + kind.__name__}
 
 
 def json_content(kind: Any) -> dict[str, Any]:

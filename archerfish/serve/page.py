@@ -16,15 +16,16 @@ from msgspec import UNSET
 from archerfish.serve.answers import Model
 
 CHAT = {"messages": [{"role": "user", "content": "What does an archerfish do?"}], "max_tokens": 64}
+RANK = {"query": "fish that shoot", "documents": ["Archerfish hunt insects.", "Bread needs yeast."]}
 MAX_TOKENS = 512  # of an answer in the page's chat
-EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kind of model, method, path, body
+EXAMPLES: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (  # kinds of models, method, path, body
     ("generation", "POST", "/v1/chat/completions", CHAT),
     ("generation", "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
     ("generation", "POST", "/v1/responses", {"input": "What does an archerfish do?", "max_output_tokens": 64}),
     ("generation", "POST", "/v1/messages", CHAT),
     ("tts", "POST", "/v1/tts/tokens", {"text": "An archerfish spits water.", "gender": "female"}),
     ("embedding", "POST", "/v1/embeddings", {"input": ["An archerfish spits water.", "射水鱼"]}),
-    ("", "POST", "/v1/rerank", {"query": "fish that shoot", "documents": ["Archerfish hunt insects.", "Bread needs yeast."]}),
+    ("embedding cross-encoder", "POST", "/v1/rerank", RANK),
     ("embedding", "POST", "/similarity", {"source": "A fish.", "sentences": ["An animal that swims.", "A loaf of bread."]}),
     ("", "POST", "/tokenize", {"prompt": "An archerfish spits water."}),
     ("", "POST", "/detokenize", {"tokens": [1, 2, 3]}),
@@ -48,9 +49,7 @@ def curl(base_url: str, method: str, path: str, body: dict[str, Any] | None, *, 
 
 def examples(kinds: set[str]) -> list[tuple[str, str, dict[str, Any] | None]]:
     """Calls that a service with models of these kinds answers, the most interesting first."""
-    can_rank = bool(kinds & {"embedding", "cross-encoder"})
-    found = [(method, path, body) for kind, method, path, body in EXAMPLES if not kind or kind in kinds]
-    return [example for example in found if can_rank or example[1] != "/v1/rerank"]
+    return [(method, path, body) for needed, method, path, body in EXAMPLES if not needed or kinds & set(needed.split())]
 
 
 def page(base_url: str, models: Sequence[Model]) -> str:

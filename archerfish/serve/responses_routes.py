@@ -8,20 +8,17 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from archerfish.params import MAX_LOGPROBS
-from archerfish.serve import answers
-from archerfish.serve.bodies import STRING, UNUSED, Body, BodyRoute, Checked, Values, bounded, check_text, wrong_value
-from archerfish.serve.chat_bodies import OBJECTS, Stop, ToolBody, read_message, template_call
-from archerfish.serve.errors import Error, UnsupportedParameterError, encode_json, failure_body, json_response, json_type
-from archerfish.serve.formats import nested_grammar
-from archerfish.serve.generation import Choice, ChoiceDelta, Generation, Logprob, PendingCall, TextService, new_id
-from archerfish.serve.sse import MARK, TextEvent, named_event
+from archerfish.serve import answers, bodies
+from archerfish.serve import generation as gen
+from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
+from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
+from archerfish.serve.http import BodyRoute
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
-TEXT_DELTA = "response.output_text.delta"
 Item = answers.MessageItem | answers.FunctionCallItem
 
 
@@ -30,7 +27,7 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         return [{"role": "user", "content": check_text(value, where)}]
     if not isinstance(value, list) or not value:
-        raise wrong_value(f"{where} must be a string or a list of items that is not empty.")
+        raise bodies.wrong_value(f"{where} must be a string or a list of items that is not empty.")
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # names of functions by the ids of their calls
     for index, item in enumerate(value):
@@ -38,44 +35,44 @@ def read_input(value: Any, where: str) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
             known = {key: item[key] for key in item if key not in ("type", "id", "status", "phase")}
-            messages.append(read_message(known, place, names))
+            messages.append(bodies.read_message(known, place, names))
         elif kind == "function_call":
             call_id, name = check_text(item.get("call_id"), f"{place}.call_id"), check_text(item.get("name"), f"{place}.name")
             names[call_id] = name
-            call = template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
+            call = bodies.template_call(call_id, name, check_text(item.get("arguments"), f"{place}.arguments"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-            messages.append(read_message(result, place, names))
+            messages.append(bodies.read_message(result, place, names))
         else:
             found = f"of type {kind!r}" if isinstance(kind, str) else json_type(item)
             known_items = "messages, function_call and function_call_output are"
-            raise wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
+            raise bodies.wrong_value(f"{place} is {found}, which is not supported: {known_items}.")
     return messages
 
 
-class ResponseStreamOptions(Body):
+class ResponseStreamOptions(bodies.Body):
     """stream_options."""
 
     include_obfuscation: bool = Field(False, description=UNUSED)
 
 
-class ResponsesBody(ToolBody):
+class ResponsesBody(bodies.ToolBody):
     """POST /v1/responses."""
 
     format_param: ClassVar[str] = "text"
-    unsupported: ClassVar[Values] = {
+    unsupported: ClassVar[bodies.Values] = {
         "access_programs": (), "background": (False,), "context_management": (), "conversation": (), "image": (),
         "max_tool_calls": (), "moderation": (), "prompt": (), "prompt_cache_options": (), "reasoning": ({}, {"effort": "none"}),
         "service_tier": ("auto", "default"), "truncation": ("disabled",),
     }  # fmt: skip
 
-    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [STRING, {**OBJECTS, "minItems": 1}]})]
+    input: Annotated[list[dict[str, Any]], Checked(read_input, {"anyOf": [bodies.STRING, {**bodies.OBJECTS, "minItems": 1}]})]
     instructions: str | None = None
     max_output_tokens: int | None = bounded(minimum=1)
-    stop: Stop = Field([])
+    stop: bodies.Stop = Field([])
     text: dict[str, Any] | None = Field(None, description="format: text, json_object or json_schema.")
     include: list[str] | None = Field(None, description=f"{LOGPROBS}; reasoning.encrypted_content has no effect.")
     top_logprobs: int | None = bounded(minimum=0, maximum=MAX_LOGPROBS)
@@ -88,10 +85,7 @@ class ResponsesBody(ToolBody):
     prompt_cache_key: str | None = Field(None, description=UNUSED)
     prompt_cache_retention: str | None = Field(None, description=UNUSED)
 
-    def format_grammar(self) -> dict[str, Any] | None:
-        return nested_grammar(self.text, self.format_param)
-
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
         if self.store:
             raise UnsupportedParameterError(f"{STATELESS}, and leave out store or set it to false.", "store")
         if self.previous_response_id is not None:
@@ -100,40 +94,44 @@ class ResponsesBody(ToolBody):
         unknown = [name for name in include if name not in (LOGPROBS, "reasoning.encrypted_content")]
         if unknown:
             raise UnsupportedParameterError(f"include of {unknown[0]!r} is not supported.", "include")
-        values = {**super().sampling(), "max_tokens": self.max_output_tokens}
-        return {**values, "logprobs": self.top_logprobs or 0} if LOGPROBS in include or self.top_logprobs else values
+        values, names = super().sampling()
+        values["max_tokens"] = self.max_output_tokens
+        if LOGPROBS in include or self.top_logprobs:
+            values["logprobs"] = self.top_logprobs or 0
+        return values, {**names, "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
 class ResponsesRoutes:
     """The responses route."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: gen.TextService) -> None:
         self.service = service
-        self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody)]
+        events = answers.RESPONSE_EVENTS
+        self.routes = [BodyRoute("/v1/responses", self.responses, ResponsesBody, answers.ResponseObject, events)]
 
-    async def responses(self, request: Request, body: ResponsesBody) -> Response:
+    async def responses(self, request: Request, body: ResponsesBody) -> ASGIApp:
         """The answer to a conversation, as items."""
         system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        generation = await self.service.prepare_chat(request, body, [*system, *body.input], param="input", names=names)
+        generation = await self.service.prepare_chat(request, body, [*system, *body.input], "input")
         response = empty_response(body, generation)
         if body.stream:
-            return await self.service.stream(request, [generation], ResponseEvents(generation, response))
+            return gen.EventStream(self.service, request, [generation], ResponseEvents(generation, response))
         await self.service.complete(request, generation)
         [choice] = generation.choices
         output: list[Item] = [call_item(call) for call in choice.calls]
         if choice.text or not choice.calls:
-            output.insert(0, message_item(generation, choice.text, choice.logprobs))
+            part = answers.OutputTextPart(text=choice.text, logprobs=generation.chosen_logprobs(choice.logprobs))
+            output.insert(0, answers.MessageItem(id=gen.new_id("msg"), status="completed", content=[part]))
         output[-1].status = status_of(choice)
         return json_response(ended(response, generation, output))
 
 
-def empty_response(body: ResponsesBody, generation: Generation) -> answers.ResponseObject:
+def empty_response(body: ResponsesBody, generation: gen.Generation) -> answers.ResponseObject:
     """The response before anything is generated."""
     choice = body.tool_choice or "auto"
     return answers.ResponseObject(
-        id=new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens, model=generation.model,
+        id=gen.new_id("resp"), created_at=int(time.time()), instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens, model=generation.request.model,
         parallel_tool_calls=body.parallel_tool_calls is not False, temperature=generation.params.temperature,
         text=body.text or {"format": {"type": "text"}}, top_p=generation.params.top_p,
         tool_choice={"type": "function", "name": choice[1:]} if choice[0] == "=" else choice,
@@ -141,7 +139,7 @@ def empty_response(body: ResponsesBody, generation: Generation) -> answers.Respo
     )  # fmt: skip
 
 
-def ended(response: answers.ResponseObject, generation: Generation, output: list[Item]) -> answers.ResponseObject:
+def ended(response: answers.ResponseObject, generation: gen.Generation, output: list[Item]) -> answers.ResponseObject:
     """The whole response."""
     num_input, num_output = len(generation.prompt_ids), generation.num_output
     usage = answers.ResponseUsage(
@@ -153,39 +151,33 @@ def ended(response: answers.ResponseObject, generation: Generation, output: list
     return msgspec.structs.replace(response, status=status, incomplete_details=details, output=output, usage=usage)
 
 
-def status_of(choice: Choice) -> answers.ItemStatus:
+def status_of(choice: gen.Choice) -> answers.ItemStatus:
     """The status of a response, and of its last item."""
     return "completed" if choice.finish_reason in (None, "stop") else "incomplete"
 
 
-def message_item(generation: Generation, text: str, logprobs: list[Logprob]) -> answers.MessageItem:
-    part = answers.OutputTextPart(text=text, logprobs=generation.chosen_logprobs(logprobs))
-    return answers.MessageItem(id=new_id("msg"), status="completed", content=[part])
-
-
-def call_item(call: PendingCall) -> answers.FunctionCallItem:
+def call_item(call: gen.PendingCall) -> answers.FunctionCallItem:
     return answers.FunctionCallItem(
-        id=new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
+        id=gen.new_id("fc"), call_id=call.id, name=call.name, arguments=call.arguments, status="completed"
     )
 
 
-class ResponseEvents:
+class ResponseEvents(gen.EventWriter):
     """A response in its events: items are added, grow and are done, one after the other."""
 
-    def __init__(self, generation: Generation, response: answers.ResponseObject) -> None:
+    def __init__(self, generation: gen.Generation, response: answers.ResponseObject) -> None:
         self._generation, self._response = generation, response
         self._number = 0
         self._output: list[Item] = []  # the last one is open, if `_is_open`
         self._is_open = False
         self._texts: list[str] = []  # of the open message
-        self._logprobs: list[Logprob] = []
-        self._call: PendingCall | None = None  # of the open item, if that is a call
-        self._delta_head, self._delta_text = b"", TextEvent(encode_json(MARK))  # how the open message writes text
+        self._logprobs: list[gen.Logprob] = []
+        self._call: gen.PendingCall | None = None  # of the open item, if that is a call
 
     def start(self) -> bytes:
         return self._status("response.created", self._response) + self._status("response.in_progress", self._response)
 
-    def delta(self, number: int, delta: ChoiceDelta) -> bytes:
+    def delta(self, delta: gen.ChoiceDelta) -> bytes:
         logprobs, written = delta.logprobs, b""
         if delta.parts is None and (delta.text or logprobs):
             return self._write_text(delta.text, logprobs)
@@ -194,41 +186,32 @@ class ResponseEvents:
                 written += self._write_text(part.text, logprobs)
                 logprobs = None
             elif part.kind == "name":
-                written += self._close() + self._open_call(delta.choice.calls[part.index])
+                self._call = delta.choice.calls[part.index]
+                item = call_item(self._call)
+                item.arguments, item.status = "", "in_progress"
+                written += self._open(item)
             else:
-                written += self._member("response.function_call_arguments.delta", delta=part.text)
+                written += self._member("function_call_arguments.delta", delta=part.text)
         return written
 
-    def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
+    def _write_text(self, text: str, logprobs: list[gen.Logprob] | None) -> bytes:
         is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
-        written = b"" if is_open else self._close() + self._open_message()
+        written = b"" if is_open else self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs or ()
-        if logprobs:
-            shown = self._generation.chosen_logprobs(logprobs)
-            return written + self._member(TEXT_DELTA, content_index=0, delta=text, logprobs=shown)
-        self._number += 1
-        return written + self._delta_head % (self._number - 1) + self._delta_text.write(text)
+        shown = self._generation.chosen_logprobs(logprobs)
+        return written + self._member("output_text.delta", content_index=0, delta=text, logprobs=shown)
 
     def _open(self, item: Item) -> bytes:
+        written = self._close()
         self._is_open = True
         self._output.append(item)
-        return self._item("response.output_item.added")
+        return written + self._item("added")
 
     def _open_message(self) -> bytes:
         self._texts, self._logprobs = [], []
-        added = self._open(answers.MessageItem(id=new_id("msg"), status="in_progress"))
-        item_id, index = self._output[-1].id, len(self._output) - 1
-        delta = answers.ItemMemberEvent(TEXT_DELTA, 0, item_id, index, content_index=0, delta=MARK, logprobs=[])
-        head, number, tail = named_event(delta).partition(b'"sequence_number":0')
-        self._delta_head, self._delta_text = head + number[:-1] + b"%d", TextEvent(tail)
-        return added + self._member("response.content_part.added", content_index=0, part=answers.OutputTextPart())
-
-    def _open_call(self, call: PendingCall) -> bytes:
-        self._call = call
-        item = call_item(call)
-        item.arguments, item.status = "", "in_progress"
-        return self._open(item)
+        written = self._open(answers.MessageItem(id=gen.new_id("msg"), status="in_progress"))
+        return written + self._member("content_part.added", content_index=0, part=answers.OutputTextPart())
 
     def _close(self, status: answers.ItemStatus = "completed") -> bytes:
         """The events at the end of the open item."""
@@ -239,13 +222,13 @@ class ResponseEvents:
         if isinstance(item, answers.MessageItem):
             part = answers.OutputTextPart(text="".join(self._texts), logprobs=self._generation.chosen_logprobs(self._logprobs))
             item.content = [part]
-            written = self._member("response.output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
-            written += self._member("response.content_part.done", content_index=0, part=part)
+            written = self._member("output_text.done", content_index=0, text=part.text, logprobs=part.logprobs)
+            written += self._member("content_part.done", content_index=0, part=part)
         else:
             item.arguments = "" if self._call is None else self._call.arguments
-            written = self._member("response.function_call_arguments.done", arguments=item.arguments, name=item.name)
+            written = self._member("function_call_arguments.done", arguments=item.arguments, name=item.name)
         self._is_open = False
-        return written + self._item("response.output_item.done")
+        return written + self._item("done")
 
     def end(self) -> bytes:
         written = b"" if self._output else self._open_message()
@@ -265,12 +248,13 @@ class ResponseEvents:
     def _status(self, kind: str, response: answers.ResponseObject) -> bytes:
         return self._event(answers.ResponseStatusEvent(kind, self._number, response=response))
 
-    def _item(self, kind: str) -> bytes:
-        return self._event(answers.OutputItemEvent(kind, self._number, len(self._output) - 1, self._output[-1]))
+    def _item(self, change: str) -> bytes:
+        place = len(self._output) - 1
+        return self._event(answers.OutputItemEvent(f"response.output_item.{change}", self._number, place, self._output[-1]))
 
-    def _member(self, kind: str, **members: Any) -> bytes:
-        item_id, index = self._output[-1].id, len(self._output) - 1
-        return self._event(answers.ItemMemberEvent(kind, self._number, item_id, index, **members))
+    def _member(self, change: str, **members: Any) -> bytes:
+        item_id, place = self._output[-1].id, len(self._output) - 1
+        return self._event(answers.ItemMemberEvent(f"response.{change}", self._number, item_id, place, **members))
 
     def _event(self, event: answers.ResponseEvent) -> bytes:
         self._number += 1

@@ -1,4 +1,4 @@
-"""What the front ends of a service share, by way of the engine process: their metrics, changed options, and limits of tenants.
+"""What the front ends of a service share, by way of the engine process: their metrics and changed options.
 
 So `/metrics` is the same whichever front end answers, and a change of the result cache reaches all of them within SHARE_S. Of
 two changes at the same time, the one that reaches the engine process first is in force everywhere.
@@ -12,17 +12,13 @@ import os
 import secrets
 from typing import Any
 
-from starlette.requests import Request
-
 from archerfish.errors import ArcherfishError
 from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
 from archerfish.serve.catalog import Catalog
 from archerfish.serve.metrics import gauges, metric_values, read_metrics
-from archerfish.serve.middleware import caller_of, tenant_of
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.wire import Charge, FrontEndState, Query, Report
+from archerfish.serve.wire import FrontEndState, Query, Report
 
-CHARACTERS_PER_TOKEN = 4  # until a text has been tokenised
 SHARE_S = 1.0  # between two messages of a front end, if there are several
 ANSWER_S = 5.0  # limit for the engine process's answer to a request of `/metrics`
 CACHE_COUNTERS = {"hits": "Answers from it.", "misses": "Lookups without an answer.", "evictions": "Answers removed for room.",
@@ -50,7 +46,7 @@ class FrontEndSync:
         """Ask the engine process for a report, and send it the state of this front end."""
         metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
         answer = await self._catalog.backend.ask(Query(
-            request_id=self._catalog.new_id(), about=about, credentials=self._catalog.credentials, source=self.source,
+            request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
             values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
         ))  # fmt: skip
         assert isinstance(answer, Report)
@@ -93,26 +89,3 @@ class FrontEndSync:
             with contextlib.suppress(ArcherfishError):
                 await self.sync()
             await asyncio.sleep(SHARE_S)
-
-
-async def charge(
-    catalog: Catalog, request: Request, num_characters: int, num_tokens: int = 0, *, is_spent: bool = False
-) -> int:
-    """Take a request that needs no model, and its tokens, from the limits of the caller; return how many tokens were taken.
-
-    Raises RemoteError if the limits do not allow it. is_spent: see `wire.Charge`. A tenant without limits costs no message.
-    """
-    tenant, num_tokens = tenant_of(request), num_tokens + num_characters // CHARACTERS_PER_TOKEN
-    if not tenant.requests_per_minute and not tenant.tokens_per_minute:
-        return 0
-    await catalog.backend.ask(Charge(
-        request_id=catalog.new_id(), num_tokens=num_tokens, is_spent=is_spent, credentials=catalog.credentials,
-        tenant=caller_of(request),
-    ))  # fmt: skip
-    return num_tokens
-
-
-async def set_right(catalog: Catalog, request: Request, taken: int, num_tokens: int) -> None:
-    """Give back, or take, what a charge was wrong by."""
-    if num_tokens != taken:
-        await charge(catalog, request, 0, num_tokens - taken, is_spent=True)

@@ -17,25 +17,12 @@ from starlette.responses import Response
 from archerfish.config import ServeConfig
 from archerfish.errors import InputTooLargeError, InvalidInputError
 from archerfish.observe.metrics import MetricRegistry
-from archerfish.serve import answers
-from archerfish.serve.bodies import (
-    INPUTS,
-    STRING,
-    STRINGS,
-    UNUSED,
-    Body,
-    BodyRoute,
-    Checked,
-    Values,
-    check_inputs,
-    check_some_texts,
-    check_text,
-    wrong_value,
-)
+from archerfish.serve import answers, bodies
+from archerfish.serve.bodies import STRING, STRINGS, UNUSED, Body, Checked, Values, check_some_texts, check_text
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, encode_json, json_response
-from archerfish.serve.sse import unless_gone
+from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import EmbedRequest, ScoreRequest, Vectors
 
 Array = npt.NDArray[np.float32]
@@ -48,7 +35,7 @@ Deadline = Annotated[
 
 def read_documents(value: Any, where: str) -> list[str]:
     if not isinstance(value, list) or not value:
-        raise wrong_value(f"{where} must be a list that is not empty.")
+        raise bodies.wrong_value(f"{where} must be a list that is not empty.")
     return [
         check_text(item["text"], f"{where}[{index}].text")
         if isinstance(item, dict) and "text" in item
@@ -66,7 +53,7 @@ class EmbeddingsBody(Body):
 
     unsupported: ClassVar[Values] = {"truncate_prompt_tokens": (-1,)}  # -1: the model's length
 
-    input: Annotated[list[str | list[int]], Checked(check_inputs, INPUTS)]
+    input: Annotated[list[str | list[int]], Checked(bodies.check_inputs, bodies.INPUTS)]
     model: str | None = Field(None, description="Name of the served model; left out: the first embedding model.")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32.")
     dimensions: int | None = Field(None, ge=1, description="Keep only the first so many dimensions, scaled to length 1.")
@@ -106,9 +93,9 @@ class VectorRoutes:
         self.texts = registry.counter("archerfish_texts_total", "Texts or pairs computed.", ("route",))
         self.tokens = registry.counter("archerfish_tokens_total", "Tokens computed.", ("route",))
         self.routes = [
-            BodyRoute("/v1/embeddings", self.embeddings, EmbeddingsBody),
-            BodyRoute("/v1/rerank", self.rerank, RerankBody),
-            BodyRoute("/similarity", self.similarity, SimilarityBody),
+            BodyRoute("/v1/embeddings", self.embeddings, EmbeddingsBody, answers.Embeddings),
+            BodyRoute("/v1/rerank", self.rerank, RerankBody, answers.Ranking),
+            BodyRoute("/similarity", self.similarity, SimilarityBody, answers.Similarities),
         ]
 
     async def embeddings(self, request: Request, body: EmbeddingsBody) -> Response:
@@ -123,12 +110,14 @@ class VectorRoutes:
             if error.code in (InvalidInputError.code, InputTooLargeError.code):
                 error.param = error.param or "input"
             raise
-        rows = shorten(rows, body.dimensions)
-        is_base64 = body.encoding_format == "base64"
-        data: Any = await encode_items(
-            answers.Embedding(index=index, embedding=base64_floats(row) if is_base64 else row.tolist())
-            for index, row in enumerate(rows)
-        )
+        if body.dimensions is not None and body.dimensions < rows.shape[1]:
+            rows = rows[:, : body.dimensions]
+            norms = np.linalg.norm(rows, axis=1, keepdims=True)
+            rows = np.asarray(rows / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
+        shown: Iterable[list[float] | str] = (row.tolist() for row in rows)
+        if body.encoding_format == "base64":
+            shown = (base64.b64encode(row.astype("<f4").tobytes()).decode() for row in rows)
+        data: Any = await encode_items(answers.Embedding(index=index, embedding=row) for index, row in enumerate(shown))
         usage = self.usage("/v1/embeddings", len(rows), num_tokens)
         return json_response(answers.Embeddings(data=data, model=card.id, usage=usage))
 
@@ -139,7 +128,7 @@ class VectorRoutes:
         if card.kind == "cross-encoder":
             address = self.catalog.address(request, card)
             message = ScoreRequest(query=body.query, documents=body.documents, deadline_s=body.deadline_s, **address)
-            rows, num_tokens = await self.ask(request, message)
+            rows, num_tokens = await self.ask(message)
             scores = rows[:, 0]
         else:
             rows, num_tokens = await self.embed(request, card, [body.query, *body.documents], body.deadline_s)
@@ -170,11 +159,11 @@ class VectorRoutes:
     ) -> tuple[Array, int]:
         """Vectors of length 1, and the number of tokens."""
         message = EmbedRequest(texts=list(texts), normalize=True, deadline_s=deadline_s, **self.catalog.address(request, card))
-        return await self.ask(request, message)
+        return await self.ask(message)
 
-    async def ask(self, request: Request, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
+    async def ask(self, message: EmbedRequest | ScoreRequest) -> tuple[Array, int]:
         """The rows that the backend computes, and the number of tokens."""
-        answer = await unless_gone(request, self.catalog.backend.ask(message))
+        answer = await self.catalog.backend.ask(message)
         assert isinstance(answer, Vectors)
         rows = np.frombuffer(answer.data, dtype="<f4").reshape(answer.num_rows, answer.num_columns)
         return rows.astype(np.float32, copy=False), answer.num_tokens
@@ -190,19 +179,6 @@ class VectorRoutes:
         self.texts.add(num_texts, route=route)
         self.tokens.add(num_tokens, route=route)
         return answers.VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-
-
-def shorten(rows: Array, dimensions: int | None) -> Array:
-    """The first dimensions of each row, scaled to length 1 again."""
-    if dimensions is None or dimensions == rows.shape[1]:
-        return rows
-    short = rows[:, :dimensions]
-    norms = np.linalg.norm(short, axis=1, keepdims=True)
-    return np.asarray(short / np.maximum(norms, np.finfo(np.float32).tiny), np.float32)
-
-
-def base64_floats(row: Array) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()
 
 
 async def encode_items(items: Iterable[Any]) -> list[msgspec.Raw]:

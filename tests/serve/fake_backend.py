@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -16,17 +16,12 @@ import numpy as np
 from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from archerfish.config import EngineConfig, ServeConfig
+from archerfish.config import EngineConfig
 from archerfish.engine.request_maker import RUNNING_OPTIONS
 from archerfish.engine.tts import VOCAB_SIZE
-from archerfish.serve.catalog import Catalog
+from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Part, Question, RemoteError
-from archerfish.serve.errors import HANDLERS
-from archerfish.serve.generation import TextService
-from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.openai_routes import OpenAIRoutes
-from archerfish.serve.responses_routes import ResponsesRoutes
-from archerfish.serve.token_routes import TextRoutes
+from archerfish.serve.tenants import Tenants
 from archerfish.serve.wire import (
     Chunk,
     Configure,
@@ -46,6 +41,7 @@ from archerfish.text.text_tokenizer import byte_alphabet
 
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
+KEY = "a-key-of-the-tenant-acme"
 TEMPLATE = (
     "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>{% endif %}"
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}"
@@ -78,6 +74,13 @@ def model_directory() -> Path:
     return save_model(Path(kept_directory().name))
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def ids(text: str) -> list[int]:
     return list(text.encode())
 
@@ -106,7 +109,7 @@ class FakeBackend:
     def params(self) -> dict[str, Any]:
         return self.requests[-1].params
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Part]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
         self.requests.append(request)
         assert request.token_ids is not None
         assert request.wants_ids
@@ -210,18 +213,18 @@ def logprob_of(token_id: int, num_top: int) -> Logprob:
     return token_id, -0.5, 1, [(token_id, -0.5), (ord("?"), -1.5)][:num_top]
 
 
-def text_app(backend: FakeBackend, config: ServeConfig | None = None) -> Starlette:
-    """All routes for text over a backend."""
-    config = config or ServeConfig()
-    catalog = Catalog(backend, "pass", caller_of=lambda request: request.headers.get("x-tenant", ""))
-    service = TextService(catalog)
-    groups = OpenAIRoutes(service, config), ResponsesRoutes(service), MessagesRoutes(service), TextRoutes(service)
-    return Starlette(routes=[route for group in groups for route in group.routes], exception_handlers=HANDLERS)
+def fake_app(backend: FakeBackend) -> Starlette:
+    return create_app(backend, credentials="pass")
+
+
+def keyed_app(backend: FakeBackend) -> Starlette:
+    """An app with the key KEY of the tenant acme."""
+    return create_app(backend, credentials="pass", tenants=Tenants.from_text(f"acme={KEY}"))
 
 
 @asynccontextmanager
 async def client_for(
-    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = text_app
+    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = fake_app
 ) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -233,7 +236,7 @@ LIMIT_S = 20
 
 def with_backend(
     backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]],
-    app: Callable[[FakeBackend], Starlette] = text_app,
+    app: Callable[[FakeBackend], Starlette] = fake_app,
 ) -> None:
     """Run a test against the routes over a backend; no task may be left over."""
 
@@ -246,15 +249,16 @@ def with_backend(
 
 
 def post(
-    backend: FakeBackend, route: str, body: dict[str, Any], *, tenant: str = "",
-    app: Callable[[FakeBackend], Starlette] = text_app,
+    backend: FakeBackend, route: str, body: dict[str, Any] | bytes, *, app: Callable[[FakeBackend], Starlette] = fake_app,
+    headers: dict[str, str] | None = None,
 ) -> httpx.Response:
-    """One answer."""
+    """One answer. body: an object for JSON, or the bytes themselves."""
     answers: list[httpx.Response] = []
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **(headers or {})}
 
     async def test(client: httpx.AsyncClient) -> None:
-        headers = {"Content-Type": "application/json"} | ({"X-Tenant": tenant} if tenant else {})
-        answers.append(await client.post(route, content=json.dumps(body).encode(), headers=headers))
+        answers.append(await client.post(route, content=content, headers=sent))
 
     with_backend(backend, test, app)
     return answers[0]

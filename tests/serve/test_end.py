@@ -18,7 +18,7 @@ import uvicorn
 
 from archerfish.config import ServeConfig
 from archerfish.serve import front, run
-from archerfish.serve.catalog import ModelText
+from archerfish.text.text_tokenizer import TextTokenizer
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
@@ -183,7 +183,7 @@ def test_request_in_a_thread_leaves_no_traceback(
 
     with serving(tmp_path) as served:
         assert served.request("/tokenize", {"prompt": "a"}).getresponse().status == 200
-        monkeypatch.setattr(ModelText, "need_tokenizer", lambda *_: type("Slow", (), {"encode": encode})())
+        monkeypatch.setattr(TextTokenizer, "encode", encode)
         waiting = served.request("/tokenize", {"prompt": "a" * 10_000})
         assert entered.wait(LIMIT_S)
         served.stop()

@@ -15,7 +15,6 @@ from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, response_grammar
 from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
-from .client import error_of as http_error_of
 from .client import host_with, with_client
 from .fake_backend import TEMPLATE, FakeBackend, error_of, post
 from .hosting import add_llm
@@ -46,9 +45,9 @@ REGEX = '{"type": "regex", "regex": "[0-9]+"}'
         ({"type": ["regex"]}, "must be an object whose type is text,"), ("regex", "must be an object whose type is text,"),
     ],
 )  # fmt: skip
-def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: str) -> None:
+def test_misplaced_format_member(stated: Any, said: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        response_grammar(stated)
+        response_grammar(stated, "response_format")
     assert said in caught.value.message
     assert caught.value.param == "response_format"
     if isinstance(stated, dict):
@@ -56,9 +55,9 @@ def test_misplaced_format_member_error_shows_the_right_place(stated: Any, said: 
 
 
 def test_empty_members_of_a_format_are_ignored() -> None:
-    assert response_grammar({"type": "text", "regex": None, "schema": {}}) is None
+    assert response_grammar({"type": "text", "regex": None, "schema": {}}, "text") is None
     flat = {"type": "json_schema", "json_schema": None, "schema": {"type": "object"}, "name": "x", "strict": True}
-    assert response_grammar(flat) == {"kind": "json_schema", "value": {"type": "object"}}
+    assert response_grammar(flat, "text") == {"kind": "json_schema", "value": {"type": "object"}}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def function(**members: Any) -> dict[str, Any]:
     ("tool", "said"),
     [
         ({"name": "f", "input_schema": {}}, 'must be an object of type function: {"type": "function", "function"'),
-        ({"type": "function", "function": "f"}, "tools[0].function must be an object, not a string: {"),
+        ({"type": "function", "function": "f"}, "tools[0].function must be an object, as in {"),
         (function(input_schema={"type": "object"}), "unknown member 'input_schema'"),
         (function(parameters={"type": "string"}), "must be a schema of type \"object\", not type 'string'"),
         (function(parameters=True), 'must be a schema of type "object", not a boolean'),
@@ -191,28 +190,28 @@ def test_errors_not_about_grammars_are_unchanged() -> None:
     assert ToolUse.choose("hermes", [tool("f")], "required", None, None).explain(error) is error
 
 
-@pytest.mark.parametrize(
-    ("wrong", "choice", "said"),
-    [
-        ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed: Unimplemented"),
-        ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed: Unkn"),
-        ({"$ref": "#/$defs/x"}, "required", "cannot be followed: Pointer '/$defs/x' does not exist."),
-        ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
-        ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
-    ],
-)
-def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path, wrong: Any, choice: Any, said: str) -> None:
+FORCED: list[tuple[Any, Any, str]] = [
+    ({"not": {"type": "string"}}, "required", "of the tool 'g' cannot be followed: Unimplemented"),
+    ({"type": "string", "format": "foo"}, "required", "of the tool 'g' cannot be followed: Unkn"),
+    ({"$ref": "#/$defs/x"}, "required", "cannot be followed: Pointer '/$defs/x' does not exist."),
+    ({"pattern": "(?=a)"}, {"type": "function", "function": {"name": "g"}}, "The schema of the tool 'g' cannot"),
+    ({"pattern": "(?=a)"}, "required", "The schema of a tool cannot be followed: look-around"),
+]
+
+
+def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
     (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)
-    body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
 
     async def test(client: httpx.AsyncClient) -> None:
-        for stream in (False, True):
-            answer = await client.post(CHAT, json={**body, "stream": stream})
-            error = http_error_of(answer)
-            assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
-            assert said in error["message"]
-            assert 'tool_choice "auto"' in error["message"]
+        for wrong, choice, said in FORCED:
+            body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
+            for stream in (False, True):
+                answer = await client.post(CHAT, json={**body, "stream": stream})
+                error = error_of(answer)
+                assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
+                assert said in error["message"]
+                assert 'tool_choice "auto"' in error["message"]
 
     with_client(test, host)

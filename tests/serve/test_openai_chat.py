@@ -1,14 +1,11 @@
-import asyncio
-import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, post, prompt_of, until, with_backend
+from .fake_backend import END, MODEL, FakeBackend, error_of, events, ids, keyed_app, post, prompt_of
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -66,7 +63,7 @@ def test_every_parameter_reaches_the_engine() -> None:
     }
     others = {"max_completion_tokens": 9, "logit_bias": {"5": 1, "6": -2.5}, "logprobs": True, "top_logprobs": 2, "stop": "zz",
               "priority": -3, "deadline_s": 2.5, "user": "me", "metadata": {"a": "b"}, "store": False, "model": "writer"}
-    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, tenant="acme")
+    answer = post(backend, CHAT, {"messages": HI, **stated, **others}, app=keyed_app)
     assert answer.status_code == 200, answer.text
     sent = backend.requests[-1]
     expected = {**stated, "max_tokens": 9, "logit_bias": {5: 1, 6: -2.5}, "logprobs": 2}
@@ -158,70 +155,6 @@ def test_prompt_has_roles_parts_and_calls() -> None:
         '<|start|>system\nBe brief<|end|><|start|>user\na\nb<|end|><|start|>assistant\n[weather {"city": "Rome"}]<|end|>'
         "<|start|>tool\nsunny<|end|><|start|>assistant\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({}, "messages", "The parameter 'messages' is missing."),
-        ({"messages": []}, "messages", "not empty"),
-        ({"messages": "Hi"}, "messages", "must be a list"),
-        ({"messages": ["Hi"]}, "messages", "messages[0] must be an object, not a string."),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages", "not 'king'"),
-        ({"messages": [{"content": "x"}]}, "messages", "messages[0].role must be system, developer, user, assistant or tool"),
-        ({"messages": [{"role": "user"}]}, "messages", "messages[0].content is missing."),
-        ({"messages": [{"role": "user", "contents": "x"}]}, "messages", "unknown member 'contents'. Did you mean 'content'?"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "of type 'image_url', which is not"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages[0].tool_call_id must be a string"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages", "neither content nor tool_calls"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
-        ({"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
-        ({"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
-        ({"messages": HI, "temperature": "1"}, "temperature", "must be a number, not '1'."),
-        ({"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
-        ({"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        ({"messages": HI, "top_logprobs": 65, "logprobs": True}, "top_logprobs", "from 0 to 64"),
-        ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
-        ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
-        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
-        ({"messages": HI, "stop": [""]}, "stop", "not empty"),
-        ({"messages": HI, "stop": 3}, "stop", "a string or a list of strings, not a number"),
-        ({"messages": HI, "top_k": 10**30}, "top_k", "top_k cannot be sent to the engine"),
-        ({"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
-        ({"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
-        ({"messages": HI, "stop_token_ids": [10**9]}, "stop_token_ids", "outside of the vocabulary"),
-        ({"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
-        ({"messages": HI, "priority": 10**30}, "priority", "out of range"),
-        ({"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be"),
-        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format", "json_object, json_schema"),
-        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "must hold a schema"),
-        ({"messages": HI, "guided_regex": "\ud800"}, "guided_regex", "guided_regex cannot be sent to the engine"),
-        ({"messages": HI, "guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "exclude each other"),
-        ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
-        ({"messages": HI, "stream_options": {"include_usages": True}}, "include_usages", "Did you mean 'include_usage'?"),
-        ({"messages": HI, "tools": [{"type": "custom"}]}, "tools", "'custom' is not supported"),
-        ({"messages": HI, "tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name must be a string"),
-        ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot hold 'messages'"),
-        ({"messages": HI, "tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"messages": HI, "tools": [CLOCK], "tool_choice": "maybe"}, "tool_choice", 'must be "auto", "none"'),
-        ({"messages": HI, "tools": [CLOCK, CLOCK]}, "tools", "Two tools are called 'clock'"),
-        ({"messages": HI, "tools": [CLOCK], "guided_regex": "a"}, "tools", "exclude each other"),
-        (
-            {"messages": HI, "tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clok"}}},
-            "tool_choice", "Did you mean 'clock'?",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_value_names_its_parameter(body: dict[str, Any], param: str | None, message: str) -> None:
-    backend = FakeBackend()
-    answer = post(backend, CHAT, body)
-    assert answer.status_code == 400, answer.text
-    error = error_of(answer)
-    assert message in error["message"]
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-    assert backend.requests == []
 
 
 def test_wrong_model_and_long_prompt() -> None:
@@ -343,44 +276,3 @@ def test_parallel_tool_calls_false_gives_one_call(stream: bool) -> None:
     answer = post(FakeBackend(CALLS), CHAT, body)
     assert "weather" in answer.text
     assert "clock" not in answer.text
-
-
-def test_disconnect_cancels_the_request() -> None:
-    """Before the first token, and during a stream."""
-    for stream, num_before in ((False, 0), (True, 0), (True, 2)):
-        backend = FakeBackend("abcdef")
-        backend.gate.clear()
-        backend.num_before_gate = num_before
-
-        async def test(client: httpx.AsyncClient, stream: bool = stream, num_before: int = num_before,
-                       backend: FakeBackend = backend) -> None:
-            transport: Any = client._transport
-            app = transport.app
-            body = json.dumps({"messages": HI, "stream": stream, "stop": "zz"}).encode()
-            gone = asyncio.Event()
-            sent: list[dict[str, Any]] = []
-            inbox = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive() -> dict[str, Any]:
-                if inbox:
-                    return inbox.pop()
-                await gone.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: dict[str, Any]) -> None:
-                sent.append(message)
-
-            scope = {
-                "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": CHAT,
-                "raw_path": CHAT.encode(), "query_string": b"", "headers": [(b"content-type", b"application/json")],
-                "scheme": "http", "server": ("test", 80), "client": ("test", 1), "root_path": "",
-            }
-            running = asyncio.create_task(app(scope, receive, send))
-            await until(lambda: bool(backend.requests))
-            await until(lambda: backend.num_sent == num_before and len(sent) >= min(num_before, 1))
-            gone.set()
-            await running
-            assert len(backend.left) == 1
-            assert not any(b"[DONE]" in message.get("body", b"") for message in sent)
-
-        with_backend(backend, test)

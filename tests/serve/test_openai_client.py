@@ -11,13 +11,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-import uvicorn
 from anthropic.types import TextBlock, ToolUseBlock
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 
-from .fake_backend import LIMIT_S, MODEL, FakeBackend, text_app
+from .client import running
+from .fake_backend import LIMIT_S, MODEL, FakeBackend, fake_app
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
 TOOL: Any = {"type": "function", "strict": False, **WEATHER}
@@ -25,20 +25,10 @@ CALL = 'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"
 
 
 @contextmanager
-def running(backend: FakeBackend) -> Iterator[str]:
+def serving(backend: FakeBackend) -> Iterator[str]:
     """The address of a server in a thread."""
-    # The socket listens before the server runs, so that nobody need wait for it.
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        server = uvicorn.Server(uvicorn.Config(text_app(backend), log_level="error", ws="none", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            host, port = listener.getsockname()
-            yield f"http://{host}:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
+    with running(fake_app(backend)) as (host, port):
+        yield f"http://{host}:{port}"
 
 
 def reply(request: GenerationRequest) -> str:
@@ -50,7 +40,7 @@ def reply(request: GenerationRequest) -> str:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with running(FakeBackend(reply)) as url:
+    with serving(FakeBackend(reply)) as url:
         yield url
 
 
@@ -163,7 +153,7 @@ def test_package_raises_its_error_classes(client: openai.OpenAI) -> None:
 def test_refusals_and_broken_streams() -> None:
     backend = FakeBackend()
     backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=3)
-    with running(backend) as address:
+    with serving(backend) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt="a", stream=True)
@@ -232,7 +222,7 @@ def test_closed_socket_cancels_the_request() -> None:
     backend.left = Left()
     backend.num_before_gate = 2
     backend.gate.clear()
-    with running(backend) as address:
+    with serving(backend) as address:
         host, port = address.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "a", "stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

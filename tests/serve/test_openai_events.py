@@ -1,6 +1,9 @@
-"""How events are sent, whatever they contain."""
+"""How requests are answered while their client is there, and how events are sent, whatever they contain."""
+
+from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,185 +11,162 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
-from archerfish.serve.client import AsyncClient
-from archerfish.serve.errors import ClientGoneError
-from archerfish.serve.sse import KEEP_ALIVE, EventStream, Outbox
+from archerfish.config import ServeConfig
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.app import create_app
+from archerfish.serve.bodies import Body
+from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.generation import KEEP_ALIVE
+from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
-from .fake_backend import FakeBackend, events, ids, post
+from .fake_backend import FakeBackend, events, ids, post, until
 from .hosting import add_llm, make_host, talk
 
 LIMIT_S = 20
+STREAM = {"prompt": "p", "max_tokens": 50, "stream": True}
 
 
 class Reader:
-    """The client of an ASGI app: reads what it sends, slowly on request, and may disconnect."""
+    """The client of one request to an ASGI app. It reads what the app sends, and may disconnect."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Starlette, path: str = "/v1/completions", body: dict[str, Any] = STREAM) -> None:
+        self.app, self.path = app, path
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
-        self.reads = asyncio.Event()
-        self.reads.set()
-        self.request = Request({"type": "http"}, self.receive)
+        self.requests = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive(self) -> dict[str, Any]:
+        if self.requests:
+            return self.requests.pop()
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
-        await self.reads.wait()
 
     @property
-    def bodies(self) -> list[bytes]:
+    def data(self) -> list[bytes]:
         return [message["body"] for message in self.sent if message["type"] == "http.response.body"]
 
-    async def read(self, stream: EventStream) -> None:
-        await stream({"type": "http"}, self.receive, self.send)
+    async def read(self) -> None:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": self.path, "headers": headers, "query_string": b""}
+        await self.app(scope, self.receive, self.send)
 
 
-def run(test: Callable[[Reader], Awaitable[None]]) -> None:
+def run(test: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S):
-            await test(Reader())
+            await test()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
 
 
-def write_error(error: Exception) -> bytes:
-    return f"error {error}".encode()
+@pytest.mark.parametrize(("stream", "num_before"), [(True, 0), (True, 1), (False, 0)])
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_disconnect_cancels_generation(stream: bool, num_before: int, num_prompts: int) -> None:
+    """Before the first event of a stream, and afterwards."""
 
-
-def test_waiting_events_are_sent_in_one_write() -> None:
-    async def produce(outbox: Outbox) -> None:
-        for number in range(3):
-            outbox.put(b"%d" % number)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-    async def test(reader: Reader) -> None:
-        await reader.read(await EventStream(produce, write_error).start(reader.request))
-        assert reader.bodies == [b"012", b""]
-        assert [message.get("more_body") for message in reader.sent] == [None, True, False]
-
-    run(test)
-
-
-def test_error_is_raised_before_and_written_after_the_first_event() -> None:
-    async def fails_first(outbox: Outbox) -> None:
-        raise ValueError("no")
-
-    async def fails_later(outbox: Outbox) -> None:
-        outbox.put(b"a")
-        raise ValueError("no")
-
-    async def test(reader: Reader) -> None:
-        with pytest.raises(ValueError, match="no"):
-            await EventStream(fails_first, write_error).start(reader.request)
-        await reader.read(await EventStream(fails_later, write_error).start(reader.request))
-        assert b"".join(reader.bodies) == b"aerror no"
-
-    run(test)
-
-
-def test_disconnect_before_the_first_event_cancels() -> None:
-    was_cancelled = asyncio.Event()
-
-    async def waits(outbox: Outbox) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            was_cancelled.set()
-
-    async def test(reader: Reader) -> None:
+    async def test() -> None:
+        backend, registry = FakeBackend(), MetricRegistry()
+        backend.gate.clear()
+        backend.num_before_gate = num_before
+        body = {**STREAM, "prompt": ["p"] * num_prompts, "stream": stream}
+        reader = Reader(create_app(backend, registry=registry), body=body)
+        reading = asyncio.create_task(reader.read())
+        await until(lambda: len(backend.requests) == num_prompts and len(reader.data) == num_before * num_prompts)
         reader.gone.set()
-        with pytest.raises(ClientGoneError):
-            await EventStream(waits, write_error).start(reader.request)
-        assert was_cancelled.is_set()
-
-    run(test)
-
-
-def test_slow_reader_makes_the_producer_wait() -> None:
-    produced: list[int] = []
-
-    async def produce(outbox: Outbox) -> None:
-        for number in range(100):
-            outbox.put(b"x" * 10)
-            produced.append(number)
-            if outbox.is_full:
-                await outbox.wait_for_room()
-
-    async def test(reader: Reader) -> None:
-        reader.reads.clear()
-        stream = await EventStream(produce, write_error, max_waiting_bytes=50).start(reader.request)
-        reading = asyncio.create_task(reader.read(stream))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(produced) == 6
-        reader.reads.set()
         await reading
-        assert b"".join(reader.bodies) == b"x" * 1000
+        assert len(backend.left) == num_prompts
+        [requests] = [metric for metric in registry if metric.name == "archerfish_requests_total"]
+        assert [sample.labels for sample in requests.samples()] == [("/v1/completions", "200" if num_before else "499")]
 
     run(test)
 
 
 def test_quiet_stream_sends_comments() -> None:
-    async def test(reader: Reader) -> None:
-        async def produce(outbox: Outbox) -> None:
-            while reader.bodies.count(KEEP_ALIVE) < 3:
-                await asyncio.sleep(0)
-            outbox.put(b"event")
-            raise ValueError("late")
+    """Also before the first event; a later error is an event."""
 
-        stream = await EventStream(produce, write_error, keep_alive_s=0.002).start(reader.request)
-        await reader.read(stream)
-        assert reader.bodies.count(KEEP_ALIVE) >= 3
-        assert [body for body in reader.bodies if body not in (KEEP_ALIVE, b"")] == [b"eventerror late"]
-
-    run(test)
-
-
-def test_error_after_a_comment_is_an_event() -> None:
-    async def test(reader: Reader) -> None:
-        async def produce(outbox: Outbox) -> None:
-            while KEEP_ALIVE not in reader.bodies:
-                await asyncio.sleep(0)
-            raise ValueError("refused")
-
-        stream = EventStream(produce, write_error, keep_alive_s=0.002)
-        await reader.read(await stream.start(reader.request))
-        assert reader.sent[0]["status"] == 200
-        assert b"".join(reader.bodies).replace(KEEP_ALIVE, b"") == b"error refused"
-
-    run(test)
-
-
-def test_disconnect_during_a_stream_cancels() -> None:
-    is_cancelled = False
-
-    async def produce(outbox: Outbox) -> None:
-        nonlocal is_cancelled
-        outbox.put(b"a")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            is_cancelled = True
-            raise
-
-    async def test(reader: Reader) -> None:
-        stream = await EventStream(produce, write_error).start(reader.request)
-        reading = asyncio.create_task(reader.read(stream))
-        while not reader.bodies:
-            await asyncio.sleep(0)
-        reader.gone.set()
+    async def test() -> None:
+        backend = FakeBackend()
+        backend.fails = {1: RemoteError("refused", status=400)}
+        backend.gate.clear()
+        reader = Reader(create_app(backend, ServeConfig(keep_alive_s=0.004)))
+        reading = asyncio.create_task(reader.read())
+        await until(lambda: reader.data.count(KEEP_ALIVE) >= 3)
+        backend.gate.set()
         await reading
-        assert is_cancelled
+        assert reader.sent[0]["status"] == 200
+        [first, last] = [data for data in reader.data if data != KEEP_ALIVE]
+        assert b'"text":"H"' in first
+        assert b'"message":"refused"' in last
+        assert [message.get("more_body") for message in reader.sent[-2:]] == [True, False]
 
     run(test)
+
+
+# Handlers
+
+
+def app_with(handler: Callable[[], Awaitable[None]]) -> Starlette:
+    async def answer(request: Request, body: Body) -> Response:
+        await handler()
+        return Response(b"done")
+
+    return Starlette(routes=[BodyRoute("/", answer, Body, None)])
+
+
+def test_disconnect_cancels_a_handler() -> None:
+    async def test() -> None:
+        has_begun, is_cancelled = asyncio.Event(), False
+
+        async def handler() -> None:
+            nonlocal is_cancelled
+            has_begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                is_cancelled = True
+                raise
+
+        for is_gone in (True, False):
+            reader = Reader(app_with(handler), "/", {})
+            task = asyncio.create_task(reader.read())
+            await has_begun.wait()
+            has_begun.clear()
+            if is_gone:
+                reader.gone.set()
+            else:
+                task.cancel()
+            with pytest.raises(ClientDisconnect if is_gone else asyncio.CancelledError):
+                await task
+            assert is_cancelled
+            is_cancelled = False
+
+    run(test)
+
+
+def test_handler_may_raise_its_own_timeout() -> None:
+    async def fail() -> None:
+        raise TimeoutError("of the handler")
+
+    async def test() -> None:
+        with pytest.raises(TimeoutError, match="of the handler"):
+            await Reader(app_with(fail), "/", {}).read()
+        reader = Reader(app_with(lambda: asyncio.sleep(0)), "/", {})
+        await reader.read()
+        assert reader.data == [b"done"]
+
+    run(test)
+
+
+# Chunks and stops
 
 
 @pytest.mark.no_cover
@@ -212,31 +192,6 @@ def test_text_and_usage_do_not_depend_on_chunk_sizes(text: str, stop: list[str],
     else:
         written, usage = answer.json()["choices"][0]["text"], answer.json()["usage"]
     assert (written, usage["completion_tokens"], usage["prompt_tokens"]) == (shown, num_tokens, 1)
-
-
-def test_several_producers_wait_for_room() -> None:
-    async def main() -> None:
-        outbox = Outbox(max_bytes=10)
-        num_written = 0
-
-        async def produce() -> None:
-            nonlocal num_written
-            for _ in range(3):
-                outbox.put(b"x" * 11)
-                num_written += 11
-                await outbox.wait_for_room()
-
-        async with asyncio.timeout(LIMIT_S):
-            producers = asyncio.gather(*(produce() for _ in range(5)))
-            num_read = 0
-            while not producers.done() or outbox.is_full:
-                if outbox.is_full:
-                    num_read += len(outbox.take())
-                await asyncio.sleep(0)
-            await producers
-        assert num_read == num_written == 5 * 3 * 11
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("stream", [False, True])

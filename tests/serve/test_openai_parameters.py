@@ -13,7 +13,6 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 from archerfish.text.chat_template import texts_in
 
@@ -151,7 +150,7 @@ def test_tables_have_no_other_parameters() -> None:
 
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in SUPPORTED.items() for name in table])
 def test_supported_parameters(route: str, name: str) -> None:
-    answer = post(FakeBackend(), route, {**BODIES[route], **SUPPORTED[route][name]}, app=create_app)
+    answer = post(FakeBackend(), route, {**BODIES[route], **SUPPORTED[route][name]})
     assert answer.status_code == 200, answer.text
 
 
@@ -159,9 +158,9 @@ def test_supported_parameters(route: str, name: str) -> None:
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in WITHOUT_EFFECT.items() for name in table])
 def test_parameters_without_effect(route: str, name: str) -> None:
     backend = FakeBackend()
-    answer = post(backend, route, {**BODIES[route], name: WITHOUT_EFFECT[route][name]}, app=create_app)
+    answer = post(backend, route, {**BODIES[route], name: WITHOUT_EFFECT[route][name]})
     assert answer.status_code == 200, answer.text
-    post(backend, route, BODIES[route], app=create_app)
+    post(backend, route, BODIES[route])
     if backend.requests:
         first, second = backend.requests
         assert (first.token_ids, first.params, first.stream) == (second.token_ids, second.params, second.stream)
@@ -170,7 +169,7 @@ def test_parameters_without_effect(route: str, name: str) -> None:
 @pytest.mark.parametrize(("route", "name"), [(route, name) for route, table in REFUSED.items() for name in table])
 def test_refused_parameters(route: str, name: str) -> None:
     backend = FakeBackend()
-    answer = post(backend, route, {**BODIES[route], name: REFUSED[route][name]}, app=create_app)
+    answer = post(backend, route, {**BODIES[route], name: REFUSED[route][name]})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert name in error["message"]
@@ -182,7 +181,7 @@ def test_refused_parameters(route: str, name: str) -> None:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_unknown_parameters(route: str) -> None:
-    answer = post(FakeBackend(), route, {**BODIES[route], "tempratur": 1}, app=create_app)
+    answer = post(FakeBackend(), route, {**BODIES[route], "tempratur": 1})
     assert answer.status_code == 400
     assert "Unknown parameter 'tempratur'." in answer.json()["error"]["message"]
 
@@ -196,20 +195,20 @@ def test_max_tokens_above_the_context_is_refused(route: str, name: str) -> None:
     """A limit up to the whole context is accepted, also if the prompt leaves less room."""
     backend = FakeBackend(max_length=1000)
     for number in (1001, 10**12, 10**30):
-        answer = post(backend, route, {**BODIES[route], name: number}, app=create_app)
+        answer = post(backend, route, {**BODIES[route], name: number})
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert f"{name} is {number:,}; this model takes 1,000 tokens, prompt and answer together." in error["message"]
         assert error["type"] == "invalid_request_error" and error.get("param", name) == name
     assert not backend.requests
-    assert post(backend, route, {**BODIES[route], name: 1000}, app=create_app).status_code == 200
+    assert post(backend, route, {**BODIES[route], name: 1000}).status_code == 200
     assert backend.params()["max_tokens"] == 1000
 
 
 def test_seed_minus_one_means_no_seed() -> None:
     for seed, told in ((-1, None), (-2, 2**64 - 2), (5, 5)):
         backend = FakeBackend()
-        assert post(backend, CHAT, {**BODIES[CHAT], "seed": seed}, app=create_app).status_code == 200
+        assert post(backend, CHAT, {**BODIES[CHAT], "seed": seed}).status_code == 200
         assert backend.params().get("seed") == told
 
 
@@ -219,10 +218,10 @@ def test_errors_use_the_parameter_names_of_the_route(route: str, name: str) -> N
         ({name: -1}, rf"^{name} must be a whole number at least 1, not -1\."),
         ({name: 4, "min_tokens": 5}, rf"^min_tokens \(5\) is above {name} \(4\)\."),
     ):  # fmt: skip
-        answer = post(FakeBackend(), route, {**BODIES[route], **stated}, app=create_app)
+        answer = post(FakeBackend(), route, {**BODIES[route], **stated})
         assert answer.status_code == 400 and re.match(expected, answer.json()["error"]["message"]), answer.text
     body = {**BODIES[CHAT], "logprobs": True, "top_logprobs": 65}
-    assert post(FakeBackend(), CHAT, body, app=create_app).json()["error"]["message"].startswith("top_logprobs must be")
+    assert post(FakeBackend(), CHAT, body).json()["error"]["message"].startswith("top_logprobs must be")
 
 
 FORMS: list[tuple[str, dict[str, Any], str]] = [
@@ -241,7 +240,7 @@ def test_invalid_grammar_error_names_the_parameter(
     backend = FakeBackend()
     for message, expected in (("The grammar of kind regex is not valid: unclosed group.", param), ("Too many blocks.", None)):
         backend.fails[0] = RemoteError(message, code="invalid_input", status=400)
-        answer = post(backend, route, {**BODIES[route], **stated, "stream": stream}, app=create_app)
+        answer = post(backend, route, {**BODIES[route], **stated, "stream": stream})
         assert answer.status_code == 400, answer.text
         assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (message, expected)
 
@@ -261,9 +260,9 @@ READ: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("route", "body", "param"), READ)
 def test_every_route_limits_prompt_bytes(route: str, body: dict[str, Any], param: str) -> None:
     backend = FakeBackend()
-    assert post(backend, route, body, app=create_app).status_code == 200
+    assert post(backend, route, body).status_code == 200
     backend.requests, backend.max_prompt_bytes = [], 50
-    answer = post(backend, route, body, app=create_app)
+    answer = post(backend, route, body)
     assert answer.status_code == 413, answer.text
     error = answer.json()["error"]
     assert "bytes; the limit is 50." in error["message"] and error.get("param", param) == param
@@ -278,7 +277,7 @@ def test_deeply_nested_tools_are_refused() -> None:
     for _ in range(50):  # a stack that is deep itself, as under a tracer, still reads it
         schema = {"properties": {"a": schema}}
     tools = [{"type": "function", "function": {**FUNCTION, "parameters": schema}}]
-    answer = post(backend, CHAT, {"messages": HI, "tools": tools}, app=create_app)
+    answer = post(backend, CHAT, {"messages": HI, "tools": tools})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "tools[0] is nested too deeply.")
     nested: Any = "inside"
     for _ in range(10**5):

@@ -170,15 +170,6 @@ def test_examples_survive_shell_quoting() -> None:
 # What its script does
 
 
-@needs_node
-def test_script_can_be_parsed(tmp_path: Path) -> None:
-    assert NODE is not None
-    path = tmp_path / "page.mjs"
-    path.write_text(Parts(page("http://here", [WRITER, VECTORS])).script)
-    done = subprocess.run([NODE, "--check", str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 BROWSER = """
 const made = {};
 const element = () => ({

@@ -5,7 +5,7 @@ import pytest
 
 from archerfish.serve.client import RemoteError
 
-from .fake_backend import MODEL, FakeBackend, error_of, events, post, prompt_of
+from .fake_backend import MODEL, FakeBackend, events, post, prompt_of
 
 RESPONSES = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -111,32 +111,6 @@ def test_formats_and_logprobs() -> None:
     [entry] = answer["output"][0]["content"][0]["logprobs"]
     likely = {"token": "y", "logprob": -0.5, "bytes": [121]}
     assert entry == {**likely, "top_logprobs": [likely]}
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"input": "Hi", "store": True}, "store", "keeps no responses"),
-        ({"input": "Hi", "previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
-        ({}, "input", "missing"),
-        ({"input": []}, "input", "not empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference', which is not supported"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text parts are"),
-        ({"input": "Hi", "reasoning": {"effort": "low"}}, "reasoning", "not supported"),
-        ({"input": "Hi", "background": True}, "background", "not supported"),
-        ({"input": "Hi", "truncation": "auto"}, "truncation", "not supported"),
-        ({"input": "Hi", "tools": [{"type": "web_search"}]}, "tools", "'web_search' is not supported"),
-        ({"input": "Hi", "include": ["file_search_call.results"]}, "include", "not supported"),
-        ({"input": "Hi", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-        ({"input": "Hi", "max_tokens": 5}, "max_tokens", "Did you mean 'min_tokens'"),
-    ],
-)
-def test_wrong_value_names_its_parameter(body: dict[str, Any], param: str, message: str) -> None:
-    answer = post(FakeBackend(), RESPONSES, body)
-    assert answer.status_code == 400, answer.text
-    error = error_of(answer)
-    assert message in error["message"]
-    assert error["param"] == param
 
 
 def test_error_during_a_stream() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -18,22 +18,13 @@ from archerfish.serve.result_cache import (
     NOT_PART_OF_THE_KEY,
     OVERHEAD_BYTES,
     CacheControl,
-    Recording,
     ResultCache,
-    generate_cached,
     key_of,
     parse_cache_control,
-    replay,
 )
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output, decode_request, encode
 
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from .fake_backend import Clock
 
 
 def request(**fields: Any) -> GenerationRequest:
@@ -51,7 +42,7 @@ def must_have(key: bytes | None) -> bytes:
     return key
 
 
-KEY = must_have(key_of(request(), "m"))
+KEY = must_have(key_of(request()))
 
 
 # Cache-Control
@@ -82,54 +73,53 @@ def test_any_header_can_be_read(header: str) -> None:
 # Keys
 
 
-def test_only_what_depends_on_nothing_but_itself_has_a_key() -> None:
-    assert key_of(request(), "m") is not None
-    assert key_of(request(params={"temperature": 0}), "m") is not None
-    assert key_of(request(params={"temperature": 0.7, "seed": 0}), "m") is not None
-    assert key_of(request(params={"temperature": 0.7}), "m") is None
-    assert key_of(GenerationRequest(request_id="r", prompt="x"), "m") is None, "the default temperature is 1"
-    assert key_of(request(params={"logit_bias": {"x": object()}}), "m") is None
+def test_only_deterministic_requests_have_a_key() -> None:
+    assert key_of(request()) is not None
+    assert key_of(request(params={"temperature": 0})) is not None
+    assert key_of(request(params={"temperature": 0.7, "seed": 0})) is not None
+    assert key_of(request(params={"temperature": 0.7})) is None
+    assert key_of(GenerationRequest(request_id="r", prompt="x")) is None, "the default temperature is 1"
 
 
 @pytest.mark.parametrize("change", [
     {"prompt": "hello "}, {"prompt": None, "token_ids": [1]}, {"prompt": None, "messages": [{"content": "hello"}]},
     {"template_options": {"tools": []}}, {"params": {"max_tokens": 9}}, {"params": {"seed": 1}}, {"params": {"stop": ["x"]}},
     {"params": {"logit_bias": {5: 1.0}}}, {"params": {"grammar": {"kind": "json", "value": None}}}, {"wants_ids": True},
+    {"model": "other"},
 ], ids=str)  # fmt: skip
-def test_whatever_changes_the_answer_changes_the_key(change: dict[str, Any]) -> None:
-    assert key_of(request(**change), "m") != KEY
-    assert key_of(request(), "other") != KEY
+def test_key_changes_with_the_answer(change: dict[str, Any]) -> None:
+    assert key_of(request(**change)) != KEY
 
 
-def test_every_field_of_a_request_is_in_the_key_or_left_out_on_purpose() -> None:
+def test_key_covers_every_field() -> None:
     """A new field of GenerationRequest or of SamplingParams must not let answers be mixed up."""
     values: dict[str, Any] = {"prompt": "p", "token_ids": [1], "messages": [{}], "template_options": {"a": 1}, "params": {}}
     for field in msgspec.structs.fields(GenerationRequest):
         if field.encode_name in NOT_PART_OF_THE_KEY:
             continue
-        value = values.get(field.name, True)
+        value = values.get(field.name, "x" if field.name == "model" else True)
         changed = request(**{field.name: value}) if field.name != "params" else request(params={"seed": 3})
-        assert key_of(changed, "m") != KEY, field.name
-    seeded = key_of(request(params={"seed": 1}), "m")
+        assert key_of(changed) != KEY, field.name
+    seeded = key_of(request(params={"seed": 1}))
     for spec in dataclasses.fields(SamplingParams):
-        assert key_of(request(params={"seed": 1, spec.name: 7}), "m") != seeded, spec.name
+        assert key_of(request(params={"seed": 1, spec.name: 7})) != seeded, spec.name
 
 
-def test_what_does_not_change_the_answer_does_not_change_the_key() -> None:
+def test_key_ignores_who_asks_and_how() -> None:
     other = request(stream=True, priority=3, deadline_s=2.0, credentials="c", tenant="t", takes_bundles=True)
     other.request_id = "another"
-    assert key_of(other, "m") == key_of(request(model="m"), "m") == KEY
-    assert key_of(request(params={"top_k": 1, "seed": 2}), "m") == key_of(request(params={"seed": 2, "top_k": 1}), "m")
+    assert key_of(other) == KEY
+    assert key_of(request(params={"top_k": 1, "seed": 2})) == key_of(request(params={"seed": 2, "top_k": 1}))
     sent = decode_request(encode(request()))
-    assert isinstance(sent, GenerationRequest) and key_of(sent, "m") == KEY
+    assert isinstance(sent, GenerationRequest) and key_of(sent) == KEY
 
 
 # Keeping
 
 
-def test_off_unless_it_is_given_room() -> None:
+def test_cache_is_off_by_default() -> None:
     cache = ResultCache()
-    assert not cache.is_enabled and not cache.put("a", KEY, answer()) and cache.get("a", KEY) is None
+    assert not cache.put("a", KEY, answer()) and cache.get("a", KEY) is None
     assert cache.totals()["misses"] == 0
 
 
@@ -138,7 +128,7 @@ def test_an_answer_comes_back_whole() -> None:
     cache = ResultCache(100_000, 60.0, clock=clock)
     assert cache.get("a", KEY) is None
     assert cache.put("a", KEY, answer(metrics={"ttft_ms": 3.0}, num_cached_tokens=2))
-    clock.now = 30.0
+    clock.now += 30.0
     found = cache.get("a", KEY)
     assert found is not None
     assert found.outputs == answer().outputs and (found.num_prompt_tokens, found.num_output_tokens) == (5, 3)
@@ -147,13 +137,13 @@ def test_an_answer_comes_back_whole() -> None:
     again = cache.get("a", KEY)
     assert again is not None and again.outputs[0].token_ids == [1, 2, 3], "what one caller does to it others do not see"
     assert cache.get("a", KEY, max_age_s=29.0) is None
-    clock.now = 60.0
+    clock.now += 30.0
     assert cache.get("a", KEY) is None
     assert (cache.totals()["hits"], cache.totals()["misses"]) == (2, 3)
 
 
 @pytest.mark.parametrize("reason", ["abort", "deadline", "error", None])
-def test_answers_that_are_not_complete_are_not_kept(reason: str | None) -> None:
+def test_incomplete_answers_are_not_kept(reason: str | None) -> None:
     cache = ResultCache(100_000)
     assert not cache.put("a", KEY, answer(reason=reason))
     mixed = answer()
@@ -176,7 +166,7 @@ events = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integer
 
 @settings(deadline=None, max_examples=60)
 @given(events)
-def test_what_a_tenant_sees_does_not_depend_on_others(history: list[tuple[str, int, int, float]]) -> None:
+def test_tenants_do_not_affect_each_other(history: list[tuple[str, int, int, float]]) -> None:
     def seen(names: str) -> list[object]:
         clock = Clock()
         cache = ResultCache(4 * (OVERHEAD_BYTES + 400), 20.0, max_tenants=2, window_size=4, min_hit_rate=0.3, clock=clock)
@@ -229,33 +219,13 @@ def streamed(given: GenerationRequest) -> list[Chunk | Generated]:
     return [*parts, Generated(request_id=given.request_id, model="m", num_prompt_tokens=4, num_output_tokens=4)]
 
 
-def test_a_stream_is_recorded_and_played_again() -> None:
-    recording, whole = Recording(), None
-    for message in streamed(request(stream=True)):
-        assert whole is None
-        whole = recording.take(message)
-    assert whole is not None
-    assert [(o.index, o.text, o.token_ids, o.finish_reason) for o in whole.outputs] == [
-        (0, "ab", [7, 2], "stop"), (1, "xy", [8, 2], "length"),
-    ]  # fmt: skip
-    assert whole.outputs[0].logprobs == [logprob(7), logprob(2)] and whole.outputs[0].cumulative_logprob == -1.0
-    plain = list(replay(whole, GenerationRequest(request_id="other")))
-    assert plain == [msgspec.structs.replace(whole, request_id="other")]
-    again = list(replay(whole, GenerationRequest(request_id="other", stream=True)))
-    assert [type(message) for message in again] == [Chunk, Chunk, Generated]
-    assert {message.request_id for message in again} == {"other"}
-    second = Recording()
-    assert [second.take(message) for message in again][-1] == msgspec.structs.replace(whole, request_id="other")
-    assert Recording().take(whole) is whole
-
-
 class Backend:
     def __init__(self) -> None:
         self.num_asked = 0
         self.num_left = 0
         self.fails = False
 
-    async def generate(self, given: GenerationRequest) -> AsyncIterator[Chunk | Generated]:
+    async def generate(self, given: GenerationRequest) -> AsyncGenerator[Chunk | Generated, None]:
         self.num_asked += 1
         is_done = False
         try:
@@ -272,11 +242,9 @@ class Backend:
             self.num_left += not is_done
 
 
-def ask(cache: ResultCache, backend: Backend, given: GenerationRequest, **options: Any) -> list[Chunk | Generated]:
+def ask(cache: ResultCache, backend: Backend, given: GenerationRequest, control: str = "") -> list[Chunk | Generated]:
     async def main() -> list[Chunk | Generated]:
-        usual: dict[str, Any] = {"model": "m", "namespace": "a", "control": CacheControl()}
-        made = generate_cached(cache, backend.generate, given, **usual | options)
-        return [message async for message in made]
+        return [message async for message in cache.generate(backend.generate, given, control)]
 
     return asyncio.run(main())
 
@@ -294,23 +262,41 @@ def test_equal_requests_are_computed_once() -> None:
     ask(cache, backend, request(params={"temperature": 1.0}))
     ask(cache, backend, request(params={"temperature": 1.0}))
     assert backend.num_asked == 4
-    ask(cache, backend, request(), namespace="b")
+    ask(cache, backend, request(tenant="b"))
     assert backend.num_asked == 5
 
 
-def test_headers_are_obeyed() -> None:
+def test_stream_is_recorded_and_played_again() -> None:
     cache, backend = ResultCache(100_000), Backend()
-    no_store, no_cache = parse_cache_control("no-store"), parse_cache_control("no-cache")
-    ask(cache, backend, request(), control=no_store)
+    given = request(stream=True)
+    first = ask(cache, backend, given)
+    assert first == streamed(given)
+    [whole] = ask(cache, backend, request())
+    assert isinstance(whole, Generated)
+    expected = [(0, [7, 2], "stop", [logprob(7), logprob(2)]), (1, [8, 2], "length", [logprob(8), logprob(2)])]
+    assert [(o.index, o.token_ids, o.finish_reason, o.logprobs) for o in whole.outputs] == expected
+    *chunks, last = ask(cache, backend, given)
+    assert [(c.index, c.token_ids, c.finish_reason, c.logprobs) for c in chunks if isinstance(c, Chunk)] == expected
+    assert isinstance(last, Generated) and not last.outputs
+    assert {message.request_id for message in (whole, *chunks, last)} == {"r"}
+    assert backend.num_asked == 1
+
+
+def test_headers_are_obeyed() -> None:
+    clock, backend = Clock(), Backend()
+    cache = ResultCache(100_000, clock=clock)
+    no_store, no_cache = "no-store", "no-cache"
+    ask(cache, backend, request(), no_store)
     assert cache.totals()["entries"] == 0
-    ask(cache, backend, request(), control=no_cache)
+    ask(cache, backend, request(), no_cache)
     assert cache.totals()["entries"] == 1 and backend.num_asked == 2
     ask(cache, backend, request())
     assert backend.num_asked == 2
-    ask(cache, backend, request(), control=no_cache)
-    ask(cache, backend, request(), control=no_store)
+    ask(cache, backend, request(), no_cache)
+    ask(cache, backend, request(), no_store)
     assert backend.num_asked == 4
-    ask(cache, backend, request(), control=CacheControl(max_age_s=-1.0))
+    clock.now += 2
+    ask(cache, backend, request(), "max-age=1")
     assert backend.num_asked == 5
     off = ResultCache()
     ask(off, backend, request())
@@ -318,14 +304,14 @@ def test_headers_are_obeyed() -> None:
     assert backend.num_asked == 7
 
 
-def test_what_fails_or_is_left_is_not_kept_and_is_given_up() -> None:
+def test_failed_or_cancelled_answer_is_not_kept() -> None:
     cache, backend = ResultCache(100_000), Backend()
 
     async def leave() -> None:
-        made = generate_cached(cache, backend.generate, request(stream=True), model="m", namespace="a", control=CacheControl())
+        made = cache.generate(backend.generate, request(stream=True))
         async for _ in made:
             break
-        await made.aclose()  # type: ignore[attr-defined]
+        await made.aclose()
 
     asyncio.run(leave())
     assert backend.num_left == 1 and cache.totals()["entries"] == 0

@@ -13,6 +13,7 @@ import pytest
 from archerfish.serve.vector_routes import encode_items
 
 from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, until, with_client
+from .fake_backend import FakeBackend, post
 from .hosting import WordEncoder
 
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
@@ -23,76 +24,63 @@ def pairs() -> WordEncoder:
     return WordEncoder("fake/pairs", is_cross_encoder=True)
 
 
+def ask(route: str, *bodies: dict[str, Any]) -> list[Any]:
+    """The answers of a service with one embedding model."""
+    found: list[Any] = []
+
+    async def test(client: httpx.AsyncClient) -> None:
+        for body in bodies:
+            answer = await client.post(route, json=body)
+            assert answer.status_code == 200, answer.text
+            found.append(answer.json())
+
+    with_client(test)
+    return found
+
+
 # Embeddings
 
 
 def test_embeddings_in_openai_shape() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(EMBEDDINGS, json={"input": ["one two", "three"], "model": WORDS, "user": "me"})
-        assert answer.status_code == 200
-        body = answer.json()
-        assert [item["index"] for item in body["data"]] == [0, 1]
-        assert body["object"] == "list"
-        assert {item["object"] for item in body["data"]} == {"embedding"}
-        assert body["model"] == WORDS
-        assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
-        expected = [WordEncoder.vector("one two"), WordEncoder.vector("three")]
-        np.testing.assert_array_equal(np.asarray([item["embedding"] for item in body["data"]], np.float32), expected)
-
-    with_client(test)
+    [body] = ask(EMBEDDINGS, {"input": ["one two", "three"], "model": WORDS, "user": "me"})
+    assert [(item["index"], item["object"]) for item in body["data"]] == [(0, "embedding"), (1, "embedding")]
+    assert (body["object"], body["model"]) == ("list", WORDS)
+    assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    expected = [WordEncoder.vector("one two"), WordEncoder.vector("three")]
+    np.testing.assert_array_equal(np.asarray([item["embedding"] for item in body["data"]], np.float32), expected)
 
 
 def test_base64_is_little_endian_float32() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(EMBEDDINGS, json={"input": "one", "encoding_format": "base64"})
-        raw = base64.b64decode(answer.json()["data"][0]["embedding"])
-        np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), WordEncoder.vector("one"))
-
-    with_client(test)
+    [body] = ask(EMBEDDINGS, {"input": "one", "encoding_format": "base64"})
+    raw = base64.b64decode(body["data"][0]["embedding"])
+    np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), WordEncoder.vector("one"))
 
 
 def test_token_ids_are_one_text_or_several() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        one = (await client.post(EMBEDDINGS, json={"input": [1, 2, 3]})).json()
-        several = (await client.post(EMBEDDINGS, json={"input": [[1, 2, 3], [4]]})).json()
-        assert [len(one["data"]), len(several["data"])] == [1, 2]
-        assert one["data"][0]["embedding"] == several["data"][0]["embedding"]
-        assert several["usage"]["prompt_tokens"] == 4
-
-    with_client(test)
+    one, several = ask(EMBEDDINGS, {"input": [1, 2, 3]}, {"input": [[1, 2, 3], [4]]})
+    assert [len(one["data"]), len(several["data"])] == [1, 2]
+    assert one["data"][0]["embedding"] == several["data"][0]["embedding"]
+    assert several["usage"]["prompt_tokens"] == 4
 
 
 def test_fewer_dimensions_have_length_one() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 3})
-        short = np.asarray(answer.json()["data"][0]["embedding"])
-        full = WordEncoder.vector("one")[:3]
-        np.testing.assert_allclose(short, full / np.linalg.norm(full), rtol=1e-6)
-        whole = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 8})
-        np.testing.assert_array_equal(np.asarray(whole.json()["data"][0]["embedding"], np.float32), WordEncoder.vector("one"))
-        refused = await client.post(EMBEDDINGS, json={"input": "one", "dimensions": 9})
-        assert refused.status_code == 400
-        assert error_of(refused)["param"] == "dimensions"
-
-    with_client(test)
+    short, whole = ask(EMBEDDINGS, {"input": "one", "dimensions": 3}, {"input": "one", "dimensions": 8})
+    full = WordEncoder.vector("one")
+    np.testing.assert_allclose(short["data"][0]["embedding"], full[:3] / np.linalg.norm(full[:3]), rtol=1e-6)
+    np.testing.assert_array_equal(np.asarray(whole["data"][0]["embedding"], np.float32), full)
+    refused = post(FakeBackend(), EMBEDDINGS, {"input": "one", "dimensions": 5})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "dimensions")
 
 
 # Ranking
 
 
 def test_rerank_by_cosine() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        body = {"query": "red fish", "documents": ["green bird", {"text": "red fish"}, "red bird"]}
-        answer = (await client.post(RERANK, json=body)).json()
-        assert answer["results"][0]["index"] == 1
-        assert answer["results"][0]["relevance_score"] == pytest.approx(1, abs=1e-6)
-        scores = [result["relevance_score"] for result in answer["results"]]
-        assert scores == sorted(scores, reverse=True)
-        assert len(scores) == 3
-        assert "document" not in answer["results"][0]
-        assert answer["usage"]["total_tokens"] == 8
-
-    with_client(test)
+    [answer] = ask(RERANK, {"query": "red fish", "documents": ["green bird", {"text": "red fish"}, "red bird"]})
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert answer["results"][0] == {"index": 1, "relevance_score": pytest.approx(1, abs=1e-6)}
+    assert scores == sorted(scores, reverse=True) and len(scores) == 3
+    assert answer["usage"]["total_tokens"] == 8
 
 
 def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
@@ -133,15 +121,12 @@ def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
 
 
 def test_similarity_is_a_list_or_a_matrix() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        one = (await client.post(SIMILARITY, json={"source": "a b", "sentences": ["a b", "c"]})).json()
-        assert one["similarities"][0] == pytest.approx(1, abs=1e-6)
-        assert one["similarities"][1] < 0.99
-        several = (await client.post(SIMILARITY, json={"source": ["c", "a b"], "sentences": ["a b", "c"]})).json()
-        assert several["similarities"][1] == pytest.approx(one["similarities"], abs=1e-6)
-        assert several["usage"]["total_tokens"] == 6
-
-    with_client(test)
+    sentences = {"sentences": ["a b", "c"]}
+    one, several = ask(SIMILARITY, {"source": "a b", **sentences}, {"source": ["c", "a b"], **sentences})
+    assert one["similarities"][0] == pytest.approx(1, abs=1e-6)
+    assert one["similarities"][1] < 0.99
+    assert several["similarities"][1] == pytest.approx(one["similarities"], abs=1e-6)
+    assert several["usage"]["total_tokens"] == 6
 
 
 # Several requests at once

@@ -41,9 +41,9 @@ def test_second_request_waits_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch)
         may_go_on.set()
         text = await second
         assert text is await first
-        text.check_size(100 * len("<|start|>") - len("<|start|>"), "prompt")
-        with pytest.raises(ContextLengthError):
-            text.check_size(100 * len("<|start|>"), "prompt")
+        assert len(await text.encode("<|start|>" * 99, "prompt", is_answered=True)) == 99
+        with pytest.raises(ContextLengthError, match="at least 100"):
+            await text.encode("<|start|>" * 100, "prompt", is_answered=True)
 
     monkeypatch.setattr(TextTokenizer, "id_to_token", slowly)
     asyncio.run(main())
@@ -54,10 +54,10 @@ def test_rwkv_chat_template(tmp_path: Path) -> None:
     card = ModelCard("rwkv", "generation", 100, directory=str(save_tiny_rwkv(tmp_path, vocab_size=65536)))
 
     async def main() -> None:
-        text = await ModelText(card).open()
-        ids = await text.encode_chat([{"role": "user", "content": "Hi"}], "messages", {})
+        text = ModelText(card)
+        ids = await text.encode([{"role": "user", "content": "Hi"}], "messages")
         assert WorldTokenizer().decode(ids) == "User: Hi\n\nAssistant:"
-        assert text.add_stops(SamplingParams(stop=["x"])).stop == ("x", *PLAIN_STOPS)
+        assert text.template.get().stopping(SamplingParams(stop=["x"])).stop == ("x", *PLAIN_STOPS)
         assert text.token(256)[1] == [255]
 
     asyncio.run(main())
@@ -85,9 +85,9 @@ def test_long_conversation_is_tokenised_in_a_thread(
         return encode(self, *args, **kwargs)
 
     async def main() -> None:
-        text = await ModelText(ModelCard("lab/writer", "generation", 100, directory=str(model_directory()))).open()
+        text = ModelText(ModelCard("lab/writer", "generation", 100, directory=str(model_directory())))
         for given, extra in (({"content": "a"}, {}), ({"content": "a"}, {}), (message, options)):
-            await text.encode_chat([{"role": "assistant", **given}], "messages", extra)
+            await text.encode([{"role": "assistant", **given}], "messages", extra)
 
     monkeypatch.setattr(ChatTemplate, "encode", noted)
     asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.params import SamplingParams
 from archerfish.serve import model_cards
-from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
@@ -26,8 +24,8 @@ from archerfish.serve.page import EXAMPLES
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
-from .client import error_of, host_with, with_app, with_client
-from .fake_backend import FakeBackend
+from .client import error_of, host_with, with_client
+from .fake_backend import FakeBackend, events, post
 from .hosting import add_llm
 
 ROUTE = "/v1/tts/tokens"
@@ -62,13 +60,6 @@ def options(model: Path) -> Any:
     return rwkv_config(model, load_format="dummy", max_cache_tokens=20_000)
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert done == "[DONE]"
-    return [json.loads(event) for event in events]
-
-
 def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> None:
     bodies: list[dict[str, Any]] = [
         {"text": "Hello there", "seed": 5, "max_tokens": 7},
@@ -88,13 +79,13 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
             num_drawn = body["max_tokens"] + (0 if "ref_global_tokens" in body else 33)
             assert shown["usage"]["completion_tokens"] == num_drawn
             assert shown["usage"]["prompt_tokens"] == tokens.num_prompt_tokens
-            events = events_of(stream)
-            assert {event["object"] for event in events} == {"tts.tokens.chunk"} and len({event["id"] for event in events}) == 1
-            assert [token for event in events for token in event["global_tokens"]] == tokens.global_tokens
-            assert [token for event in events for token in event["semantic_tokens"]] == tokens.semantic_tokens
-            assert [event["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["length"]
-            assert events[-1]["usage"]["total_tokens"] == shown["usage"]["total_tokens"] and len(events) >= num_drawn
-            assert events[0]["global_tokens"] == (VOICE if "ref_global_tokens" in body else [])
+            parts = events(stream)
+            assert {event["object"] for event in parts} == {"tts.tokens.chunk"} and len({event["id"] for event in parts}) == 1
+            assert [token for event in parts for token in event["global_tokens"]] == tokens.global_tokens
+            assert [token for event in parts for token in event["semantic_tokens"]] == tokens.semantic_tokens
+            assert [event["finish_reason"] for event in parts] == [None] * (len(parts) - 1) + ["length"]
+            assert parts[-1]["usage"]["total_tokens"] == shown["usage"]["total_tokens"] and len(parts) >= num_drawn
+            assert parts[0]["global_tokens"] == (VOICE if "ref_global_tokens" in body else [])
 
     with_client(test, host)
 
@@ -137,20 +128,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": True}, "max_tokens", "a whole number, not a boolean."),
     ({"stream": 1}, "stream", "true or false, not 1."), ({"priority": None}, "priority", "a whole number, not null."),
     ({"model": 5}, "model", "string"),
-    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "seconds from 0"),
+    ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "at least 0"),
     ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "a list of token ids, not an object"),
     ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
 ]  # fmt: skip
 
 
 def test_wrong_type_error_says_what_was_expected() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
-        for values, param, said in WRONG:
-            answer = await client.post(ROUTE, json={"text": "a", **values})
-            error = error_of(answer)
-            assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
-
-    with_app(test, create_app(FakeBackend("Hi", max_length=400)))
+    for values, param, said in WRONG:
+        answer = post(FakeBackend(), ROUTE, {"text": "a", **values})
+        error = error_of(answer)
+        assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
 
 
 def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
@@ -187,53 +175,37 @@ def test_is_tts(
 def test_service_without_tts_model_gives_400() -> None:
     backend = FakeBackend()
     backend.vocab_size = 50_000
-
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(ROUTE, json={"text": "a"})
-        assert answer.status_code == 400 and "No TTS model" in error_of(answer)["message"]
-
-    with_app(test, create_app(backend))
+    answer = post(backend, ROUTE, {"text": "a"})
+    assert answer.status_code == 400 and "No TTS model" in error_of(answer)["message"]
 
 
 def test_request_to_the_engine() -> None:
     backend = FakeBackend("Hi", max_length=100)
-
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(ROUTE, json={"text": "Hello", "deadline_s": 3.5, "priority": 2, "seed": 9})
-        assert answer.json()["semantic_tokens"] == [72, 105, 256] and answer.json()["finish_reason"] == "stop"
-        (asked,) = backend.requests
-        request = TTSRequest(text="Hello", seed=9)
-        assert asked.token_ids == request.prompt() and (asked.deadline_s, asked.priority, asked.stream) == (3.5, 2, False)
-        assert asked.params["stages"] == request.params(100 - len(request.prompt())).stages
-        assert asked.params["max_tokens"] == 100 - len(request.prompt()) and asked.params["seed"] == 9
-
-    with_app(test, create_app(backend))
+    answer = post(backend, ROUTE, {"text": "Hello", "deadline_s": 3.5, "priority": 2, "seed": 9})
+    assert answer.json()["semantic_tokens"] == [72, 105, 256] and answer.json()["finish_reason"] == "stop"
+    (asked,) = backend.requests
+    request = TTSRequest(text="Hello", seed=9)
+    assert asked.token_ids == request.prompt() and (asked.deadline_s, asked.priority, asked.stream) == (3.5, 2, False)
+    assert asked.params["stages"] == request.params(100 - len(request.prompt())).stages
+    assert asked.params["max_tokens"] == 100 - len(request.prompt()) and asked.params["seed"] == 9
 
 
 def test_too_long_text_is_refused_before_tokenising(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FakeBackend("Hi", max_length=400)
     backend.max_prompt_bytes = 20
 
-    async def test(client: httpx.AsyncClient) -> None:
-        assert (await client.post(ROUTE, json={"text": "a" * 20})).status_code == 200
-        monkeypatch.setattr(TTSRequest, "prompt", lambda request: pytest.fail("tokenised"))
-        for text in ("a" * 21, "\N{LATIN SMALL LETTER SHARP S}" * 11):
-            answer = await client.post(ROUTE, json={"text": text})
-            assert (answer.status_code, error_of(answer)["param"]) == (413, "text")
-            assert "bytes; the limit is 20" in error_of(answer)["message"]
-
-    with_app(test, create_app(backend))
+    assert post(backend, ROUTE, {"text": "a" * 20}).status_code == 200
+    monkeypatch.setattr(TTSRequest, "prompt", lambda request: pytest.fail("tokenised"))
+    for text in ("a" * 21, "\N{LATIN SMALL LETTER SHARP S}" * 11):
+        answer = post(backend, ROUTE, {"text": text})
+        assert (answer.status_code, error_of(answer)["param"]) == (413, "text")
+        assert "bytes; the limit is 20" in error_of(answer)["message"]
 
 
 def test_error_during_a_stream_is_an_event() -> None:
     backend = FakeBackend("Hello there")
     backend.fails[3] = RemoteError("The engine process has gone.", status=503, code="unavailable")
 
-    async def test(client: httpx.AsyncClient) -> None:
-        answer = await client.post(ROUTE, json={"text": "Hello", "stream": True})
-        assert answer.status_code == 200
-        last = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line][-1]
-        assert json.loads(last)["error"]["code"] == "unavailable"
-        assert len(backend.requests) == 1
-
-    with_app(test, create_app(backend))
+    answer = post(backend, ROUTE, {"text": "Hello", "stream": True})
+    assert answer.status_code == 200
+    assert events(answer)[-1]["error"]["code"] == "unavailable"

@@ -1,0 +1,191 @@
+"""What every HTTP request passes: metrics, its tenant, the limit of its body, the JSON in it, and the watch for its client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from archerfish.errors import ArcherfishError, CallerError, InputTooLargeError
+from archerfish.observe.metrics import MetricRegistry
+from archerfish.serve.errors import EXCERPT, BadJSONError, Schema, failure_response
+from archerfish.serve.tenants import ANONYMOUS, Tenants, bearer_key
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/openapi.json"))  # need no key
+OPERATOR_PATHS = ("/metrics", "/stats", "/admin/")  # figures of all tenants, and options
+CLIENT_GONE = 499  # the status that nginx logs for a client that closed its connection before the answer
+JSON_TYPE = re.compile(r"application/(.*\+)?json")
+
+
+class RequestMiddleware:
+    """Refuses requests without a valid key, where the server has keys, before anything else of them is read.
+
+    Bodies of more than `max_body_bytes` are refused, whether they state their length or not. Paths that are not a route are
+    counted as "other".
+    """
+
+    def __init__(self, app: ASGIApp, registry: MetricRegistry, tenants: Tenants, max_body_bytes: int) -> None:
+        self.app, self.tenants, self.max_body_bytes = app, tenants, max_body_bytes
+        self.requests = registry.counter("archerfish_requests_total", "Requests answered.", ("route", "status"))
+        self.seconds = registry.histogram("archerfish_request_seconds", "Time from request to answer.", ("route",))
+        self.running = registry.gauge("archerfish_requests_running", "Requests being answered.")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status, num_bytes, began = 0, 0, time.perf_counter()
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        self.running.add(1)
+        try:
+            refusal = self._refusal(scope)
+            await (refusal or self.app)(scope, receive_bounded, send_noted)
+        except ClientDisconnect:
+            status = status or CLIENT_GONE
+        finally:
+            self.running.add(-1)
+            route = getattr(scope.get("route"), "path", "other")
+            self.requests.add(route=route, status=str(status or 500))
+            self.seconds.observe(time.perf_counter() - began, route=route)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """The answer to a request with a wrong key or too large a body. Notes the tenant of other requests in their scope."""
+        headers, path, tenant = Headers(scope=scope), scope["path"], ANONYMOUS
+        try:
+            if path not in OPEN_PATHS:
+                tenant = self.tenants.find(bearer_key(headers.get("authorization"), headers.get("x-api-key")))
+                if path.startswith(OPERATOR_PATHS):
+                    tenant.require_operator()
+            scope.setdefault("state", {})["tenant"] = tenant
+            length = headers.get("content-length", "")
+            if length.isdecimal() and int(length) > self.max_body_bytes:
+                raise self._too_large()
+        except ArcherfishError as error:
+            refusal = failure_response(error, path)
+            if isinstance(error, InputTooLargeError):
+                refusal.headers["Connection"] = "close"  # the rest of the body is not read
+            return refusal
+        return None
+
+    def _too_large(self) -> InputTooLargeError:
+        return InputTooLargeError(f"The request body has more than {self.max_body_bytes} bytes.")
+
+
+class BodyRoute(Route):
+    """A route that takes a JSON object by POST: `handler(request, body)` gives the response.
+
+    The handler and its response are cancelled when the client closes its connection. answer, events: the types of what it
+    answers, whole and as a stream, for the OpenAPI document.
+    """
+
+    def __init__(
+        self, path: str, handler: Callable[[Request, Any], Coroutine[Any, Any, ASGIApp]], body_type: type[BaseModel],
+        answer: Any, events: Sequence[type[Schema]] = (),
+    ) -> None:
+        super().__init__(path, handler, methods=["POST"])
+        self.app, self.handler, self.body_type, self.answer, self.events = self._answer, handler, body_type, answer, events
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        data = read_json(await request.body() or b"null") if JSON_TYPE.fullmatch(content_type) else None
+        if not isinstance(data, dict):
+            raise CallerError("The body must be a JSON object, sent with the header Content-Type: application/json.")
+        body = self.body_type.model_validate(data)
+        gone = asyncio.create_task(wait_until_gone(receive))
+        limit = asyncio.timeout(None)
+
+        def cancel(_: object) -> None:
+            limit.reschedule(0)
+
+        try:
+            async with limit:
+                gone.add_done_callback(cancel)
+                try:
+                    response = await self.handler(request, body)
+                    await response(scope, receive, send)
+                finally:
+                    gone.remove_done_callback(cancel)
+                    gone.cancel()
+                    await asyncio.gather(gone, return_exceptions=True)
+        except TimeoutError:
+            if limit.expired():
+                raise ClientDisconnect from None
+            raise
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# JSON
+
+
+class NotANumberError(ValueError):
+    """A number that Python's JSON reads and the JSON standard does not have."""
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise NotANumberError(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
+
+
+_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+
+
+def read_json(body: bytes) -> Any:
+    """JSON by the standard, without NaN and infinite numbers. BadJSONError says what is wrong, and where."""
+    try:
+        return _decoder.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
+    except json.JSONDecodeError as error:
+        raise BadJSONError(f"{error.msg}, {describe_place(error.doc, error.pos)}") from None
+    except NotANumberError as error:
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        found = re.finditer(rf'"(?:[^"\\]|\\.)*"|{re.escape(str(error))}', text, re.DOTALL)
+        position = next((match.start() for match in found if match[0][0] != '"'), 0)
+        raise BadJSONError(f"{error} is not a JSON number, {describe_place(text, position)}") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start + 1:,} (0x{error.object[error.start]:02x})"
+        raise BadJSONError(f"it is not {error.encoding.upper()}: {where}: {error.reason}") from None
+    except RecursionError:
+        raise BadJSONError("it is nested too deeply") from None
+    except ValueError:
+        raise BadJSONError(f"a whole number has more than {sys.get_int_max_str_digits():,} digits") from None
+
+
+def describe_place(text: str, position: int) -> str:
+    """Line, column and the characters there."""
+    line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
+    there = text[position : position + EXCERPT].partition("\n")[0]
+    return f"in line {line}, column {column}, at {there!r}" if there else f"in line {line}, column {column}, where it ends"
