@@ -186,9 +186,9 @@ class KeptProcess:
     def terminate(self) -> None:
         """Ask the process to finish its work and end, without waiting for it; no other is started."""
         with self._lock:
+            if self.process is not None and not self._is_stopping.is_set():
+                self.process.terminate()  # once: a second signal may hit a process that handles none any more
             self._is_stopping.set()
-            if self.process is not None:
-                self.process.terminate()
 
     def stop(self) -> None:
         """Let the process finish its work and wait until it has ended. It is killed after its grace time."""
