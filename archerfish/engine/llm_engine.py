@@ -227,7 +227,7 @@ class LLMEngine:
                         self.scheduler.finish(delta.sequence, "stop")
             except Exception:  # the thread here may wait for other requests: this one must end all the same
                 logger.exception("The text of request %s could not be made.", collector.request.request_id)
-                collector.give_up_text()
+                collector.texts = [None] * len(collector.texts)  # go on with ids alone
                 with self._lock:
                     self.scheduler.finish(delta.sequence, "error")
                 if delta.finish_reason is not None and collector.result is None:
@@ -311,7 +311,7 @@ class LLMEngine:
         requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
         for request in requests:
             self.scheduler.check(request)
-        with progress_bar("Generating", show=show_progress, unit="requests") as progress:
+        with progress_bar("Generating", show=show_progress) as progress:
             self._run_all(requests, progress, on_result)
         return [request.collector.result for request in requests]
 

@@ -194,10 +194,6 @@ class OutputCollector:
             )
         return stop is not None and reason is None
 
-    def give_up_text(self) -> None:
-        """Go on with ids alone: the text of these tokens could not be made."""
-        self.texts = [None] * len(self.texts)
-
 
 @dataclass(slots=True)
 class EngineStats:

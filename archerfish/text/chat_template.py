@@ -107,7 +107,9 @@ class ChatTemplate:
         found = [name for name in tokenizer.special_tokens.values() if any(name in text for text in texts)]
         if not found:
             return tokenizer.encode(self._render(template_name, {**values, **data}), add_special_tokens=False)
-        mark = unused_mark(texts)
+        mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), None)
+        if mark is None:
+            raise InvalidInputError("The messages hold every noncharacter of Unicode.", hint="Remove U+FDD0 to U+FDEF.")
         names = re.compile("|".join(re.escape(name) for name in sorted(found, key=len, reverse=True)))
         text = self._render(template_name, {**values, **marked_copy(data, names, mark)})
         ids: list[int] = []
@@ -345,14 +347,6 @@ def texts_in(value: Any) -> list[str]:
         elif isinstance(item, list):
             left += item
     return found
-
-
-def unused_mark(texts: Sequence[str]) -> str:
-    """A character that occurs in none of the texts."""
-    for mark in MARKS:
-        if not any(mark in text for text in texts):
-            return mark
-    raise InvalidInputError("The messages hold every noncharacter of Unicode.", hint="Remove U+FDD0 to U+FDEF.")
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:
