@@ -66,7 +66,7 @@ class Output:
 
     def progress(self, title: str) -> AbstractContextManager[Progress]:
         """A progress bar on stderr if that is a terminal."""
-        return progress_bar(title, show=self.shows_progress)
+        return progress_bar(title, show=self.shows_progress, transient=True)
 
 
 def printable(text: str) -> str:

@@ -13,8 +13,8 @@ MAX_WIDTH = 48
 
 
 @contextmanager
-def progress_bar(title: str, *, show: bool) -> Iterator[Progress]:
-    """A Progress that draws on standard error if `show` is true."""
+def progress_bar(title: str, *, show: bool, transient: bool = False) -> Iterator[Progress]:
+    """A Progress that draws on standard error if `show` is true. transient: the bar is removed at the end."""
     if not show:
         yield no_progress
         return
@@ -26,12 +26,12 @@ def progress_bar(title: str, *, show: bool) -> Iterator[Progress]:
         yield plain_progress(title)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=transient) as bar:
         task = bar.add_task(title, total=None, count="")
 
         def update(done: int, total: int, what: str) -> None:
             unit = size if total >= BYTES_FROM else "{:,}".format
-            count = f"{unit(done)} of {unit(total)}" if total else unit(done)
+            count = f"{unit(done)}/{unit(total)}" if total else unit(done)
             described = shorten(what, MAX_WIDTH) or title
             bar.update(task, completed=done, total=total or None, description=described, count=count)
 

@@ -247,18 +247,18 @@ def check_conversation(messages: Sequence[Message], tools: Sequence[Mapping[str,
             raise InvalidInputError(f'{where} has no "content".', hint=hint)
         copy = plain(dict(message), where)
         content = copy.get("content")
-        read_arguments(copy.get("tool_calls"))
+        if calls:
+            read_arguments(copy["tool_calls"])
         if isinstance(content, list):
             copy["content"] = "\n".join(part_text(part, f'{where}["content"][{place}]') for place, part in enumerate(content))
         elif content is not None and not isinstance(content, str):
             kind = type(content).__name__
             raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
         copies.append(copy)
-    if not tools:
-        return {"messages": copies, "tools": None}
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
+    given = tools or ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not all(isinstance(t, Mapping) for t in given):
         raise InvalidInputError("tools must be a list of JSON schemas.")
-    return {"messages": copies, "tools": [plain(dict(tool), f"tools[{index}]") for index, tool in enumerate(tools)]}
+    return {"messages": copies, "tools": [plain(dict(tool), f"tools[{i}]") for i, tool in enumerate(given)] or None}
 
 
 def read_arguments(tool_calls: object) -> None:
