@@ -20,8 +20,9 @@ from typing import Any
 
 from archerfish import __version__
 from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, size
+from archerfish.cli.output import Output
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.progress import size
 from archerfish.errors import ArcherfishError, DeviceError, ModelError, UnreachableError, UnsupportedModelError
 from archerfish.kernels.formats import FORMATS, choose_format
 from archerfish.kernels.machine import Cpu, Memory, cpu, fast_cpu_dtype, memory

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, seconds, shorten
+from archerfish.cli.output import Output, seconds
 from archerfish.cli.texts import gather_texts
 from archerfish.config import EmbedConfig, HubConfig
+from archerfish.engine.progress import shorten
 from archerfish.errors import InvalidOptionError, did_you_mean
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from archerfish.cli.options import Parser, add_options, add_sampling_flags, read_sampling_flags, section
-from archerfish.cli.output import Output, printable, seconds, shorten, styled
+from archerfish.cli.output import Output, printable, seconds, styled
 from archerfish.cli.texts import gather_texts
 from archerfish.config import EngineConfig, HubConfig
+from archerfish.engine.progress import shorten
 from archerfish.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import dataclasses
 from argparse import Namespace
 
 from archerfish.cli.options import Parser, add_options, section
-from archerfish.cli.output import Output, seconds, size
+from archerfish.cli.output import Output, seconds
 from archerfish.config import ConversionConfig, HubConfig
+from archerfish.engine.progress import size
 from archerfish.errors import InvalidInputError
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from archerfish.engine.progress import progress_bar
 from archerfish.errors import ArcherfishError
-from archerfish.types import Progress, no_progress
+from archerfish.types import Progress
 
-BYTES_FROM = 1_000_000  # a progress total of this much or more is shown as bytes: no other total is so large
-PROGRESS_WIDTH = 48
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # control characters except tab and line feed
 STYLES = {"good": "32", "bad": "31", "dim": "2", "bold": "1", "error": "1;31"}
 
@@ -65,38 +64,14 @@ class Output:
             padded = zip(columns, row, widths, strict=True)
             self.line("  ".join(f"{cell:{'>' if name in numbers else '<'}{width}}" for name, cell, width in padded).rstrip())
 
-    @contextmanager
-    def progress(self, title: str) -> Iterator[Progress]:
-        """Show a progress bar on stderr if that is a terminal."""
-        if not self.shows_progress:
-            yield no_progress
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(title, total=None, count="")
-
-            def update(done: int, total: int, what: str) -> None:
-                show = size if total >= BYTES_FROM else "{:,}".format
-                count = f"{show(done)} of {show(total)}" if total else show(done)
-                described = shorten(what, PROGRESS_WIDTH) or title
-                bar.update(task, completed=done, total=total or None, description=described, count=count)
-
-            yield update
+    def progress(self, title: str) -> AbstractContextManager[Progress]:
+        """A progress bar on stderr if that is a terminal."""
+        return progress_bar(title, show=self.shows_progress, transient=True)
 
 
 def printable(text: str) -> str:
     """Text without control characters, which could move the cursor of a terminal or change its settings."""
     return text if text.isprintable() else CONTROL.sub("", text)
-
-
-def shorten(text: str, width: int) -> str:
-    """One line of at most so many characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def styled(text: str, style: str) -> str:
@@ -123,15 +98,6 @@ def cell_style(cell: str) -> str:
     if cell in ("yes", "on", "met") or cell.startswith("fits"):
         return "green"
     return "red" if cell in ("no", "off", "not met", "missing") or cell.startswith("does not fit") else ""
-
-
-def size(num_bytes: float) -> str:
-    """A number of bytes in decimal units, such as 45.4 MB."""
-    value, units = float(num_bytes), iter(("B", "kB", "MB", "GB", "TB"))
-    unit = next(units)
-    while value >= 999.5 and unit != "TB":
-        value, unit = value / 1000, next(units)
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
 
 
 def seconds(value: float) -> str:

@@ -47,6 +47,8 @@ class OptimizationConfig(Options):
     """Caches, queue and pipeline of a running engine; made, changed and read by either name of an option."""
 
     section: ClassVar[str] = "optimization"
+    enable_simd_sampling: ClassVar[bool] = True
+    enable_object_pool: ClassVar[bool] = True
 
     enable_logits_cache: bool = option(True, "Keep logits of whole prompts, which spare an exact repeat its pass.")
     logits_cache_mib: int = option(64, "Memory for such logits; also cache_size_mb.", minimum=0, maximum=1 << 20)
@@ -77,14 +79,6 @@ class OptimizationConfig(Options):
     @property
     def enable_prefetch(self) -> bool:
         return self.pipeline_depth > 0
-
-    @property
-    def enable_simd_sampling(self) -> bool:
-        return True
-
-    @property
-    def enable_object_pool(self) -> bool:
-        return True
 
     def replace(self, **changes: Any) -> Self:
         return self.updated(changes)

@@ -8,7 +8,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -78,8 +77,13 @@ class ArrowEngine:
                 "use_fast_tokenizer=False is refused: the Rust tokenizer is the only one.", hint="Leave it at True."
             )
         directory = locate(self.config, hub or HubConfig(), progress)
-        with no_collection():
+        was_collecting = gc.isenabled()
+        gc.disable()  # a full collection right after importing torch takes four times as long as a load
+        try:
             self._open(directory)
+        finally:
+            if was_collecting:
+                gc.enable()
         self.load_seconds = time.perf_counter() - started
 
     def _open(self, directory: Path) -> None:
@@ -94,8 +98,14 @@ class ArrowEngine:
             loader.load_weights(), metadata, self.config.device, dtype=self.config.dtype, weight_format=self.config.weights
         )
         settings = read_settings(directory / "tokenizer" / "tokenizer_config.json")
-        self._max_length = self._choose_max_length(settings)
-        self._uses_types = self._takes_type_ids(settings)
+        most, wanted = self.core.max_positions, self.config.max_length
+        if wanted > most:
+            raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
+        # As in sentence-transformers: the length that the model states, else its tokenizer's.
+        self._max_length = wanted or min(most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most)
+        # Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model can.
+        names, has_table = settings.get("model_input_names"), self.core.config.integer("type_vocab_size", 2) > 1
+        self._uses_types = has_table and (names is None or "token_type_ids" in names)
         self._is_closed = False
         self.watcher: Callable[[int, float], None] | None = None  # called with a number of texts and their seconds
         loader.check_tokenizer()
@@ -114,19 +124,6 @@ class ArrowEngine:
     @cached_property
     def tokenizer(self) -> FastTokenizer:
         return FastTokenizer(self.directory / "tokenizer", self._max_length)
-
-    def _choose_max_length(self, settings: dict[str, Any]) -> int:
-        """As in sentence-transformers: the length that the model states, else its tokenizer's, at most its positions."""
-        most, wanted = self.core.max_positions, self.config.max_length
-        if wanted > most:
-            raise InvalidOptionError(f"[embed] max_length is {wanted}, but {self.model_name} has {most} positions.")
-        return wanted or min(most, self.embedding.get("max_seq_length") or stated_max_length(settings) or most)
-
-    def _takes_type_ids(self, settings: dict[str, Any]) -> bool:
-        """Whether the tokens of a pair's second text have another type id: as the tokenizer's files say, if the model can."""
-        names = settings.get("model_input_names")
-        has_table = self.core.config.integer("type_vocab_size", 2) > 1
-        return has_table and (names is None or "token_type_ids" in names)
 
     @property
     def is_cross_encoder(self) -> bool:
@@ -159,7 +156,7 @@ class ArrowEngine:
         if self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is a cross-encoder: it scores pairs.", hint="Use rerank().")
         inputs = self._prepare(many, prompt_name)
-        with progress_bar("Encoding", show=show_progress, unit="texts") as progress:
+        with progress_bar("Encoding", show=show_progress) as progress:
             return self._compute(inputs, batch_size, self._is_scaled(normalize), progress)
 
     def encode_batch(self, texts: Sequence[EmbedInput], normalize: bool | None = True) -> Vectors:
@@ -197,7 +194,7 @@ class ArrowEngine:
         if not self.is_cross_encoder:
             raise UnsupportedModelError(f"{self.model_name} is no cross-encoder: it embeds texts.", hint="Use similarity().")
         self._check_pairs(pairs)
-        with progress_bar("Scoring", show=show_progress, unit="pairs") as progress:
+        with progress_bar("Scoring", show=show_progress) as progress:
             scores = self._compute([(a, b) for a, b in pairs], batch_size, False, progress)
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -348,7 +345,7 @@ class ArrowEngine:
     def _stream(self, inputs: list[Any], max_tokens: int, normalize: bool) -> Iterator[Batch]:
         """Batches, in the order in which they end. At most two windows compute while the next one is tokenised."""
         running: deque[Future[Batch]] = deque()
-        pending = windows(by_length(inputs))
+        pending = windows(inputs)
         window = next(pending, [])
         tokenized = self._tokenize([inputs[i] for i in window])
         try:
@@ -414,18 +411,14 @@ def is_text(item: EmbedInput | tuple[str, str]) -> TypeGuard[Text]:
     return isinstance(item, str) or isinstance(item[0], str)
 
 
-def windows(places: list[int]) -> Iterator[list[int]]:
-    """A short first window, so that computing starts at once, then longer ones."""
+def windows(inputs: list[Any]) -> Iterator[list[int]]:
+    """Places of inputs, longest first: a short first window, so that computing starts at once, then longer ones."""
+    lengths = list(map(len if are_strings(inputs) else rough_length, inputs))
+    places = sorted(range(len(inputs)), key=lengths.__getitem__, reverse=True)
     if places:
         yield places[:FIRST_WINDOW]
     for start in range(FIRST_WINDOW, len(places), WINDOW):
         yield places[start : start + WINDOW]
-
-
-def by_length(inputs: list[Any]) -> list[int]:
-    """Places of inputs, longest first, before they are tokenised."""
-    lengths = list(map(len if are_strings(inputs) else rough_length, inputs))
-    return sorted(range(len(inputs)), key=lengths.__getitem__, reverse=True)
 
 
 def rough_length(item: Any) -> int:
@@ -433,18 +426,6 @@ def rough_length(item: Any) -> int:
     if isinstance(item, str):
         return len(item)
     return sum(len(part) if isinstance(part, str) else 4 for part in item)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause the garbage collector: a full collection right after importing torch takes four times as long as a load."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def locate(config: EmbedConfig, hub: HubConfig, progress: Progress) -> Path:

@@ -144,7 +144,7 @@ class LLMEngine:
         if not is_launched and not self._in_flight:
             self.scheduler.masks.wait()
         ended += self._collect_down_to(depth if is_launched else 0)
-        return ended + self._deliver()
+        return ended
 
     def advance(self) -> bool:
         """Do as much of `step` as needs no waiting for a thread that computes; whether that was anything."""
@@ -154,22 +154,35 @@ class LLMEngine:
             self._is_stepping = True
         try:
             depth = self.config.pipeline_depth
-            is_launched = has_moved = len(self._in_flight) <= depth and self._launch_next()
-            while len(self._in_flight) > (depth if is_launched else 0) and self._in_flight[0][1].done():
-                self._commit_oldest()
-                self._deliver()
-                has_moved = True
-            self._deliver()
-            return has_moved
+            is_launched = len(self._in_flight) <= depth and self._launch_next()
+            num_before = len(self._in_flight)
+            self._collect_down_to(depth if is_launched else 0, waits=False)
+            return is_launched or len(self._in_flight) < num_before
         finally:
             self._end_step()
 
-    def _collect_down_to(self, num_in_flight: int) -> list[RequestOutput]:
+    def _collect_down_to(self, num_in_flight: int, *, waits: bool = True) -> list[RequestOutput]:
+        """Commit steps until so many are in flight, and deliver all that is new. waits: false stops at one that still computes.
+
+        A step stays in flight while it is waited for, so that ctrl-c loses nothing.
+        """
         ended: list[RequestOutput] = []
-        while len(self._in_flight) > num_in_flight:
-            self._commit_oldest()
-            ended += self._deliver()
-        return ended
+        while len(self._in_flight) > num_in_flight and (waits or self._in_flight[0][1].done()):
+            plan, running = self._in_flight[0]
+            error: Exception | None = None
+            try:
+                result = running.result()
+            except Exception as raised:  # a step that fails ends its own requests, not the engine
+                error = raised
+            self._in_flight.popleft()
+            with self._lock:
+                if error is None:
+                    self.scheduler.commit(plan, result)
+                else:
+                    self.scheduler.fail(plan, error)
+            if len(self._in_flight) > num_in_flight:
+                ended += self._deliver()
+        return ended + self._deliver()
 
     def _launch_next(self) -> bool:
         """Plan a step and launch it; false if there is nothing to compute."""
@@ -187,21 +200,6 @@ class LLMEngine:
             if not is_ordinary:
                 raise
         return True
-
-    def _commit_oldest(self) -> None:
-        """Wait for the oldest step and commit it. It stays in flight while it is waited for, so that ctrl-c loses nothing."""
-        plan, running = self._in_flight[0]
-        error: Exception | None = None
-        try:
-            result = running.result()
-        except Exception as raised:  # a step that fails ends its own requests, not the engine
-            error = raised
-        self._in_flight.popleft()
-        with self._lock:
-            if error is None:
-                self.scheduler.commit(plan, result)
-            else:
-                self.scheduler.fail(plan, error)
 
     def _deliver(self) -> list[RequestOutput]:
         """Text of all that the scheduler reports; finding a stop string may make it report more."""
@@ -229,7 +227,7 @@ class LLMEngine:
                         self.scheduler.finish(delta.sequence, "stop")
             except Exception:  # the thread here may wait for other requests: this one must end all the same
                 logger.exception("The text of request %s could not be made.", collector.request.request_id)
-                collector.give_up_text()
+                collector.texts = [None] * len(collector.texts)  # go on with ids alone
                 with self._lock:
                     self.scheduler.finish(delta.sequence, "error")
                 if delta.finish_reason is not None and collector.result is None:
@@ -313,7 +311,7 @@ class LLMEngine:
         requests = [self.requests.make(prompt, p, **request_options) for prompt, p in zip(many, each, strict=True)]
         for request in requests:
             self.scheduler.check(request)
-        with progress_bar("Generating", show=show_progress, unit="requests") as progress:
+        with progress_bar("Generating", show=show_progress) as progress:
             self._run_all(requests, progress, on_result)
         return [request.collector.result for request in requests]
 
@@ -476,7 +474,6 @@ class LLMEngine:
             while self._is_stepping:
                 self._changed.wait()
         self._collect_down_to(0)
-        self._deliver()
         if self._text_thread is not None:
             self._text_thread.submit(self._deliver).result()
         self.runner.close()

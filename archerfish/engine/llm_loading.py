@@ -84,7 +84,10 @@ def read_facts(config: EngineConfig, hub: HubConfig, progress: Progress) -> Mode
         values, generation, name = metadata.config, metadata.generation_config or {}, metadata.model_name
     model_config = Config(values)
     adapter = model_class(model_config)
-    max_len = choose_max_len(config, adapter.max_positions(model_config), name)
+    most = adapter.max_positions(model_config)
+    if config.max_model_len > most:
+        raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
+    max_len = config.max_model_len or most
     shapes = adapter.dummy_shapes(model_config).values()
     weight_bytes = sum(adapter.tensor_bytes(model_config, dtype, weight_format).values())
     step_tokens = choose_step_tokens(config, device)
@@ -152,10 +155,3 @@ def choose_step_tokens(config: EngineConfig, device: str) -> int:
     usual = CPU_STEP_TOKENS if device == "cpu" else GPU_STEP_TOKENS
     chunk = DETERMINISTIC_CHUNK if config.deterministic else 1
     return config.max_num_batched_tokens or max(usual, config.max_num_seqs + chunk)
-
-
-def choose_max_len(config: EngineConfig, most: int, name: str) -> int:
-    if config.max_model_len > most:
-        raise InvalidOptionError(f"[engine] max_model_len is {config.max_model_len}, but {name} has {most} positions.")
-    return config.max_model_len or most
-

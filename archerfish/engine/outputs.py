@@ -173,7 +173,19 @@ class OutputCollector:
             output.logprobs += logprobs
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(item.logprob for item in logprobs)
         if reason is not None:
-            self._end(output, reason, delta.error)
+            output.error, output.text = delta.error, "".join(self._pieces[index])
+            output.finish_reason = reason if output.stop_reason is None else "stop"  # a stop string that was found earlier
+            ends = self.request.stop_token_ids
+            if output.stop_reason is None and reason == "stop" and output.token_ids and output.token_ids[-1] in ends:
+                output.stop_reason = output.token_ids[-1]
+            self.num_open -= 1
+        if reason is not None and self.num_open == 0:
+            first = self.sequences[0]
+            self.result = RequestOutput(
+                request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
+                outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
+                logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
+            )
         if self.listener is not None and (shown or token_ids or reason is not None):
             stop_reason = output.stop_reason if reason is not None else None
             request_id = self.request.request_id
@@ -181,26 +193,6 @@ class OutputCollector:
                 TextDelta(request_id, index, shown, token_ids, output.finish_reason, logprobs, self.result, stop_reason)
             )
         return stop is not None and reason is None
-
-    def give_up_text(self) -> None:
-        """Go on with ids alone: the text of these tokens could not be made."""
-        self.texts = [None] * len(self.texts)
-
-    def _end(self, output: CompletionOutput, reason: FinishReason, error: BaseException | None) -> None:
-        """Complete one output, and the result with the last of them. A stop string that was found earlier takes precedence."""
-        output.error, output.text = error, "".join(self._pieces[output.index])
-        output.finish_reason = reason if output.stop_reason is None else "stop"
-        ends = self.request.stop_token_ids
-        if output.stop_reason is None and reason == "stop" and output.token_ids and output.token_ids[-1] in ends:
-            output.stop_reason = output.token_ids[-1]
-        self.num_open -= 1
-        if self.num_open == 0:
-            first = self.sequences[0]
-            self.result = RequestOutput(
-                request_id=self.request.request_id, prompt=self.prompt, prompt_token_ids=list(self.request.prompt_token_ids),
-                outputs=self.outputs, num_cached_tokens=first.num_cached, hit=first.hit, prompt_logprobs=self.prompt_logprobs,
-                logits=self.logits, metrics=request_metrics(list(self.sequences.values())),
-            )
 
 
 @dataclass(slots=True)

@@ -295,7 +295,7 @@ class Generation:
         reasons = {output.finish_reason for output in result.outputs}
         message, host = self.message, self.model.host
         if self.admitted is not None:
-            self.admitted.is_complete = result.finish_reason in ("stop", "length")
+            self.admitted.is_complete = result.outputs[0].finish_reason in ("stop", "length")
             host.figures.ended(self.model.name, result)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)

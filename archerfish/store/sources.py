@@ -172,7 +172,15 @@ def open_torch(path: Path) -> list[SourceTensor]:
     """The tensors of one checkpoint. Objects other than tensors are refused."""
     import torch
 
-    state = load_checkpoint(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
+        found = FOREIGN_OBJECT.search(str(error))
+        if found:
+            hint = "Save its state_dict again as safetensors: objects other than tensors are never unpickled."
+            raise UnsupportedModelError(f"{path} holds more than tensors: {found.group(1)}.", hint=hint) from error
+        # torch advises to load a damaged file without its safeguard, so its words are not passed on.
+        raise CorruptFileError(f"{path} is not a sound torch checkpoint ({type(error).__name__}).") from error
     if isinstance(state, dict):
         state = next((state[key] for key in NESTED_KEYS if isinstance(state.get(key), dict)), state)
     if not isinstance(state, dict) or not state:
@@ -186,20 +194,6 @@ def open_torch(path: Path) -> list[SourceTensor]:
         info = source_info(path, name, str(value.dtype).removeprefix("torch."), list(value.shape))
         tensors.append(SourceTensor(info, value.detach))
     return tensors
-
-
-def load_checkpoint(path: Path) -> Any:
-    import torch
-
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch raises errors of many kinds for a damaged file
-        found = FOREIGN_OBJECT.search(str(error))
-        if found:
-            hint = "Save its state_dict again as safetensors: objects other than tensors are never unpickled."
-            raise UnsupportedModelError(f"{path} holds more than tensors: {found.group(1)}.", hint=hint) from error
-        # torch advises to load a damaged file without its safeguard, so its words are not passed on.
-        raise CorruptFileError(f"{path} is not a sound torch checkpoint ({type(error).__name__}).") from error
 
 
 OPENERS: dict[str, tuple[str, Callable[[Path], list[SourceTensor]]]] = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from archerfish.errors import ArcherfishError, CorruptFileError, InvalidInputError, UnsupportedModelError, did_you_mean
 from archerfish.params import SamplingParams
 from archerfish.text.tokenizer import Tokenizer, read_settings, token_name
-from archerfish.text.tool_calls import PROMPTED_STYLE, calls_in_words, style_of, tool_prompt
+from archerfish.text.tool_calls import PROMPTED_STYLE, style_of, tool_prompt, written_calls
 from archerfish.text.world_tokenizer import END_NAME, WorldTokenizer
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation, by default up to the beginning of the answer. Other keywords reach the template."""
         values = plain({**values, "add_generation_prompt": add_generation_prompt}, "A value for the template")
-        return self._render(template_name, {**values, "messages": check_messages(messages), "tools": check_tools(tools)})
+        return self._render(template_name, {**values, **check_conversation(messages, tools)})
 
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -102,12 +102,14 @@ class ChatTemplate:
         So the text of a message can neither end its turn nor begin another one.
         """
         values = plain({**values, "add_generation_prompt": add_generation_prompt}, "A value for the template")
-        data = {"messages": check_messages(messages), "tools": check_tools(tools)}
+        data = check_conversation(messages, tools)
         texts = texts_in(data)
         found = [name for name in tokenizer.special_tokens.values() if any(name in text for text in texts)]
         if not found:
             return tokenizer.encode(self._render(template_name, {**values, **data}), add_special_tokens=False)
-        mark = unused_mark(texts)
+        mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), None)
+        if mark is None:
+            raise InvalidInputError("The messages hold every noncharacter of Unicode.", hint="Remove U+FDD0 to U+FDEF.")
         names = re.compile("|".join(re.escape(name) for name in sorted(found, key=len, reverse=True)))
         text = self._render(template_name, {**values, **marked_copy(data, names, mark)})
         ids: list[int] = []
@@ -224,8 +226,8 @@ def read_sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return sources
 
 
-def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A copy of a conversation in plain types. Text parts of a message are joined by line breaks."""
+def check_conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """A copy of messages and tools in plain types. Text parts of a message are joined by line breaks."""
     hint = 'Give a list of {"role": ..., "content": ...}.'
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidInputError(f"messages must be a list of messages, not {type(messages).__name__}.", hint=hint)
@@ -253,7 +255,10 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             kind = type(content).__name__
             raise InvalidInputError(f'{where}["content"] must be a string or a list of text parts, not {kind}.', hint=hint)
         copies.append(copy)
-    return copies
+    given = tools or ()
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or not all(isinstance(t, Mapping) for t in given):
+        raise InvalidInputError("tools must be a list of JSON schemas.")
+    return {"messages": copies, "tools": [plain(dict(tool), f"tools[{i}]") for i, tool in enumerate(given)] or None}
 
 
 def read_arguments(tool_calls: object) -> None:
@@ -281,12 +286,25 @@ def part_text(part: object, where: str) -> str:
     return text
 
 
-def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence) or not all(isinstance(t, Mapping) for t in tools):
-        raise InvalidInputError("tools must be a list of JSON schemas.")
-    return [plain(dict(tool), f"tools[{index}]") for index, tool in enumerate(tools)]
+def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without tool messages: calls become text of the assistant, results become text of the user."""
+    found: list[dict[str, Any]] = []
+    is_result = False  # whether the last message holds only results
+    for place, message in enumerate(messages):
+        said = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        content = message.get("content") or ""
+        if message.get("tool_calls"):
+            calls = written_calls(message["tool_calls"], f'messages[{place}]["tool_calls"]')
+            said["content"] = "\n".join([content, *calls] if content else calls)
+        is_tool = message["role"] == "tool"
+        if is_tool:
+            said = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        if is_result and said["role"] == "user":  # one message, because many templates want turns to alternate
+            found[-1] = {**said, "content": f"{found[-1]['content']}\n{said['content']}"}
+        else:
+            found.append(said)
+        is_result = is_tool
+    return found
 
 
 def with_prompt(messages: Sequence[dict[str, Any]], prompt: str, role: str) -> list[dict[str, Any]]:
@@ -329,14 +347,6 @@ def texts_in(value: Any) -> list[str]:
         elif isinstance(item, list):
             left += item
     return found
-
-
-def unused_mark(texts: Sequence[str]) -> str:
-    """A character that occurs in none of the texts."""
-    for mark in MARKS:
-        if not any(mark in text for text in texts):
-            return mark
-    raise InvalidInputError("The messages hold every noncharacter of Unicode.", hint="Remove U+FDD0 to U+FDEF.")
 
 
 def marked_copy(value: Any, names: re.Pattern[str], mark: str) -> Any:

@@ -16,7 +16,7 @@ from archerfish.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_KEPT, MAX_KEPT_BYTES = 64, 1 << 19  # compiled grammars, and bytes of their sources (a thousandth of their memory)
 MAX_LEXER_STATES = 50_000  # of one grammar; each takes 1 to 2 kB
@@ -104,9 +104,9 @@ class CompiledGrammar:
     """A compiled grammar. Each sequence gets its own matcher."""
 
     def __init__(self, vocabulary: LLTokenizer, kind: str, value: Any) -> None:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        limits = parser_limits()
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         try:
             text = grammar_text(kind, value)
         except ValueError as error:
@@ -163,12 +163,6 @@ class GrammarMatcher:
             f"The grammar came to a dead end after {self._num_taken} tokens: {why}.",
             hint="The vocabulary cannot write what it asks for, or it is too complex: make it simpler.",
         )
-
-
-def parser_limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
 
 
 def with_deep_stack(work: Callable[[], R]) -> R:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 from archerfish.params import SamplingParams
 from archerfish.text.tokenizer import Tokenizer
@@ -24,13 +24,20 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class OutputText:
     """Detokenises one sequence, finds its stop strings, and hides the token that ended it.
 
-    Without a tokenizer, and for tokens of stages, which stand for no text, it only counts tokens.
+    Without a tokenizer, and for tokens of stages, which stand for no text, it only counts tokens. What `feed` gives, joined, is
+    what the tokenizer decodes after the prompt. It gives only text that later tokens cannot change; after the last ones an
+    incomplete character becomes U+FFFD. A character that begins in the prompt and ends in the output belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self._decoder: ByteDecoder | WindowDecoder | None = None
         if tokenizer is not None and not params.stages:
-            self._decoder = make_decoder(tokenizer, prompt_token_ids, params.skip_special_tokens)
+            hidden = tokenizer.special_tokens if params.skip_special_tokens else {}
+            kinds = tokenizer.decoder_kinds
+            is_bytes = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
+            visible = [i for i in prompt_token_ids[-(BYTES_TAIL if is_bytes else MAX_PROMPT_TAIL) :] if i not in hidden]
+            decoder = ByteDecoder if is_bytes else WindowDecoder
+            self._decoder = decoder(tokenizer, visible, hidden)
         self._shows_end = params.include_stop_str_in_output
         self._stops = StopStrings(params.stop, self._shows_end) if params.stop else None
         self._min_tokens = params.min_tokens
@@ -69,28 +76,13 @@ class OutputText:
         return "".join(texts), stops.matched
 
 
-def make_decoder(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
-) -> ByteDecoder | WindowDecoder:
-    """The decoder of one output. What its `feed` gives, joined, is what the tokenizer decodes after the prompt.
-
-    `feed` gives only text that later tokens cannot change; after the last ones an incomplete character becomes U+FFFD.
-    A character that begins in the prompt and ends in the output belongs to the output.
-    """
-    hidden = tokenizer.special_tokens if skip_special_tokens else {}
-    kinds = tokenizer.decoder_kinds
-    is_bytes = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
-    visible = [i for i in prompt_ids[-(BYTES_TAIL if is_bytes else MAX_PROMPT_TAIL) :] if i not in hidden]
-    return ByteDecoder(tokenizer.token_bytes, visible, hidden) if is_bytes else WindowDecoder(tokenizer, visible, hidden)
-
-
 class ByteDecoder:
     """Decodes tokens that are bytes."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], context: Sequence[int], hidden: Container[int]) -> None:
-        self._token_bytes, self._hidden = token_bytes, hidden
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], hidden: Container[int]) -> None:
+        self._token_bytes, self._hidden = tokenizer.token_bytes, hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._utf8.decode(b"".join(map(token_bytes, context)))
+        self._utf8.decode(b"".join(map(self._token_bytes, context)))
         self._owes_prompt = bool(self._utf8.getstate()[0])  # a broken character that began in the prompt is not shown
 
     def feed(self, token_ids: Sequence[int], is_last: bool = False) -> str:

@@ -59,34 +59,31 @@ class Budget(threading.local):
         self.num_steps, self.num_characters = MAX_STEPS, MAX_CHARACTERS
         self.deadline = time.thread_time() + MAX_SECONDS
 
-    def step(self) -> None:
-        self.num_steps -= 1
+    def take(self, num_characters: int = 0, num_steps: int = 1) -> None:
+        self.num_characters -= num_characters
+        self.num_steps -= num_steps
+        if self.num_characters < 0:
+            raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
         if self.num_steps < 0:
             raise LimitError(f"it takes more than {MAX_STEPS:,} steps")
         if self.num_steps % 64 == 0 and time.thread_time() > self.deadline:
             raise LimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
-    def take(self, num_characters: int) -> None:
-        self.num_characters -= num_characters
-        if self.num_characters < 0:
-            raise LimitError(f"it makes more than {MAX_CHARACTERS:,} characters")
-
-    def take_text_of(self, value: object) -> int:
-        """Count the characters of a value's text. A list that is contained several times counts each time."""
-        pending, before = [value], self.num_characters
+    def take_text_of(self, value: Any) -> Any:
+        """Count the characters of a value's text and return the value. A list that is in it several times counts each time."""
+        pending = [value]
         while pending:
-            self.step()
-            item = pending.pop()
-            if isinstance(item, str):
-                self.take(len(item))
-            elif isinstance(item, Mapping):
-                pending += [*item.keys(), *item.values()]
-            elif isinstance(item, list | tuple | set | frozenset | range):
-                self.take(len(item))
-                pending += item
+            item, num_characters = pending.pop(), 0
+            if isinstance(item, str | list | tuple | set | frozenset | range):
+                num_characters = len(item)
             elif isinstance(item, int):
-                self.take(item.bit_length() // 3)
-        return before - self.num_characters
+                num_characters = item.bit_length() // 3
+            self.take(num_characters)
+            if isinstance(item, Mapping):
+                pending += [*item.keys(), *item.values()]
+            elif not isinstance(item, str | int) and num_characters:
+                pending += item
+        return value
 
 
 class GenerationTag(Extension):
@@ -121,7 +118,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         self.budget = Budget()
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.measure_output
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], finalize=self.budget.take_text_of
         )
         self.filters["tojson"] = to_json
         for name, function in list(self.filters.items()):
@@ -142,7 +139,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     @property
     def is_in_bounds(self) -> bool:
         """Counts a step; True, or an error. A property, because calls are slow in a sandbox."""
-        self.budget.step()
+        self.budget.take()
         return True
 
     def join_texts(self, *values: object) -> str:
@@ -150,35 +147,35 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.budget.take_text_of(values)
         return "".join(map(str, values))
 
-    def measure_output(self, value: Any) -> Any:
-        """Called with the value of every {{ ... }}."""
-        self.budget.take_text_of(value)
-        return value
-
     def concat(self, texts: Iterable[str]) -> str:
         """Called with the pieces of a macro, a block or the whole template."""
         pieces = list(texts)
-        self.budget.take(sum(map(len, pieces)))
+        self.budget.take(sum(map(len, pieces)), 0)
         return "".join(pieces)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = self.budget
-        budget.step()
+        num_characters = 0
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            budget.take(len(left) + len(right))
+            num_characters = len(left) + len(right)
         elif operator == "*":
-            budget.take(product_size(left, right))
+            num_characters = product_size(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            budget.take(left.bit_length() * max(0, right))
+            num_characters = left.bit_length() * max(0, right)
         elif operator == "%" and isinstance(left, str):
             self._check_percent(left, right)
+        self.budget.take(num_characters)
         return super().call_binop(context, operator, left, right)
 
     def _check_percent(self, text: str, values: object) -> None:
         if PERCENT_WIDTH.search(text):
             raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
-        num_characters = self.budget.take_text_of((text, values))
-        self.budget.take(num_characters * text.count("%"))  # a value of a dict may be used several times
+        self._take_uses((text, values), text.count("%"))
+
+    def _take_uses(self, values: object, num_uses: int) -> None:
+        """Count the text of values that a format may use several times."""
+        before = self.budget.num_characters
+        self.budget.take_text_of(values)
+        self.budget.take((before - self.budget.num_characters) * num_uses, 0)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         formatted = super().wrap_str_format(value)
@@ -189,20 +186,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             text: str = value.__self__
             if any(spec and FORMAT_WIDTH.search(spec) for _, _, spec, _ in Formatter().parse(text)):
                 raise LimitError(f"it pads to more than {MAX_WIDTH:,} characters")
-            self.budget.take(self.budget.take_text_of((text, args, kwargs)) * text.count("{"))
+            self._take_uses((text, args, kwargs), text.count("{"))
             return formatted(*args, **kwargs)
 
         return functools.update_wrapper(bounded_format, value)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget = self.budget
-        budget.step()
+        self.budget.take()
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str | bytes | int):
             args = tuple(map(as_list, args))
             self._check_growth(name, (owner, *args), kwargs)
         result = super().call(context, function, *args, **kwargs)
-        budget.take(size_of(result))
+        self.budget.take(size_of(result), 0)
         return result
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,12 +208,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(function)  # carries over the marks of filters that want the context or the environment
         def filter_within_bounds(*args: Any, **kwargs: Any) -> Any:
             budget = self.budget
-            budget.step()
+            budget.take()
             if name not in STRUCTURE_FILTERS:
                 args = tuple(map(as_list, args))
                 self._check_growth(name, args[num_own:], kwargs)
             result = function(*args, **kwargs)
-            budget.take(size_of(result))
+            budget.take(size_of(result), 0)
             return counted(result, budget) if isinstance(result, Iterator) else result
 
         return filter_within_bounds
@@ -233,10 +229,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             given = dict(zip(("text", "old", "new"), args, strict=False)) | kwargs
             text, old, new = (given.get(key, "") for key in ("text", "old", "new"))
             if name == "join":
-                self.budget.take(size_of(text) * size_of(kwargs.get("d", old)))
+                self.budget.take(size_of(text) * size_of(kwargs.get("d", old)), 0)
             else:
                 texts: list[Any] = [value if isinstance(value, bytes) else str(value) for value in (text, old, new)]
-                self.budget.take(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+                self.budget.take(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]), 0)
 
 
 class ConcatTransformer(NodeTransformer):
@@ -250,7 +246,7 @@ class ConcatTransformer(NodeTransformer):
 
 def counted(values: Iterator[Any], budget: Budget) -> Iterator[Any]:
     for value in values:
-        budget.step()
+        budget.take()
         yield value
 
 

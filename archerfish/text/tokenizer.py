@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 
 from archerfish.errors import CorruptFileError, InvalidInputError
 from archerfish.kernels.ops import Ids
+from archerfish.store.source import optional_json
 from archerfish.text.chunks import ChunkTokenizer
 
 if TYPE_CHECKING:
@@ -186,10 +186,4 @@ def token_name(role: str, *sources: Mapping[str, Any]) -> str | None:
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The object in a JSON file such as tokenizer_config.json; empty if there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{file} is not valid JSON: {error}.") from error
-    return settings if isinstance(settings, dict) else {}
+    return optional_json(file) or {}

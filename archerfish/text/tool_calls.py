@@ -363,27 +363,6 @@ def tool_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def calls_in_words(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation without tool messages: calls become text of the assistant, results become text of the user."""
-    found: list[dict[str, Any]] = []
-    is_result = False  # whether the last message holds only results
-    for place, message in enumerate(messages):
-        said = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        content = message.get("content") or ""
-        if message.get("tool_calls"):
-            calls = written_calls(message["tool_calls"], f'messages[{place}]["tool_calls"]')
-            said["content"] = "\n".join([content, *calls] if content else calls)
-        is_tool = message["role"] == "tool"
-        if is_tool:
-            said = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        if is_result and said["role"] == "user":  # one message, because many templates want turns to alternate
-            found[-1] = {**said, "content": f"{found[-1]['content']}\n{said['content']}"}
-        else:
-            found.append(said)
-        is_result = is_tool
-    return found
-
-
 def written_calls(calls: object, where: str) -> list[str]:
     """Earlier calls as text in PROMPTED_STYLE."""
     style = STYLES[PROMPTED_STYLE]

@@ -17,6 +17,7 @@ from archerfish.cli import embed as embed_command
 from archerfish.cli import output
 from archerfish.cli.main import main
 from archerfish.cli.texts import gather_texts
+from archerfish.engine import progress
 from archerfish.errors import (
     ArcherfishError,
     DeviceError,
@@ -205,7 +206,8 @@ def test_pull_lists_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_sizes_and_durations() -> None:
-    assert [output.size(n) for n in (0, 999, 1000, 45_400_000, 999_900_000)] == ["0 B", "999 B", "1.0 kB", "45.4 MB", "1.0 GB"]
+    sizes = ["0 B", "999 B", "1.0 kB", "45.4 MB", "1.0 GB"]
+    assert [progress.size(n) for n in (0, 999, 1000, 45_400_000, 999_900_000)] == sizes
     assert [output.seconds(s) for s in (0.0042, 0.2, 1.354, 90)] == ["4.2 ms", "200 ms", "1.35 s", "1.5 min"]
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.text.output_text import BROKEN, make_decoder
+from archerfish.params import SamplingParams
+from archerfish.text.output_text import BROKEN, OutputText
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.text import tiny_tokenizers as tiny
 
@@ -48,13 +49,13 @@ def expected(tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int]
 def streamed(
     tokenizer: TextTokenizer, prompt: Sequence[int], ids: Sequence[int], skip: bool, sizes: Sequence[int]
 ) -> list[str]:
-    decoder = make_decoder(tokenizer, prompt, skip)
+    decoder = OutputText(tokenizer, prompt, SamplingParams(skip_special_tokens=skip))
     pieces, place, turn = [], 0, 0
     while place < len(ids):
         size = sizes[turn % len(sizes)]
-        pieces.append(decoder.feed(ids[place : place + size]))
+        pieces.append(decoder.feed(ids[place : place + size])[0])
         place, turn = place + size, turn + 1
-    return [*pieces, decoder.feed([], is_last=True)]
+    return [*pieces, decoder.feed([], "length")[0]]
 
 
 @pytest.mark.no_cover

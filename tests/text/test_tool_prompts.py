@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archerfish.errors import InvalidInputError
-from archerfish.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from archerfish.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, calls_in_words
 from archerfish.text.text_tokenizer import TextTokenizer
-from archerfish.text.tool_calls import ToolCallParser, calls_in_words, tool_prompt, written_calls
+from archerfish.text.tool_calls import ToolCallParser, tool_prompt, written_calls
 from tests.text.test_chat_template import LLAMA3, MISTRAL, QWEN
 from tests.text.tiny_tokenizers import smollm2_directory
 

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import CorruptFileError
-from archerfish.text.output_text import make_decoder
+from archerfish.params import SamplingParams
+from archerfish.text.output_text import OutputText
 from archerfish.text.world_tokenizer import BUNDLED, VOCABULARY_NAME, WorldTokenizer
 
 WORLD = WorldTokenizer()
@@ -79,9 +80,9 @@ def test_any_bytes(data: bytes) -> None:
 @given(st.lists(st.integers(0, 65535), max_size=40))
 def test_text_of_any_tokens_in_pieces(ids: list[int]) -> None:
     """Characters that tokens cut in two come whole, whichever tokens."""
-    decoder = make_decoder(WORLD, [])
-    pieces = [decoder.feed([token_id]) for token_id in ids]
-    assert "".join([*pieces, decoder.feed([], is_last=True)]) == WORLD.decode(ids)
+    decoder = OutputText(WORLD, [], SamplingParams())
+    pieces = [decoder.feed([token_id])[0] for token_id in ids]
+    assert "".join([*pieces, decoder.feed([], "length")[0]]) == WORLD.decode(ids)
 
 
 @pytest.mark.no_cover
