@@ -17,11 +17,6 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def everything(key: Any) -> bool:
-    """The pattern of caches that take any key."""
-    return True
-
-
 @dataclass(slots=True, frozen=True)
 class AdaptiveCacheStats:
     """Counters of an AdaptiveCache."""
@@ -55,7 +50,7 @@ class AdaptiveCache(Generic[K, V]):
 
     def __init__(
         self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
-        is_cacheable: Callable[[K], bool] = everything, clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
             raise InvalidOptionError(
@@ -63,7 +58,7 @@ class AdaptiveCache(Generic[K, V]):
             )
         self.min_hit_rate = min_hit_rate
         self._set_limits(max_bytes, ttl_seconds)
-        self._is_cacheable, self._clock = is_cacheable, clock
+        self._clock = clock
         self._window: deque[bool] = deque(maxlen=window_size)  # whether each of the last lookups found something
         self._num_window_hits = 0
         self._num_missed_kept = 4 * window_size
@@ -113,7 +108,11 @@ class AdaptiveCache(Generic[K, V]):
         self._num_window_hits += is_hit
         if entry is None or not is_hit:
             self._misses += 1
-            self._note_missed(key)
+            mark = hash(key)
+            self._missed[mark] = self._missed.get(mark, 0) + 1
+            self._missed.move_to_end(mark)
+            if len(self._missed) > self._num_missed_kept:
+                self._missed.popitem(last=False)
             return None
         self._hits += 1
         self._tick += 1
@@ -127,8 +126,6 @@ class AdaptiveCache(Generic[K, V]):
 
     def should_cache(self, key: K) -> bool:
         """Whether a value of this key, which `get` has just not found, is worth keeping."""
-        if not self._is_cacheable(key):
-            return False
         return not self.is_of_little_use or self._missed.get(hash(key), 0) > 1
 
     def insert(self, key: K, value: V, num_bytes: int) -> bool:
@@ -193,15 +190,6 @@ class AdaptiveCache(Generic[K, V]):
             self._hits, self._misses, self.hit_rate, len(self._entries), self.num_bytes, self._evictions, self._expirations,
             self._refusals,
         )  # fmt: skip
-
-    # Inside
-
-    def _note_missed(self, key: K) -> None:
-        mark = hash(key)
-        self._missed[mark] = self._missed.get(mark, 0) + 1
-        self._missed.move_to_end(mark)
-        if len(self._missed) > self._num_missed_kept:
-            self._missed.popitem(last=False)
 
 
 @dataclass(slots=True, init=False, unsafe_hash=True)

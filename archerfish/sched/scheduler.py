@@ -24,9 +24,8 @@ from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.plan import Plan, PlanBuilder
+from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
-from archerfish.sched.prompts import PromptPlanner
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import StepResult
 
@@ -209,7 +208,7 @@ class Scheduler:
         """The hot loop: one token for every sequence that is caught up."""
         block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
-        failed: list[Sequence] = []
+        failed: list[tuple[Sequence, BaseException]] = []
         for seq in self._live.decoding:
             computed = seq.num_computed
             pending = seq.num_pending
@@ -222,7 +221,7 @@ class Scheduler:
                     if not seq.mask.done():
                         continue
                     if seq.mask.error is not None:
-                        failed.append(seq)
+                        failed.append((seq, seq.mask.error))
                         continue
                     builder.has_masks = True
             if computed >= len(seq.blocks) * block_size:
@@ -235,8 +234,8 @@ class Scheduler:
             seq.num_in_flight += 1
             sequences.append(seq)
         builder.budget -= len(sequences)
-        for seq in failed:
-            self._live.end_by_mask(seq)
+        for seq, error in failed:
+            self._live.end(seq, "error", error=error)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""
