@@ -24,11 +24,9 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput, engine_counts
 from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
-from archerfish.observe import collector as names
-from archerfish.observe.collector import MetricsCollector
-from archerfish.observe.metrics import Metric
+from archerfish.observe import metrics as names
+from archerfish.observe.metrics import Metric, MetricsCollector, SamplingMetrics
 from archerfish.observe.regression import is_beyond
-from archerfish.observe.sampling import SamplingMetrics
 from archerfish.sequence import Delta
 
 logger = logging.getLogger("archerfish.monitor")
@@ -237,14 +235,15 @@ class WatchedLLM:
             times = self._last_tokens.get(request_id)
             if times is None:
                 times = self._last_tokens[request_id] = {}
-                self._collector.token(model, sequence.times.first_token - sequence.times.arrived, is_first=True)
+                self._collector.first_token(model, sequence.times.first_token - sequence.times.arrived)
             elif sequence.index in times:
                 self._collector.gaps(model, (now - times[sequence.index],))
             times[sequence.index] = now
         if result is not None:
             self._last_tokens.pop(request_id, None)
             self._collector.settle()
-            self._collector.ended(model, result)
+            spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
+            self._collector.ended(model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons)
 
     def counts(self) -> Counts:
         return engine_counts(self.engine)
