@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
-    from archerfish.kernels.buffers import BufferPool, PoolStats
+    from archerfish.kernels.sampling import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
     from archerfish.observe.metrics import MetricsCollector, SamplingMetrics
     from archerfish.observe.regression import RegressionDetector
@@ -63,7 +63,7 @@ _HOMES = {  # the public names of each module
     "engine.rwkv_sampler": ("RwkvSampler",),
     "engine.tts": ("TTSRequest", "TTSTokens"),
     "errors": ("ArcherfishError",),
-    "kernels.buffers": ("BufferPool", "PoolStats"),
+    "kernels.sampling": ("BufferPool", "PoolStats"),
     "models.adapter": ("ModelAdapter", "register_model"),
     "observe.metrics": ("MetricsCollector", "SamplingMetrics"),
     "observe.regression": ("RegressionDetector",),

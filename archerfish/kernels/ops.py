@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
-from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.formats import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import DecodeState
     from archerfish.kernels.recurrent import RecurrentOps
-    from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+    from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -44,7 +43,6 @@ class Handle(Protocol):
 
 
 T = TypeVar("T", bound=Handle)
-T_co = TypeVar("T_co", bound=Handle, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -160,13 +158,6 @@ class LinearWeight(Lazy[PackedWeight[T]]):
     """A linear map, packed when first used."""
 
 
-class Replay(Protocol[T_co]):
-    """Repeats recorded work over the same memory."""
-
-    def __call__(self, num_rows: int = 0) -> T_co:
-        """num_rows: of a backend that replays any number of rows, how many are real; 0: all."""
-
-
 class Ops(ABC, Generic[T]):
     """Operations of one backend on one device, computing in one type."""
 
@@ -200,8 +191,8 @@ class Ops(ABC, Generic[T]):
         """A tensor of the device as a float32 array of the host."""
 
     @abstractmethod
-    def table(self, weight: T) -> T:
-        """A lookup table on the device, at its stored size."""
+    def to_device(self, tensor: T) -> T:
+        """A tensor of a checkpoint on the device, in its stored type."""
 
     @abstractmethod
     def vector(self, weight: T, *, plus: float = 0.0) -> T:
@@ -385,9 +376,8 @@ class Ops(ABC, Generic[T]):
         """Write the tokens of a batch into the last_tokens of its sequences."""
 
     can_record: bool = False  # `capture` records work
-    replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with
 
-    def capture(self, call: Callable[[], T]) -> Replay[T] | None:
+    def capture(self, call: Callable[[], T]) -> Callable[[], T] | None:
         """Record a call, which also runs it: the result repeats it over the same memory. None: this backend cannot record."""
         return None
 
@@ -398,9 +388,9 @@ class Ops(ABC, Generic[T]):
     def free_unused(self) -> None:
         """Give memory back to the device that nothing uses."""
 
+    @abstractmethod
     def pool_stats(self) -> PoolStats:
         """Of the large arrays that are used again from step to step."""
-        return PoolStats()
 
     # Between host and device
 

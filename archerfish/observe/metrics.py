@@ -272,9 +272,12 @@ class MetricsCollector:
         self._waiting: dict[str, list[float]] = {}
         self._lock = threading.Lock()
 
-    def first_token(self, model: str, seconds: float) -> None:
-        """Record the time from arrival to the first token."""
-        self._ttft.observe(seconds, model_name=model)
+    def token(self, model: str, seconds: float, *, is_first: bool) -> None:
+        """Record the time from arrival to the first token, or from the tokens before to these."""
+        if is_first:
+            self._ttft.observe(seconds, model_name=model)
+        else:
+            self.gaps(model, (seconds,))
 
     def gaps(self, model: str, seconds: Sequence[float]) -> None:
         """Record times between tokens. `settle` adds them to the histogram."""
@@ -316,10 +319,6 @@ class MetricsCollector:
     @property
     def counters(self) -> dict[str, Counter]:
         return {metric.name: metric for metric in self.registry if isinstance(metric, Counter)}
-
-    @property
-    def gauges(self) -> dict[str, Gauge]:
-        return {metric.name: metric for metric in self.registry if isinstance(metric, Gauge)}
 
     def metrics(self, stats: Mapping[str, Mapping[str, Any]] | None = None) -> list[Metric]:
         """All metrics, with the counts of engines: stats by model. `serve.metrics.exposition` makes the text for Prometheus."""

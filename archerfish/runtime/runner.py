@@ -7,10 +7,10 @@ not waited for. Tokens that the step before is still choosing are filled in wher
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 
@@ -47,16 +47,6 @@ class Pass(Generic[T]):
     scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
 
 
-class RunningStep(Protocol):
-    """A step that has been launched."""
-
-    def result(self) -> StepResult:
-        """What it brought, or the error that it raised; waits for it."""
-
-    def done(self) -> bool:
-        """Whether asking for the result is all that is left to do: it is there, or on its way from a device."""
-
-
 class QueuedStep:
     """A step whose work was given to the device."""
 
@@ -64,11 +54,15 @@ class QueuedStep:
         self._result = Lazy(finish)
 
     def result(self) -> StepResult:
+        """What it brought, or the error that it raised; waits for it."""
         return self._result.get()
 
     def done(self) -> bool:
+        """Whether asking for the result is all that is left to do: it is there, or on its way from the device."""
         return True
 
+
+RunningStep = QueuedStep | Future[StepResult]  # a step that has been launched
 
 class ModelRunner(Generic[T]):
     """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""

@@ -10,7 +10,7 @@ from archerfish.observe.metrics import GAPS, TTFT, WHOLE
 
 def test_what_happens_is_in_the_histograms_and_counters() -> None:
     collector = MetricsCollector(window=10)
-    collector.first_token("m", 0.2)
+    collector.token("m", 0.2, is_first=True)
     collector.gaps("m", [0.01, 0.03])
     collector.ended("m", 100, 200, 300, ["stop", "length"])
     collector.refused("m", "overloaded")

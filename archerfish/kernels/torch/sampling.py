@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from archerfish.kernels.buffers import BufferPool
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import (
@@ -26,6 +25,7 @@ from archerfish.kernels.sampling import (
     SHORT_TOP_K,
     TOP_K_OFF,
     WORD,
+    BufferPool,
     Cuts,
     Drawn,
     Logprobs,
@@ -50,13 +50,9 @@ class TorchSampling:
         self._borrowed: list[Tensor] = []
 
     def _buffer(self, num_rows: int, width: int) -> Tensor:
-        """Memory with any contents, until `_give_back`."""
+        """Memory with any contents, until it is given back."""
         self._borrowed.append(self.buffers.borrow(num_rows * width))
         return self._borrowed[-1][: num_rows * width].view(num_rows, width)
-
-    def _give_back(self) -> None:
-        while self._borrowed:
-            self.buffers.give_back(self._borrowed.pop())
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         """As `Ops.sample`."""
@@ -78,7 +74,8 @@ class TorchSampling:
                 if batch.is_greedy is not None:
                     tokens = torch.where(batch.is_greedy != 0, best, tokens)
         finally:
-            self._give_back()
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
         if batch.ranges is not None:
             tokens = tokens + (batch.ranges.offset + start)
         report = torch.stack((tokens.masked_fill(failed != CHOSEN, 0), failed))
@@ -101,7 +98,8 @@ class TorchSampling:
             ranks = self._block_sums(torch.gt(x, own, out=weights)).sum(-1).long() + 1
             top, top_ids = self._candidates(x, peaks, torch.arange(len(x), device=x.device), min(num_top, logits.shape[1]))
         finally:
-            self._give_back()
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
         return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
 
     def _padded(self, logits: Tensor, *, is_changed: bool) -> Tensor:

@@ -28,7 +28,6 @@ from archerfish.kernels.ops import (
     LinearWeight,
     PagedBatch,
     Pooling,
-    Replay,
     Rotary,
     Segments,
 )
@@ -148,7 +147,7 @@ class TritonOps(TorchOps):
         """One memory for what all captured calls compute on the way: they run one after the other."""
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(self, call: Callable[[], Tensor]) -> Replay[Tensor] | None:
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         if self.device == "cpu":
             return None
         memory, stream = self._graph_memory
@@ -164,7 +163,7 @@ class TritonOps(TorchOps):
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
-        def repeat(num_rows: int = 0) -> Tensor:
+        def repeat() -> Tensor:
             graph.replay()
             return result
 
@@ -259,8 +258,6 @@ class TritonOps(TorchOps):
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         """All layers, which are of one shape, in one launch."""
-        if not pairs or not layers:
-            return
         memory = layers[0].keys
         block_bytes = memory.stride(0) * memory.element_size()
         if block_bytes % WORD_BYTES:
