@@ -150,18 +150,14 @@ class AdaptiveCache(Generic[K, V]):
         """Make room for so many bytes; returns how many entries went."""
         count = 0
         while self._entries and self.num_bytes + num_bytes > self.max_bytes:
-            self.discard(self._first_to_go())
+            key = next(iter(self._fresh or self._proven))
+            if self._fresh and self._proven and not self.is_of_little_use:
+                proven = next(iter(self._proven))
+                key = key if self._entries[key].used < self._entries[proven].used else proven
+            self.discard(key)
             count += 1
         self._evictions += count
         return count
-
-    def _first_to_go(self) -> K:
-        if not self._fresh or not self._proven:
-            return next(iter(self._fresh or self._proven))
-        fresh, proven = next(iter(self._fresh)), next(iter(self._proven))
-        if self.is_of_little_use or self._entries[fresh].used < self._entries[proven].used:
-            return fresh
-        return proven
 
     def evict_expired(self, max_age_s: float | None = None) -> int:
         """Drop what is too old, or for once what has reached max_age_s; returns how many."""

@@ -43,7 +43,7 @@ class LlamaModel(ModelAdapter[T]):
         last = self.blocks[-1]
         for block, memory in zip(self.blocks, kv, strict=True):
             x, residual = block(x, residual, batch, memory, batch.kept_rows if block is last else None)
-        return self.norm(x, residual)[0]
+        return self.ops.rms_norm(x, self.norm.weight, self.norm.eps, residual=residual)[0]
 
     def logits(self, hidden: T) -> T:
         return self.ops.logits(hidden, self.head, softcap=self.logit_softcap)

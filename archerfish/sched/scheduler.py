@@ -88,9 +88,10 @@ class Scheduler:
         """Accept a request, or say at once why not. Each of its sequences will end with exactly one finish reason."""
         self.check(request)
         live = self._live
-        if not self.has_room:
+        is_queue_full = len(live.queued) >= self.max_queue_size
+        if is_queue_full or 0 < self.max_requests <= len(live.requests):
             live.stats.refused_requests += 1
-            if len(live.queued) >= self.max_queue_size:
+            if is_queue_full:
                 raise OverloadedError(f"The queue is full: {self.max_queue_size:,} requests wait.")
             raise OverloadedError(f"{self.max_requests:,} requests run or wait, which is max_concurrent_requests.")
         request.arrival = now = self.clock()
