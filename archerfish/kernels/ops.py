@@ -248,7 +248,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:
-        """In every layer, copy block to block for each (from, to). No block is both source and target."""
+        """In every layer, copy block to block for each (from, to), at least one. No block is both source and target."""
 
     @abstractmethod
     def lookup(self, table: T, ids: T, *, scale: float = 1.0) -> T:
