@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from archerfish.engine.rwkv_sampler import RwkvSampler
     from archerfish.engine.tts import TTSRequest, TTSTokens
     from archerfish.errors import ArcherfishError
-    from archerfish.kernels.buffers import BufferPool, PoolStats
+    from archerfish.kernels.sampling import BufferPool, PoolStats
     from archerfish.models.adapter import ModelAdapter, register_model
-    from archerfish.observe.collector import MetricsCollector
+    from archerfish.observe.metrics import MetricsCollector, SamplingMetrics
     from archerfish.observe.regression import RegressionDetector
-    from archerfish.observe.sampling import SamplingMetrics
     from archerfish.params import SamplingParams, Stage
     from archerfish.runtime.sampler import FastSampler
     from archerfish.store.converter import ConversionResult, ModelConverter
@@ -64,11 +63,10 @@ _HOMES = {  # the public names of each module
     "engine.rwkv_sampler": ("RwkvSampler",),
     "engine.tts": ("TTSRequest", "TTSTokens"),
     "errors": ("ArcherfishError",),
-    "kernels.buffers": ("BufferPool", "PoolStats"),
+    "kernels.sampling": ("BufferPool", "PoolStats"),
     "models.adapter": ("ModelAdapter", "register_model"),
-    "observe.collector": ("MetricsCollector",),
+    "observe.metrics": ("MetricsCollector", "SamplingMetrics"),
     "observe.regression": ("RegressionDetector",),
-    "observe.sampling": ("SamplingMetrics",),
     "params": ("SamplingParams", "Stage"),
     "runtime.sampler": ("FastSampler",),
     "store.converter": ("ConversionResult", "ModelConverter"),

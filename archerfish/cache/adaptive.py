@@ -17,11 +17,6 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def everything(key: Any) -> bool:
-    """The pattern of caches that take any key."""
-    return True
-
-
 @dataclass(slots=True, frozen=True)
 class AdaptiveCacheStats:
     """Counters of an AdaptiveCache."""
@@ -55,8 +50,9 @@ class AdaptiveCache(Generic[K, V]):
 
     def __init__(
         self, max_bytes: int, ttl_seconds: float, *, window_size: int = 256, min_hit_rate: float = 0.05,
-        is_cacheable: Callable[[K], bool] = everything, clock: Callable[[], float] = time.monotonic,
+        is_cacheable: Callable[[K], bool] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """is_cacheable: which keys may be kept; None: all."""
         if window_size < 1 or not 0 <= min_hit_rate <= 1:
             raise InvalidOptionError(
                 f"window_size must be at least 1 and min_hit_rate from 0 to 1: {window_size}, {min_hit_rate}."
@@ -113,7 +109,11 @@ class AdaptiveCache(Generic[K, V]):
         self._num_window_hits += is_hit
         if entry is None or not is_hit:
             self._misses += 1
-            self._note_missed(key)
+            mark = hash(key)
+            self._missed[mark] = self._missed.get(mark, 0) + 1
+            self._missed.move_to_end(mark)
+            if len(self._missed) > self._num_missed_kept:
+                self._missed.popitem(last=False)
             return None
         self._hits += 1
         self._tick += 1
@@ -127,7 +127,7 @@ class AdaptiveCache(Generic[K, V]):
 
     def should_cache(self, key: K) -> bool:
         """Whether a value of this key, which `get` has just not found, is worth keeping."""
-        if not self._is_cacheable(key):
+        if self._is_cacheable is not None and not self._is_cacheable(key):
             return False
         return not self.is_of_little_use or self._missed.get(hash(key), 0) > 1
 
@@ -150,18 +150,14 @@ class AdaptiveCache(Generic[K, V]):
         """Make room for so many bytes; returns how many entries went."""
         count = 0
         while self._entries and self.num_bytes + num_bytes > self.max_bytes:
-            self.discard(self._first_to_go())
+            key = next(iter(self._fresh or self._proven))
+            if self._fresh and self._proven and not self.is_of_little_use:
+                proven = next(iter(self._proven))
+                key = key if self._entries[key].used < self._entries[proven].used else proven
+            self.discard(key)
             count += 1
         self._evictions += count
         return count
-
-    def _first_to_go(self) -> K:
-        if not self._fresh or not self._proven:
-            return next(iter(self._fresh or self._proven))
-        fresh, proven = next(iter(self._fresh)), next(iter(self._proven))
-        if self.is_of_little_use or self._entries[fresh].used < self._entries[proven].used:
-            return fresh
-        return proven
 
     def evict_expired(self, max_age_s: float | None = None) -> int:
         """Drop what is too old, or for once what has reached max_age_s; returns how many."""
@@ -193,15 +189,6 @@ class AdaptiveCache(Generic[K, V]):
             self._hits, self._misses, self.hit_rate, len(self._entries), self.num_bytes, self._evictions, self._expirations,
             self._refusals,
         )  # fmt: skip
-
-    # Inside
-
-    def _note_missed(self, key: K) -> None:
-        mark = hash(key)
-        self._missed[mark] = self._missed.get(mark, 0) + 1
-        self._missed.move_to_end(mark)
-        if len(self._missed) > self._num_missed_kept:
-            self._missed.popitem(last=False)
 
 
 @dataclass(slots=True, init=False, unsafe_hash=True)

@@ -24,11 +24,9 @@ from archerfish.engine.llm_engine import LLMEngine
 from archerfish.engine.outputs import RequestOutput, engine_counts
 from archerfish.engine.rwkv_sampler import RwkvSampler
 from archerfish.errors import InvalidInputError, NotFoundError, did_you_mean
-from archerfish.observe import collector as names
-from archerfish.observe.collector import MetricsCollector
-from archerfish.observe.metrics import Metric
+from archerfish.observe import metrics as names
+from archerfish.observe.metrics import Metric, MetricsCollector, SamplingMetrics
 from archerfish.observe.regression import is_beyond
-from archerfish.observe.sampling import SamplingMetrics
 from archerfish.sequence import Delta
 
 logger = logging.getLogger("archerfish.monitor")
@@ -244,7 +242,8 @@ class WatchedLLM:
         if result is not None:
             self._last_tokens.pop(request_id, None)
             self._collector.settle()
-            self._collector.ended(model, result)
+            spent, reasons = result.metrics, [output.finish_reason for output in result.outputs]
+            self._collector.ended(model, spent.queue_ms, spent.prefill_ms, spent.decode_ms, reasons)
 
     def counts(self) -> Counts:
         return engine_counts(self.engine)

@@ -25,7 +25,7 @@ from archerfish.engine.progress import progress_bar
 from archerfish.engine.request_maker import RUNNING_OPTIONS, RequestMaker, change_running_options, is_token_ids
 from archerfish.engine.request_maker import Prompt as Prompt
 from archerfish.errors import InvalidInputError, NotFoundError, StoppedError
-from archerfish.kernels.buffers import PoolStats
+from archerfish.kernels.sampling import PoolStats
 from archerfish.params import SamplingParams
 from archerfish.runtime.kv_pool import allocate_pool
 from archerfish.runtime.runner import ModelRunner, RunningStep

@@ -226,7 +226,7 @@ class EngineStats:
 
 
 def engine_counts(engine: LLMEngine) -> dict[str, Any]:
-    """Counts since the engine was made and its current state, by the names of `observe.collector`."""
+    """Counts since the engine was made and its current state, by the names of `observe.metrics`."""
     scheduler = engine.scheduler
     counted, cached, logits = scheduler.stats(), engine.cache_stats(), engine.logits_cache.get_stats()
     blocks = scheduler.blocks

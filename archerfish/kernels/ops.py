@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from archerfish.background import Lazy
 from archerfish.errors import DeviceError, InvalidInputError
-from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.formats import PLAIN, WeightFormat
 
 if TYPE_CHECKING:
     from archerfish.kernels.decoding import DecodeState
     from archerfish.kernels.recurrent import RecurrentOps
-    from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+    from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu", "tanh"]
 Pooling = Literal["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens"]  # as sentence-transformers names them
@@ -200,8 +199,8 @@ class Ops(ABC, Generic[T]):
         """A tensor of the device as a float32 array of the host."""
 
     @abstractmethod
-    def table(self, weight: T) -> T:
-        """A lookup table on the device, at its stored size."""
+    def to_device(self, tensor: T) -> T:
+        """A tensor of a checkpoint on the device, in its stored type."""
 
     @abstractmethod
     def vector(self, weight: T, *, plus: float = 0.0) -> T:
@@ -257,7 +256,7 @@ class Ops(ABC, Generic[T]):
 
     @abstractmethod
     def copy_blocks(self, layers: Sequence[KVLayer[T]], pairs: Sequence[tuple[int, int]]) -> None:
-        """In every layer, copy block to block for each (from, to). No block is both source and target."""
+        """In every layer, copy block to block for each (from, to), at least one. No block is both source and target."""
 
     @abstractmethod
     def lookup(self, table: T, ids: T, *, scale: float = 1.0) -> T:
@@ -388,7 +387,7 @@ class Ops(ABC, Generic[T]):
     replays_any_rows: bool = False  # recorded work can be repeated for fewer rows than it was recorded with
 
     def capture(self, call: Callable[[], T]) -> Replay[T] | None:
-        """Record a call, which also runs it: the result repeats it over the same memory. None: this backend cannot record."""
+        """Record a call, which also runs it; the result repeats it. None: this backend cannot record."""
         return None
 
     def encoder_inputs(self, num_tokens: int) -> EncoderInputs[T] | None:
@@ -398,9 +397,9 @@ class Ops(ABC, Generic[T]):
     def free_unused(self) -> None:
         """Give memory back to the device that nothing uses."""
 
+    @abstractmethod
     def pool_stats(self) -> PoolStats:
         """Of the large arrays that are used again from step to step."""
-        return PoolStats()
 
     # Between host and device
 

@@ -7,15 +7,21 @@ likely as the likeliest, top_p the fewest of the likeliest tokens whose share re
 
 A draw is one uniform number, looked up in the cumulative probabilities of the tokens that are left, in the order of their ids.
 The number is a hash (splitmix64) of the row's key and position: it depends on nothing else in the batch.
+
+BufferPool lends the large arrays that backends sample with.
 """
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from archerfish.kernels.ops import Ids, T
 
+A = TypeVar("A", bound=Any)  # an array of one dimension
 WORD = (1 << 64) - 1
 # splitmix64's constants as signed words, which tensors can be multiplied with
 GAMMA, MIX_A, MIX_B = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -141,3 +147,60 @@ def mix(word: int) -> int:
 def uniform(key: int, position: int) -> float:
     """The number in [0, 1) that a draw uses: what every backend must compute."""
     return (mix(key + (position + 1) * GAMMA) >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counts of a BufferPool. In a steady state cache_misses does not grow: nothing is allocated."""
+
+    total_gets: int = 0
+    total_returns: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0  # arrays that had to be allocated
+    num_elements: int = 0  # of the idle arrays
+    peak_usage: int = 0  # the most elements that were lent at the same time
+
+
+class BufferPool(Generic[A]):
+    """Lends arrays of `allocate(size)`, of the host or of a device; safe to use from any thread.
+
+    Sizes are powers of two. `borrow` gives the smallest idle array that is large enough; when there is none, idle arrays that
+    are too small are released before a new one is allocated, so that a pool does not keep every size that it ever lent.
+    """
+
+    def __init__(self, allocate: Callable[[int], A]) -> None:
+        self._allocate = allocate
+        self._idle: list[A] = []  # by size
+        self._lock = threading.Lock()
+        self._num_gets = self._num_returns = self._num_misses = self._num_lent = self._peak = 0
+
+    def borrow(self, min_size: int) -> A:
+        """An array of at least min_size elements with any contents. It belongs to the caller until `give_back`."""
+        size = 1 << max(0, min_size - 1).bit_length()
+        with self._lock:
+            place = bisect_left(self._idle, size, key=len)
+            array = self._idle.pop(place) if place < len(self._idle) else None
+            if array is None:
+                self._idle.clear()
+                self._num_misses += 1
+            self._num_gets += 1
+            self._num_lent += size if array is None else len(array)
+            self._peak = max(self._peak, self._num_lent)
+        return self._allocate(size) if array is None else array
+
+    def give_back(self, *arrays: A) -> None:
+        with self._lock:
+            for array in arrays:
+                insort(self._idle, array, key=len)
+                self._num_lent -= len(array)
+            self._num_returns += len(arrays)
+
+    def clear(self) -> None:
+        """Release all idle arrays."""
+        with self._lock:
+            self._idle.clear()
+
+    def pool_stats(self) -> PoolStats:
+        with self._lock:
+            num_hits, num_idle = self._num_gets - self._num_misses, sum(map(len, self._idle))
+            return PoolStats(self._num_gets, self._num_returns, num_hits, self._num_misses, num_idle, self._peak)

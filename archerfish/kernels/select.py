@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from archerfish.errors import DeviceError
@@ -85,28 +86,16 @@ def without_torch_cpu(device: str, dtype: str) -> str:
     return without_onednn(dtype) or (SLOW.format(dtype) if dtype == "bfloat16" and not cpu().has_fast_bfloat16 else "")
 
 
-def load_triton(device: str, dtype: str) -> Ops[Any]:
-    from archerfish.kernels.triton.ops import TritonOps
-
-    return TritonOps(device, dtype)
-
-
-def load_torch_cpu(device: str, dtype: str) -> Ops[Any]:
-    from archerfish.kernels.torch.cpu import TorchCpuOps
-
-    return TorchCpuOps(device, dtype)
-
-
-def load_torch(device: str, dtype: str) -> Ops[Any]:
-    from archerfish.kernels.torch.reference import TorchOps
-
-    return TorchOps(device, dtype)
+def loader(place: str) -> Callable[[str, str], Ops[Any]]:
+    """What imports a backend, "module:class", when it is called, and makes one for a device and a type."""
+    module, _, name = place.partition(":")
+    return lambda device, dtype: getattr(import_module(f"archerfish.kernels.{module}"), name)(device, dtype)
 
 
 BACKENDS = [  # the fastest first
-    Backend("torch + Triton", without_triton, load_triton, "norms, rotary, KV and attention in our own kernels"),
-    Backend("torch + oneDNN", without_torch_cpu, load_torch_cpu, "packed products with bias, activation and residual fused"),
-    Backend("torch reference", lambda device, dtype: "", load_torch, "any device and type that torch has"),
+    Backend("torch + Triton", without_triton, loader("triton.ops:TritonOps"), "norms, rotary, KV and attention in own kernels"),
+    Backend("torch + oneDNN", without_torch_cpu, loader("torch.cpu:TorchCpuOps"), "packed products, bias, activation fused"),
+    Backend("torch reference", lambda device, dtype: "", loader("torch.reference:TorchOps"), "any device and type of torch"),
 ]
 
 

@@ -55,12 +55,6 @@ class Attention(Generic[T]):
             self.qkv = weights.linear(("q_proj", "k_proj", "v_proj"), (queries, keys, keys), width, bias=qkv_bias)
         self.out = weights.linear("o_proj", width, queries, bias=out_bias)
 
-    def attend(self, qkv: T, batch: PagedBatch[T], kv: KVLayer[T]) -> T:
-        """What comes between the two products."""
-        return self.ops.store_and_attend(
-            qkv, kv, batch, self.heads, self.rotary, q_norm=self.q_norm, k_norm=self.k_norm, eps=self.eps
-        )
-
 
 class GatedMLP(Generic[T]):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
@@ -106,7 +100,9 @@ class DecoderBlock(Generic[T]):
         ops, norms, attention, mlp = self.ops, self.norms, self.attention, self.mlp
         norm = norms.before_attention
         x, total = ops.normed_linear(x, norm.weight, norm.eps, attention.qkv, residual=residual)
-        x = attention.attend(x, batch, kv)
+        x = ops.store_and_attend(
+            x, kv, batch, attention.heads, attention.rotary, q_norm=attention.q_norm, k_norm=attention.k_norm, eps=attention.eps
+        )
         if kept_rows is not None:
             x, total = ops.rows(x, kept_rows), ops.rows(total, kept_rows)
         if norms.after_attention is None:

@@ -40,7 +40,7 @@ class Weights(Generic[T]):
         return tensor
 
     def table(self, name: str, rows: int, width: int) -> T:
-        return self.ops.table(self.tensor(name, rows, width))
+        return self.ops.to_device(self.tensor(name, rows, width))
 
     def vector(self, name: str, width: int, *, plus: float = 0.0) -> T:
         return self.ops.vector(self.tensor(name, width), plus=plus)

@@ -28,12 +28,8 @@ class Gemma2Model(LlamaModel[T]):
         if config.flag("use_bidirectional_attention"):
             raise UnsupportedModelError("A Gemma that sees both directions (use_bidirectional_attention) cannot generate.")
         super().__init__(weights, config, max_len)
-
-    def embed(self, token_ids: T) -> T:
-        return self.ops.lookup(self.embedding, token_ids, scale=self.width**0.5)
-
-    def logits(self, hidden: T) -> T:
-        return self.ops.logits(hidden, self.head, softcap=self.config.limit("final_logit_softcapping", self.logit_cap))
+        self.embedding_scale = self.width**0.5
+        self.logit_softcap = config.limit("final_logit_softcapping", self.logit_cap)
 
     def mlp(self, weights: Weights[T]) -> GatedMLP[T]:
         activation = self.config.activation("hidden_activation", "gelu_pytorch_tanh")

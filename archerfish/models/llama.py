@@ -27,6 +27,7 @@ class LlamaModel(ModelAdapter[T]):
     def __init__(self, weights: Weights[T], config: Config, max_len: int) -> None:
         super().__init__(weights, config, max_len)
         self.width, vocab_size = config.integer("hidden_size"), self.vocab_size(config)
+        self.embedding_scale, self.logit_softcap = 1.0, 0.0
         self.rotaries: dict[tuple[str, float], Rotary[T]] = {}
         body = weights if weights.has("embed_tokens.weight") else weights.scope("model")
         self.embedding = body.table("embed_tokens.weight", vocab_size, self.width)
@@ -38,17 +39,14 @@ class LlamaModel(ModelAdapter[T]):
             self.head = weights.linear("lm_head", vocab_size, self.width)
 
     def forward(self, batch: PagedBatch[T], kv: Sequence[KVLayer[T]]) -> T:
-        x, residual = self.embed(batch.token_ids), None
+        x, residual = self.ops.lookup(self.embedding, batch.token_ids, scale=self.embedding_scale), None
         last = self.blocks[-1]
         for block, memory in zip(self.blocks, kv, strict=True):
             x, residual = block(x, residual, batch, memory, batch.kept_rows if block is last else None)
-        return self.norm(x, residual)[0]
-
-    def embed(self, token_ids: T) -> T:
-        return self.ops.lookup(self.embedding, token_ids)
+        return self.ops.rms_norm(x, self.norm.weight, self.norm.eps, residual=residual)[0]
 
     def logits(self, hidden: T) -> T:
-        return self.ops.logits(hidden, self.head)
+        return self.ops.logits(hidden, self.head, softcap=self.logit_softcap)
 
     def block(self, weights: Weights[T], layer: int) -> DecoderBlock[T]:
         attention, mlp = self.attention(weights.scope("self_attn"), layer), self.mlp(weights.scope("mlp"))

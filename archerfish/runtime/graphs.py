@@ -1,8 +1,8 @@
 """Passes that are recorded once and repeated without the host: steps of decodes, and passes over one prompt.
 
 A pass is recorded for some sizes. A batch is filled up to the next one, unless the backend repeats recorded work for any number
-of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` says how it is
-laid out. Tokens stay on the device from step to step, and so do the block lists of models with keys.
+of rows. All that a pass needs of the host travels in one copy: `kernels/decoding.py` says how it is laid out. Tokens stay on
+the device from step to step, and so do the block lists of models with keys.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ not waited for. Tokens that the step before is still choosing are filled in wher
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from archerfish.models.adapter import ModelAdapter
 from archerfish.runtime.batch import BlockTables
 from archerfish.runtime.graphs import DecodeGraphs, PreparedDecodes, Prompt, PromptGraphs
 from archerfish.runtime.kv_pool import MemoryPool
-from archerfish.runtime.sampler import Chosen, FastSampler, prompt_logprobs
+from archerfish.runtime.sampler import FastSampler, prompt_logprobs
 from archerfish.step import NO_IDS, PENDING, StepInput, StepResult, TokenLogprobs
 
 DECODE_TILE = 32  # rows of every decode pass in deterministic mode, filled up with rows that mean nothing
@@ -47,16 +47,6 @@ class Pass(Generic[T]):
     scored: list[tuple[int, int]] = field(default_factory=list)  # for prompt logprobs: sequence and place of its first token
 
 
-class RunningStep(Protocol):
-    """A step that has been launched."""
-
-    def result(self) -> StepResult:
-        """What it brought, or the error that it raised; waits for it."""
-
-    def done(self) -> bool:
-        """Whether asking for the result is all that is left to do: it is there, or on its way from a device."""
-
-
 class QueuedStep:
     """A step whose work was given to the device."""
 
@@ -64,11 +54,15 @@ class QueuedStep:
         self._result = Lazy(finish)
 
     def result(self) -> StepResult:
+        """What it brought, or the error that it raised; waits for it."""
         return self._result.get()
 
     def done(self) -> bool:
+        """Whether asking for the result is all that is left to do: it is there, or on its way from the device."""
         return True
 
+
+RunningStep = QueuedStep | Future[StepResult]  # a step that has been launched
 
 class ModelRunner(Generic[T]):
     """Runs steps of one model over one pool of blocks. executor: the one thread that CPU steps run in; None: one of its own."""
@@ -213,13 +207,21 @@ class ModelRunner(Generic[T]):
             logits += [self._logits[handle] for _, handle in step.reused]
             order.append(np.asarray([index for index, _ in step.reused], dtype=np.int64))
         num_samples = max(1, int(step.samples.max()))
-        sampled = np.concatenate(order)
+        sampled = np.concatenate(order)  # row i of the logits is of sequence sampled[i], for its token nth[i] of this step
         nth = np.arange(len(sampled)) - np.searchsorted(sampled, sampled) if num_samples > 1 else np.zeros_like(sampled)
         read, returned = None, dict[int, Any]()
         if logits:
             joined = logits[0] if len(logits) == 1 else self.ops.concat(logits)
             returned = {index: self.ops.rows(joined, np.flatnonzero(sampled == index)[:1]) for index in step.returned}
-            read = self._sample(step, joined, sampled, nth)
+            for index, handle in step.kept:
+                self._logits[handle] = self.ops.rows(joined, np.flatnonzero(sampled == index)[:1])
+            masks = None
+            if step.mask_bits is not None:
+                at = {index: place for place, index in enumerate(sampled.tolist())}
+                masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
+            rows, positions = step.rows[sampled], (step.starts + step.counts + 1 - step.samples)[sampled] + nth
+            tokens, read = self.sampler.sample(joined, rows, positions, masks)
+            self.ops.put(self._last_tokens, rows, tokens)
 
         def finish() -> StepResult:  # an interrupt may make the caller ask again
             result = StepResult(np.zeros((len(step.rows), num_samples), dtype=np.int64), logits=returned)
@@ -259,17 +261,3 @@ class ModelRunner(Generic[T]):
         if batch.kept_rows is not None or num_sampled == one.num_tokens:
             return [ops.first_rows(self.model.logits(hidden), num_sampled)]
         return [self.model.logits(ops.rows(hidden, one.sampled_places))]
-
-    def _sample(self, step: StepInput, logits: T, order: Ids, nth: Ids) -> Callable[[], Chosen]:
-        """Choose the tokens of all logits of a step. Row i is of sequence order[i], for its token nth[i] of this step."""
-        ops, rows = self.ops, step.rows[order]
-        for index, handle in step.kept:
-            self._logits[handle] = ops.rows(logits, np.flatnonzero(order == index)[:1])
-        masks = None
-        if step.mask_bits is not None:
-            at = {index: place for place, index in enumerate(order.tolist())}
-            masks = np.asarray([at[index] for index in step.masked], dtype=np.int64), step.mask_bits
-        positions = (step.starts + step.counts + 1 - step.samples)[order] + nth
-        tokens, read = self.sampler.sample(logits, rows, positions, masks)
-        ops.put(self._last_tokens, rows, tokens)
-        return read

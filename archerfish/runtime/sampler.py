@@ -20,7 +20,7 @@ from archerfish.errors import ArcherfishError
 from archerfish.kernels import sampling
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids, Ops, T
-from archerfish.observe.sampling import SamplingMetrics
+from archerfish.observe.metrics import SamplingMetrics
 from archerfish.params import Stage
 from archerfish.runtime.host_sampling import failure
 from archerfish.step import NO_IDS, RowEntry, TokenLogprobs

@@ -172,13 +172,6 @@ class LiveSequences:
         """The key of the logits behind all tokens of another key."""
         return CacheKey(key, len(key.tokens), state_hash_of(self._model_state_hash, key.namespace))
 
-    def without_match(self, found: Found) -> Found:
-        """In place of what was found, nothing: all that the cache has can be evicted."""
-        root = found.node.tree.root
-        self.cache.lock(root)
-        self.cache.unlock(found.node)
-        return Found(0, [], root)
-
     def start(self, seq: Sequence, found: Found, now: float) -> list[tuple[int, int]]:
         """A waiting sequence runs, with what was found. Returns the block to copy, (from, to), where that ends inside one.
 
@@ -270,11 +263,6 @@ class LiveSequences:
             stats.aborted_requests += 1
         else:
             stats.completed_requests += 1
-
-    def end_by_mask(self, seq: Sequence) -> None:
-        """End a sequence whose grammar allows no token, or has failed."""
-        assert seq.mask is not None
-        self.end(seq, "error", error=seq.mask.error)
 
     def release(self, seq: Sequence) -> None:
         """Take back blocks and row of a sequence that runs no longer; the tree keeps what is computed.

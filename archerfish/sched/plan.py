@@ -1,16 +1,25 @@
-"""A plan: the step as plain arrays for the runner, and its sequences for the scheduler."""
+"""A plan: the step as plain arrays for the runner, its sequences for the scheduler, and which prompts are computed in it."""
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from archerfish.errors import InvariantError
+from archerfish.sched.live import Found, LiveSequences
 from archerfish.sequence import Sequence
 from archerfish.step import PENDING, Ids, RowEntry, StepInput
 
+MAX_OVERTAKEN = 64  # waiting sequences that another one may overtake in one plan
+LONE_STEP_S = 1.0  # about how long a step may take while one prompt is all there is to compute
+SHARED_STEP_S = 0.25  # the same while other sequences wait for the step
+MIN_STEP_TOKENS = 64  # of prompts, however slow the machine is; fewer waste its time
+MAX_LEADERS = 16  # running sequences that a waiting one is compared with
+MAX_WAITS = 4  # times that one sequence waits for another
 Chunk = tuple[Sequence, int, int, bool]  # sequence, start, count, whether it gets a token
 
 
@@ -77,18 +86,32 @@ class PlanBuilder:
         else:
             if before is not None and before.sequences == sequences:  # the usual step: only positions and tokens change
                 same = before.input
-                rows, adapters, counts, starts = same.rows, same.adapters, same.counts, same.starts + 1
+                made = StepInput(step, same.rows, same.starts + 1, same.counts, same.counts, same.adapters, tokens, num)
             else:
-                rows = np.array([seq.row for seq in sequences], np.int64)
-                adapters = np.array([seq.request.adapter for seq in sequences], np.int64)
                 counts = np.ones(num, dtype=np.int64)
-                starts = np.array([seq.num_computed - 1 for seq in sequences], np.int64)
-            plan = Plan(StepInput(step, rows, starts, counts, counts, adapters, tokens, num), sequences, 0)
-        plan.input.copies = self.copies
-        if self.grown or self.chunks:
-            add_blocks(plan.input, [*self.grown, *(chunk[0] for chunk in self.chunks)])
+                made = StepInput(
+                    step, np.array([seq.row for seq in sequences], np.int64),
+                    np.array([seq.num_computed - 1 for seq in sequences], np.int64), counts, counts,
+                    np.array([seq.request.adapter for seq in sequences], np.int64), tokens, num,
+                )
+            plan = Plan(made, sequences, 0)
+        made = plan.input
+        made.copies = self.copies
+        if self.grown or self.chunks:  # the blocks that the runner does not know yet
+            rows: list[int] = []
+            places: list[int] = []
+            ids: list[int] = []
+            for seq in (*self.grown, *(chunk[0] for chunk in self.chunks)):
+                num_sent, seq.num_sent = seq.num_sent, len(seq.blocks)
+                rows += [seq.row] * (seq.num_sent - num_sent)
+                places += range(num_sent, seq.num_sent)
+                ids += seq.blocks[num_sent:]
+            made.block_rows, made.block_places = np.array(rows, np.int64), np.array(places, np.int64)
+            made.block_ids = np.array(ids, np.int64)
         if self.has_masks:
-            add_masks(plan.input, plan.sequences)
+            masks = [(i, seq.mask) for i, seq in enumerate(plan.sequences) if made.samples[i] and seq.mask is not None]
+            made.masked = [index for index, _ in masks]
+            made.mask_bits = np.stack([mask.bits for _, mask in masks]) if masks else None
         return plan
 
     def _build_mixed(self, step: int, tokens: Ids, handles: Iterator[int] | None) -> Plan:
@@ -121,28 +144,6 @@ class PlanBuilder:
         return Plan(made, sequences, len(made.tokens) - num_decodes)
 
 
-def add_blocks(made: StepInput, sequences: list[Sequence]) -> None:
-    """The blocks of sequences that the runner does not know yet."""
-    rows: list[int] = []
-    places: list[int] = []
-    ids: list[int] = []
-    for seq in sequences:
-        blocks, num_sent = seq.blocks, seq.num_sent
-        seq.num_sent = num = len(blocks)
-        rows += [seq.row] * (num - num_sent)
-        places += range(num_sent, num)
-        ids += blocks[num_sent:]
-    made.block_rows, made.block_places = np.array(rows, np.int64), np.array(places, np.int64)
-    made.block_ids = np.array(ids, np.int64)
-
-
-def add_masks(made: StepInput, sequences: list[Sequence]) -> None:
-    masks = [(index, seq.mask) for index, seq in enumerate(sequences) if made.samples[index] and seq.mask is not None]
-    if masks:
-        made.masked = [index for index, _ in masks]
-        made.mask_bits = np.stack([mask.bits for _, mask in masks])
-
-
 def entry_of(seq: Sequence) -> RowEntry:
     request, params = seq.request, seq.request.params
     return RowEntry(
@@ -150,3 +151,170 @@ def entry_of(seq: Sequence) -> RowEntry:
         stop_token_ids=tuple(sorted(request.stop_token_ids)) if params.min_tokens else (),
         tokens=seq.tokens[:] if params.has_penalties else array("I"), has_grammar=request.grammar is not None,
     )
+
+
+class PromptPlanner:
+    """Gives prompts their part of a step, and admits waiting sequences. fixed_chunk: as in Scheduler.
+
+    A step is bounded by the speed measured so far. While not all prompts fit into a step, every other step begins with those
+    that have the fewest tokens left; the others go in order. So a short prompt waits two steps behind a long one, and a long
+    one gets at least every other step.
+    """
+
+    def __init__(self, live: LiveSequences, fixed_chunk: int, max_model_len: int) -> None:
+        self.live = live
+        self.fixed_chunk = fixed_chunk
+        self.tokens_per_s = 0.0  # of prompts; 0: not measured yet
+        self._is_shortest_next = True
+        self._blocked: tuple[Sequence | None, int] = (None, 0)  # a sequence without room, and how many blocks it takes
+        self._needs_one_block = live.blocks.block_size >= max_model_len  # every sequence, for all its tokens
+
+    def measure(self, num_tokens: int, seconds: float) -> None:
+        """A step with so many prompt tokens took so long. A step of few tokens can only show that the machine is faster."""
+        if num_tokens < MIN_STEP_TOKENS or seconds <= 0:
+            return
+        found = num_tokens / seconds
+        if found > self.tokens_per_s:
+            self.tokens_per_s = found
+        elif 2 * num_tokens >= self.tokens_per_s * SHARED_STEP_S:
+            self.tokens_per_s = (self.tokens_per_s + found) / 2
+
+    def plan(self, builder: PlanBuilder, now: float) -> None:
+        """Add chunks of the prompts of running sequences, and of waiting ones, which are admitted with their first chunk."""
+        live, least = self.live, max(1, self.fixed_chunk)
+        candidates = list(live.prefilling)
+        if live.rows and (not builder.is_pressed or live.is_empty):
+            limit = MAX_OVERTAKEN + len(live.rows)
+            candidates += itertools.islice(live.queue.ordered(live.num_available, limit), limit)
+        if self.tokens_per_s:
+            is_shared = bool(builder.sequences) or len(candidates) > 1
+            most = int(self.tokens_per_s * (SHARED_STEP_S if is_shared else LONE_STEP_S))
+            builder.budget = min(builder.budget, max(MIN_STEP_TOKENS, most - most % MIN_STEP_TOKENS, self.fixed_chunk))
+        if len(candidates) > 1:
+            candidates = self._order(candidates, builder.budget)
+        can_admit = True
+        for seq in candidates:
+            if builder.budget < least:
+                break
+            if seq in live.prefilling:
+                count = self._next_chunk(seq, builder.budget)
+                count = self._make_room(seq, count, builder) if count else 0
+                if count and builder.add_chunk(seq, count):
+                    del live.prefilling[seq]
+                    live.decoding[seq] = None
+            elif can_admit and seq in live.queue.entries and not self._must_wait(seq):
+                can_admit = bool(live.rows) and (not builder.is_pressed or live.is_empty) and self._try_admit(seq, builder, now)
+
+    def _order(self, sequences: list[Sequence], budget: int) -> list[Sequence]:
+        """Sequences in the order in which they get their tokens. None overtakes another while there are enough for all."""
+        live = self.live
+        if self._blocked[0] in live.queue.entries and live.num_available < self._blocked[1]:
+            return sequences  # those that overtake the blocked one could take its memory for ever
+        runnable = sequences[: len(live.prefilling) + len(live.rows)]
+        if sum(map(num_left, runnable)) <= budget:
+            return sequences
+        is_shortest, self._is_shortest_next = self._is_shortest_next, not self._is_shortest_next
+        return sorted(sequences, key=lambda seq: (-seq.request.priority, num_left(seq))) if is_shortest else sequences
+
+    def _next_chunk(self, seq: Sequence, budget: int) -> int:
+        start, end = seq.num_computed, len(seq.tokens)
+        if not self.fixed_chunk:
+            return min(end - start, budget)
+        if start < seq.num_prompt:
+            end = min(start - start % self.fixed_chunk + self.fixed_chunk, seq.num_prompt)
+        else:  # after a preemption: as it was computed before, one by one
+            end = start + 1
+        return end - start if end - start <= budget else 0
+
+    def _make_room(self, seq: Sequence, count: int, builder: PlanBuilder) -> int:
+        """Blocks for the next tokens of a prefill: how many tokens of `count` can be had."""
+        live, start = self.live, seq.num_computed
+        while True:
+            wanted = live.num_missing(seq, start + count)
+            if wanted <= 0 or live.grow(seq, wanted):
+                return count
+            builder.is_pressed = True
+            fitting = min(wanted, live.num_available)
+            count_fitting = (len(seq.blocks) + fitting) * live.blocks.block_size - start
+            if not self.fixed_chunk and count_fitting > 0 and live.grow(seq, fitting):
+                return min(count, count_fitting)
+            if live.leaving:
+                return 0
+            victim = live.last_in_rank()
+            if victim is not seq or live.num_running == 1:
+                live.preempt(victim)
+            if victim is seq:
+                return 0
+
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether a waiting sequence needs its mask, or what another sequence is computing; one with a failed grammar ends.
+
+        Of many prompts that begin alike and arrive together, one is computed and the others take its KV from the cache: a
+        sequence waits if a leader will have at least half of what it must compute.
+        """
+        live = self.live
+        if seq.mask is not None:
+            if not seq.mask.done():
+                return True
+            if seq.mask.error is not None:
+                live.end(seq, "error", error=seq.mask.error)
+                return True
+        if not live.cache.is_enabled:
+            return False
+        first = live.requests[seq.request.request_id][0]
+        if (first is not seq and first.finish_reason is None and not first.num_emitted) or seq.leader in live.leaders:
+            return True
+        if seq.num_waits >= MAX_WAITS or (seq.request.params.prompt_logprobs is not None and seq.index == 0):
+            return False
+        for leader, num_cached in itertools.islice(live.leaders.items(), MAX_LEADERS):
+            if gains(seq, leader, num_cached, live.min_shared_tokens):
+                seq.leader = leader
+                seq.num_waits += 1
+                return True
+        return False
+
+    def _try_admit(self, seq: Sequence, builder: PlanBuilder, now: float) -> bool:
+        live, size = self.live, self.live.blocks.block_size
+        before = live.num_available
+        if self._blocked[0] is seq and before < self._blocked[1] and not live.is_empty:
+            return False
+        found = live.look_up(seq)
+        wanted = -(-len(seq.tokens) // size) - found.num_tokens // size
+        # What running sequences will soon want: the rest of their prompts, and about a block for each decode.
+        wanted += sum(live.num_missing(other, len(other.tokens)) for other in live.prefilling)
+        wanted += 0 if self._needs_one_block else min(len(live.prefilling) + len(live.decoding), live.blocks.num_total // 8)
+        available = live.num_available
+        if wanted > available:
+            if not live.is_empty:
+                self._blocked = seq, wanted + before - available
+                live.cache.unlock(found.node)
+                return False
+            root = found.node.tree.root  # a lone sequence fits into the empty pool: what it matched is in its way
+            live.cache.lock(root)
+            live.cache.unlock(found.node)
+            found = Found(0, [], root)
+        builder.copies += live.start(seq, found, now)
+        builder.started.append(seq)
+        count = 0 if found.logits_handle else self._next_chunk(seq, builder.budget)
+        missing = -(-(found.num_tokens + count) // size) - len(seq.blocks)
+        if missing > 0 and not live.grow(seq, missing):
+            raise InvariantError(f"{missing} blocks were counted as available and are not.")
+        if builder.add_chunk(seq, count):
+            del live.prefilling[seq]
+            live.decoding[seq] = None
+        live.stats.cached_logits_used += not count
+        return True
+
+
+def num_left(seq: Sequence) -> int:
+    """Tokens to compute until the sequence is caught up; of a waiting one, without regard to the cache."""
+    return len(seq.tokens) - seq.num_computed
+
+
+def gains(seq: Sequence, leader: Sequence, num_cached: int, least: int) -> bool:
+    """Whether a leader, which took `num_cached` tokens from the cache, computes enough of what a waiting sequence needs."""
+    ours, theirs = seq.tokens, leader.tokens
+    end = num_cached + max(least, (len(ours) - num_cached) // 2)
+    if end >= len(ours) or end > leader.num_prompt or seq.request.namespace != leader.request.namespace:
+        return False
+    return ours[num_cached] == theirs[num_cached] and ours[:end] == theirs[:end]

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from archerfish.errors import InvalidOptionError, did_you_mean
 from archerfish.sequence import Request, Sequence
@@ -104,17 +104,13 @@ class LongestPrefixFirst(SchedulingPolicy):
         return 1, -self._cached.get(request.request_id, 0), request.arrival
 
     def schedule(self, requests: SequenceOf[Request], available_blocks: int) -> list[Request]:
-        window = requests[: self.window]
-        self._look_up({request.request_id: request for request in window})
-        return super().schedule(window, available_blocks) + list(requests[self.window :])
-
-    def _look_up(self, window: dict[str, Request]) -> None:
-        cached = self._cached
+        cached, window = self._cached, {request.request_id: request for request in requests[: self.window]}
         fresh = [request_id for request_id in window if request_id not in cached][: self.max_lookups]
         stale = [request_id for request_id in cached if request_id in window][: self.max_lookups - len(fresh)]
         for request_id in fresh + stale:
             cached.pop(request_id, None)
             cached[request_id] = self.num_cached(window[request_id])
+        return super().schedule(requests[: self.window], available_blocks) + list(requests[self.window :])
 
     def left(self, request: Request) -> None:
         self._cached.pop(request.request_id, None)
@@ -173,17 +169,14 @@ class FairShare(SchedulingPolicy):
         if not self._num_present[tenant]:
             del self._num_present[tenant]
             if len(self._served) > 2 * len(self._num_present) + self.MAX_IDLE_TENANTS:
-                self._forget_idle()
+                # Of those that are gone, keep the counters for which it matters most: of the ones served most.
+                idle = sorted((one for one in self._served if one not in self._num_present), key=self._served.__getitem__)
+                for one in idle[: -self.MAX_IDLE_TENANTS // 2]:
+                    del self._served[one]
 
     def _raise_floor(self) -> None:
         if self._num_present:
             self._floor = max(self._floor, min(self._served[tenant] for tenant in self._num_present))
-
-    def _forget_idle(self) -> None:
-        """Keep the counters of those tenants that are gone for which it matters most: the ones served most."""
-        idle = sorted((tenant for tenant in self._served if tenant not in self._num_present), key=self._served.__getitem__)
-        for tenant in idle[: -self.MAX_IDLE_TENANTS // 2]:
-            del self._served[tenant]
 
 
 _POLICIES: dict[str, type[SchedulingPolicy]] = {
@@ -211,23 +204,11 @@ def scheduling_policy(name: str) -> SchedulingPolicy:
     return _POLICIES[name]()
 
 
-class WaitingQueue(Protocol):
-    """The sequences that wait. It must not change while `ordered` is being read."""
-
-    @property
-    def entries(self) -> Mapping[Sequence, object]: ...
-
-    def push(self, seq: Sequence, order: int) -> None:
-        """`order` is unique and grows with arrival; a sequence that comes back brings its old one."""
-
-    def remove(self, seq: Sequence) -> None: ...
-
-    def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
-        """At most the first `limit` sequences (of each group)."""
-
-
 class GroupedQueue:
-    """For static keys: a sorted list per group, each change O(log n) and a short memmove; groups are compared when read."""
+    """The sequences that wait, for static keys: a sorted list per group, each change O(log n) and a short memmove.
+
+    Groups are compared when read. The queue must not change while `ordered` is being read.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -235,6 +216,7 @@ class GroupedQueue:
         self.entries: dict[Sequence, tuple[Hashable, Entry]] = {}
 
     def push(self, seq: Sequence, order: int) -> None:
+        """`order` is unique and grows with arrival; a sequence that comes back brings its old one."""
         request = seq.request
         group = self._policy.group(request)
         entry = (self._policy.key(request, request.arrival), order, seq)
@@ -249,6 +231,7 @@ class GroupedQueue:
             del self._groups[group]
 
     def ordered(self, available_blocks: int, limit: int) -> Iterator[Sequence]:
+        """At most the first `limit` sequences (of each group)."""
         if len(self._groups) == 1:
             (entries,) = self._groups.values()
             for entry in entries[:limit]:
@@ -267,7 +250,7 @@ class GroupedQueue:
 
 
 class PolicyQueue:
-    """For keys that change: the policy orders the waiting requests anew each time."""
+    """The same for keys that change: the policy orders the waiting requests anew each time."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -290,6 +273,6 @@ class PolicyQueue:
             yield from waiting.get(request, ())
 
 
-def queue_for(policy: SchedulingPolicy) -> WaitingQueue:
+def queue_for(policy: SchedulingPolicy) -> GroupedQueue | PolicyQueue:
     has_own_schedule = type(policy).schedule is not SchedulingPolicy.schedule
     return GroupedQueue(policy) if policy.is_static and not has_own_schedule else PolicyQueue(policy)

@@ -24,9 +24,8 @@ from archerfish.cache.radix import HitRecord, RadixCache, RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.live import LiveSequences, SchedulerStats
 from archerfish.sched.masks import MaskFinder
-from archerfish.sched.plan import Plan, PlanBuilder
+from archerfish.sched.plan import Plan, PlanBuilder, PromptPlanner
 from archerfish.sched.policy import SchedulingPolicy, scheduling_policy
-from archerfish.sched.prompts import PromptPlanner
 from archerfish.sequence import Delta, FinishReason, Namespace, Request, Sequence, Status
 from archerfish.step import StepResult
 
@@ -89,9 +88,10 @@ class Scheduler:
         """Accept a request, or say at once why not. Each of its sequences will end with exactly one finish reason."""
         self.check(request)
         live = self._live
-        if not self.has_room:
+        is_queue_full = len(live.queued) >= self.max_queue_size
+        if is_queue_full or 0 < self.max_requests <= len(live.requests):
             live.stats.refused_requests += 1
-            if len(live.queued) >= self.max_queue_size:
+            if is_queue_full:
                 raise OverloadedError(f"The queue is full: {self.max_queue_size:,} requests wait.")
             raise OverloadedError(f"{self.max_requests:,} requests run or wait, which is max_concurrent_requests.")
         request.arrival = now = self.clock()
@@ -209,7 +209,7 @@ class Scheduler:
         """The hot loop: one token for every sequence that is caught up."""
         block_size, grow = self.blocks.block_size, self._live.grow
         sequences = builder.sequences
-        failed: list[Sequence] = []
+        failed: list[tuple[Sequence, BaseException]] = []
         for seq in self._live.decoding:
             computed = seq.num_computed
             pending = seq.num_pending
@@ -222,7 +222,7 @@ class Scheduler:
                     if not seq.mask.done():
                         continue
                     if seq.mask.error is not None:
-                        failed.append(seq)
+                        failed.append((seq, seq.mask.error))
                         continue
                     builder.has_masks = True
             if computed >= len(seq.blocks) * block_size:
@@ -235,8 +235,8 @@ class Scheduler:
             seq.num_in_flight += 1
             sequences.append(seq)
         builder.budget -= len(sequences)
-        for seq in failed:
-            self._live.end_by_mask(seq)
+        for seq, error in failed:
+            self._live.end(seq, "error", error=error)
 
     def _rescue(self, builder: PlanBuilder) -> None:
         """Blocks for decodes that found none: those that are coming back, else those of the lowest priority and latest."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from archerfish.observe.collector import MetricsCollector
+from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.host_config import HostConfig
 from archerfish.serve.processes import Stall
 from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, Tenant

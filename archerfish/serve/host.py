@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from archerfish.config import HubConfig
 from archerfish.errors import ArcherfishError, InvalidInputError, MachineError, OverloadedError, StoppedError
-from archerfish.observe.collector import MetricsCollector
+from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor, attempt

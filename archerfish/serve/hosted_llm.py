@@ -292,11 +292,11 @@ class Generation:
             self._end(delta.output)
 
     def _end(self, result: RequestOutput) -> None:
-        reasons = {output.finish_reason for output in result.outputs}
+        reasons, times = [output.finish_reason for output in result.outputs], result.metrics
         message, host = self.message, self.model.host
         if self.admitted is not None:
-            self.admitted.is_complete = result.outputs[0].finish_reason in ("stop", "length")
-            host.figures.ended(self.model.name, result)
+            self.admitted.is_complete = reasons[0] in ("stop", "length")
+            host.figures.ended(self.model.name, times.queue_ms, times.prefill_ms, times.decode_ms, reasons)
         if "error" in reasons:
             error = next((output.error for output in result.outputs if output.error is not None), None)
             host.fail(self.request, error or RuntimeError("a sequence ended with an error"))

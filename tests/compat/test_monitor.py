@@ -12,7 +12,7 @@ import pytest
 from archerfish import ArrowEngine, AsyncLLMEngine, LLMEngine, SamplingParams
 from archerfish.compat.monitor import PerformanceMonitor
 from archerfish.errors import InvalidInputError, NotFoundError
-from archerfish.observe.collector import ENCODE, GAPS, TTFT, WHOLE
+from archerfish.observe.metrics import ENCODE, GAPS, TTFT, WHOLE
 from archerfish.serve.metrics import exposition
 from tests.engine.tiny_llama import prompts, save_tiny_llama, tiny_config
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archerfish.kernels.buffers import BufferPool, PoolStats
+from archerfish.kernels.sampling import BufferPool, PoolStats
 
 Array = npt.NDArray[np.int64]
 

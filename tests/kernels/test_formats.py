@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archerfish.errors import InvalidOptionError
+from archerfish.errors import InvalidOptionError, TensorError
 from archerfish.kernels import formats
 from archerfish.kernels.formats import (
     PIECE_ELEMENTS,
@@ -90,7 +90,7 @@ def test_option_names_a_format() -> None:
 
 
 @pytest.mark.parametrize("weight_format", [PLAIN, INT8, Int4Groups()])
-def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> None:
+def test_stacking_and_slicing_commute_with_dequantising(weight_format: WeightFormat) -> None:
     is_int4 = weight_format.name == "int4-groups"
     parts = [
         weight_format.load(int4_tensors(num, 64) if is_int4 else {"weight": torch.randn(num, 64)}) for num in (24, 40)
@@ -101,6 +101,12 @@ def test_stacking_commutes_with_dequantising(weight_format: WeightFormat) -> Non
     assert torch.equal(weight_format.dequantise(stacked, torch.float32), torch.cat(wide))
     held = sum(tensor.nbytes for tensor in stacked.values())
     assert weight_format.num_bytes(64, 64, "float32") == held
+    rows, columns = weight_format.cut(stacked, "outputs", 16, 48), weight_format.cut(stacked, "inputs", 16, 48)
+    assert torch.equal(weight_format.dequantise(rows, torch.float32), torch.cat(wide)[16:48])
+    assert torch.equal(weight_format.dequantise(columns, torch.float32), torch.cat(wide)[:, 16:48])
+    if is_int4:
+        with pytest.raises(TensorError, match="cut at input 8"):
+            weight_format.cut(stacked, "inputs", 8, 64)
 
 
 @pytest.mark.parametrize("backend", [TorchOps, TorchCpuOps])

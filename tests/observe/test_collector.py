@@ -4,18 +4,15 @@ import math
 
 import pytest
 
-from archerfish.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from archerfish.observe import Histogram, MetricsCollector
-from archerfish.observe.collector import GAPS, TTFT, WHOLE
+from archerfish.observe.metrics import GAPS, TTFT, WHOLE
 
 
 def test_what_happens_is_in_the_histograms_and_counters() -> None:
     collector = MetricsCollector(window=10)
     collector.token("m", 0.2, is_first=True)
     collector.gaps("m", [0.01, 0.03])
-    outputs = [CompletionOutput(0, finish_reason="stop"), CompletionOutput(1, finish_reason="length")]
-    metrics = RequestMetrics(queue_ms=100, prefill_ms=200, decode_ms=300)
-    collector.ended("m", RequestOutput("r", None, [1], outputs, metrics=metrics))
+    collector.ended("m", 100, 200, 300, ["stop", "length"])
     collector.refused("m", "overloaded")
     histograms = collector.histograms  # gaps that wait are taken in before anybody looks
     assert histograms[GAPS].percentiles([100], model_name="m") == [0.03]

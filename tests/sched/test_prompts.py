@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.errors import OverloadedError
-from archerfish.sched.plan import Plan
-from archerfish.sched.prompts import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S
+from archerfish.sched.plan import LONE_STEP_S, MIN_STEP_TOKENS, SHARED_STEP_S, Plan
 from archerfish.sequence import Sequence
 from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, World

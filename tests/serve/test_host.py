@@ -359,13 +359,13 @@ async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
 async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host(tmp_path)
     engine = add_llm(host, tmp_path)
-    sample = engine.runner._sample
+    forward = engine.runner._forward
 
     def break_once(*_: Any) -> Any:
-        monkeypatch.setattr(engine.runner, "_sample", sample)
+        monkeypatch.setattr(engine.runner, "_forward", forward)
         raise RuntimeError("the secret is 1234")
     async with talking(host) as client:
-        monkeypatch.setattr(engine.runner, "_sample", break_once)
+        monkeypatch.setattr(engine.runner, "_forward", break_once)
         error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
         assert error.status == 500
         assert "1234" not in str(error)

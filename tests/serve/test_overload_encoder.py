@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archerfish.observe.collector import MetricsCollector
+from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve.compute import PendingRequest
 from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import ALONE_FACTOR, Array, HostedEncoder

@@ -238,7 +238,7 @@ class TorchCpuOps(TorchOps):
             start += num
         if layout.places is not None:
             parts = [torch.cat(parts).index_select(0, layout.places)]
-        attended = joined(parts) if parts else q[:0]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts or [q[:0]])
         if num_decodes == len(q):
             return attended
         out = torch.empty_like(q)

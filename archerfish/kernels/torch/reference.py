@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name that every torch reader expects)
 
 from archerfish.errors import OutOfMemoryError
-from archerfish.kernels.buffers import PoolStats
 from archerfish.kernels.decoding import ON_DEVICE, DecodeState, Input, Word
 from archerfish.kernels.formats import Tensors, WeightFormat
 from archerfish.kernels.machine import cpu
@@ -36,7 +35,7 @@ from archerfish.kernels.ops import (
 )
 from archerfish.kernels.pool import release_threads
 from archerfish.kernels.recurrent import RecurrentOps
-from archerfish.kernels.sampling import Drawn, Logprobs, SamplingBatch, TokenCounts
+from archerfish.kernels.sampling import Drawn, Logprobs, PoolStats, SamplingBatch, TokenCounts
 from archerfish.kernels.torch.sampling import TorchSampling, make_room, sampling_batch
 from archerfish.kernels.torch.wkv import TorchRecurrentOps
 
@@ -81,15 +80,11 @@ class TorchOps(Ops[Tensor]):
         array: npt.NDArray[np.float32] = x.float().cpu().numpy()
         return array
 
-    def table(self, weight: Tensor) -> Tensor:
-        return weight.to(self.device)
-
     def vector(self, weight: Tensor, *, plus: float = 0.0) -> Tensor:
         vector = weight.to(self.device, torch.float32)
         return vector + plus if plus else vector
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of a checkpoint on the device, in its stored type."""
         return tensor.to(self.device)
 
     def pack_linear(
@@ -160,8 +155,6 @@ class TorchOps(Ops[Tensor]):
             torch.cuda.empty_cache()
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
-        if not pairs:
-            return
         sources, targets = self.ids(np.array(pairs, dtype=np.int64).T.copy())
         for layer in layers:
             for memory in (layer.keys, layer.values):

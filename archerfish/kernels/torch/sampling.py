@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from archerfish.kernels.buffers import BufferPool
 from archerfish.kernels.decoding import FIRST_FLOAT, Input
 from archerfish.kernels.ops import Ids
 from archerfish.kernels.sampling import (
@@ -26,6 +25,7 @@ from archerfish.kernels.sampling import (
     SHORT_TOP_K,
     TOP_K_OFF,
     WORD,
+    BufferPool,
     Cuts,
     Drawn,
     Logprobs,
@@ -50,13 +50,9 @@ class TorchSampling:
         self._borrowed: list[Tensor] = []
 
     def _buffer(self, num_rows: int, width: int) -> Tensor:
-        """Memory with any contents, until `_give_back`."""
+        """Memory with any contents, until it is given back."""
         self._borrowed.append(self.buffers.borrow(num_rows * width))
         return self._borrowed[-1][: num_rows * width].view(num_rows, width)
-
-    def _give_back(self) -> None:
-        while self._borrowed:
-            self.buffers.give_back(self._borrowed.pop())
 
     def sample(self, logits: Tensor, batch: SamplingBatch[Tensor]) -> Drawn[Tensor]:
         """As `Ops.sample`."""
@@ -78,7 +74,8 @@ class TorchSampling:
                 if batch.is_greedy is not None:
                     tokens = torch.where(batch.is_greedy != 0, best, tokens)
         finally:
-            self._give_back()
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
         if batch.ranges is not None:
             tokens = tokens + (batch.ranges.offset + start)
         report = torch.stack((tokens.masked_fill(failed != CHOSEN, 0), failed))
@@ -92,7 +89,7 @@ class TorchSampling:
             if rows is not None:
                 part = self._buffer(len(rows), logits.shape[1])
                 logits = torch.index_select(logits, 0, torch.from_numpy(rows).to(logits.device), out=part)
-            x = self._padded(logits, is_changed=False)
+            x = self._adjusted(logits, SamplingBatch())
             peaks = torch.amax(x.view(len(x), -1, BLOCK), -1, out=self._buffer(len(x), x.shape[1] // BLOCK))  # of every block
             highest = peaks.amax(-1)
             weights = torch.sub(x, highest[:, None], out=self._buffer(*x.shape)).exp_()
@@ -101,24 +98,23 @@ class TorchSampling:
             ranks = self._block_sums(torch.gt(x, own, out=weights)).sum(-1).long() + 1
             top, top_ids = self._candidates(x, peaks, torch.arange(len(x), device=x.device), min(num_top, logits.shape[1]))
         finally:
-            self._give_back()
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
         return Logprobs((own.double() - base)[:, 0], ranks, top_ids, top.double() - base)
 
-    def _padded(self, logits: Tensor, *, is_changed: bool) -> Tensor:
-        """Logits in whole blocks, those past the vocabulary -inf; a copy only where that or a change asks for one."""
+    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor], start: int = 0) -> Tensor:
+        """Logits, the first of which is that of token `start`, after bias, bans, masks, ranges and penalties.
+
+        They come in whole blocks, those past the vocabulary -inf: a copy only where that or a change asks for one.
+        """
         num_rows, vocab_size = logits.shape
         width = -(-vocab_size // BLOCK) * BLOCK
+        is_changed = batch.changes_logits or batch.ranges is not None
         if not is_changed and width == vocab_size and logits.is_contiguous():
             return logits
         x = self._buffer(num_rows, width)
         x[:, :vocab_size].copy_(logits)
         x[:, vocab_size:].fill_(-math.inf)
-        return x
-
-    def _adjusted(self, logits: Tensor, batch: SamplingBatch[Tensor], start: int = 0) -> Tensor:
-        """Logits, the first of which is that of token `start`, after bias, bans, masks, ranges and penalties."""
-        x = self._padded(logits, is_changed=batch.changes_logits or batch.ranges is not None)
-        width = x.shape[1]
         if batch.bias is not None and batch.bias_values is not None:
             places = batch.bias.rows * width + batch.bias.token_ids
             x.view(-1).index_add_(0, places, batch.bias_values.float())

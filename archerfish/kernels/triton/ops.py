@@ -259,8 +259,6 @@ class TritonOps(TorchOps):
 
     def copy_blocks(self, layers: Sequence[KVLayer[Tensor]], pairs: Sequence[tuple[int, int]]) -> None:
         """All layers, which are of one shape, in one launch."""
-        if not pairs or not layers:
-            return
         memory = layers[0].keys
         block_bytes = memory.stride(0) * memory.element_size()
         if block_bytes % WORD_BYTES:

@@ -493,7 +493,8 @@ class TritonSampling(TorchSampling):
             adjusted = self._adjusted(logits, batch) if batch.changes_logits else logits
             report = draw(adjusted, batch, logits.shape[1])
         finally:
-            self._give_back()
+            self.buffers.give_back(*self._borrowed)
+            self._borrowed.clear()
         if batch.penalties is not None:
             count_tokens(batch.penalties, report[0])
         return Drawn(report[0], report)
