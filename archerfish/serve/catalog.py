@@ -19,10 +19,9 @@ from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.serve.answers import Model
 from archerfish.serve.bodies import MAX_TOKEN_ID
 from archerfish.serve.client import Backend
-from archerfish.serve.errors import InvalidParameterError, UnservedModelError, naming
-from archerfish.serve.host_config import Kind, hint_for, names_of
+from archerfish.serve.errors import InvalidParameterError, naming
 from archerfish.serve.tenants import ANONYMOUS, Tenant
-from archerfish.serve.wire import Charge, Query, Report
+from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer
@@ -201,8 +200,7 @@ class Catalog:
             cards = await self._refresh()
             fitting = [card for card in cards if name in names_of(card.id, card.aliases)]
         if not fitting:
-            hint = hint_for(name, [card.id for card in cards])
-            raise UnservedModelError(f"The model {name!r} is not served here.", hint=hint)
+            raise unserved_model(name, [card.id for card in cards])
         card = next((card for card in fitting if card.id == name), fitting[0])
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")

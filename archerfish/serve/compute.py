@@ -20,8 +20,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from archerfish.observe.collector import MetricsCollector
-from archerfish.serve.host_config import HostConfig
-from archerfish.serve.processes import Stall
+from archerfish.serve.processes import HostConfig, Stall
 from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, Tenant
 from archerfish.serve.wire import Message
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, ModelNotFoundError, did_you_mean
+from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, did_you_mean
 from archerfish.serve.tenants import retry_after
 
 logger = logging.getLogger("archerfish.serve")
@@ -79,12 +79,6 @@ class UnsupportedParameterError(InvalidParameterError):
     """A parameter of OpenAI's or Anthropic's API that this server does not support."""
 
     code = "unsupported_parameter"
-
-
-class UnservedModelError(ModelNotFoundError):
-    """A request asks for a model that this service does not have."""
-
-    param = "model"
 
 
 class BadJSONError(CallerError):

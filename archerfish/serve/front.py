@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.config import ServeConfig
+from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.host_config import GRACE_S, FrontConfig, read_tenants
-from archerfish.serve.processes import LAST_S, open_report_pipe, read_config, send_report, watch_parent
+from archerfish.serve.tenants import Tenants
 
 DRAIN_POLL_S = 0.05
 REQUEST_S = 60.0  # a request must arrive completely within this time
@@ -90,9 +90,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for one in (*self.servers, *(sockets or ())):
             one.close()
-        await self._drain(GRACE_S, lambda: self.force_exit)
+        await self._drain(processes.GRACE_S, lambda: self.force_exit)
         await self.lifespan.shutdown()  # requests that still wait for the engine fail now
-        await self._drain(LAST_S)
+        await self._drain(processes.LAST_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
@@ -128,17 +128,17 @@ def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] 
 
 def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
-    pipe = open_report_pipe()
-    config = read_config(FrontConfig)
+    pipe = processes.open_report_pipe()
+    config = processes.read_config(processes.FrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    app = create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
-    server = make_server(app, serve, lambda: send_report(pipe, {"address": str(listener.getsockname())}))
+    app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))
+    server = make_server(app, serve, lambda: processes.send_report(pipe, {"address": str(listener.getsockname())}))
 
     def stop() -> None:
         server.should_exit = True
 
-    watch_parent(stop)
+    processes.watch_parent(stop)
     server.run(sockets=[listener])
     return 0
 

@@ -11,17 +11,19 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
+from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
-from archerfish.serve.model_cards import is_tts
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
+from archerfish.text.text_tokenizer import find_text_tokenizer
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
@@ -326,6 +328,11 @@ class Generation:
         if result.prompt_logprobs is not None:
             answer.prompt_logprobs = as_tuples(result.prompt_logprobs)
         host.answer(self.request, answer)
+
+
+def is_tts(facts: ModelFacts) -> bool:
+    """Whether a model generates speech: an RWKV-7 whose vocabulary has TTS tokens, without a tokenizer of its own."""
+    return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
 
 
 def prompt_size(message: GenerationRequest) -> int:

@@ -19,9 +19,21 @@ import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
-from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, ModelSpec, check_address, is_loopback, read_tenants
 from archerfish.serve.page import curl, examples
-from archerfish.serve.processes import KeptProcess, engine_process, front_process, kill_all, stop_all, stop_on_signals
+from archerfish.serve.processes import (
+    GRACE_S,
+    FrontConfig,
+    HostConfig,
+    KeptProcess,
+    ModelSpec,
+    engine_process,
+    front_process,
+    is_loopback,
+    kill_all,
+    stop_all,
+    stop_on_signals,
+)
+from archerfish.serve.tenants import Tenants
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
@@ -38,7 +50,7 @@ def serve(
     """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
     config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or partial(print, flush=True)
     specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
-    read_tenants(config.api_keys_file)  # errors in the configuration should show before the models are loaded
+    Tenants.from_file(config.api_keys_file)  # errors in the configuration should show before the models are loaded
     front_ends: list[KeptProcess] = []
     engines: list[KeptProcess] = []
     directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
@@ -88,7 +100,11 @@ def wait_for_signal() -> None:
 
 def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, address: str) -> HostConfig:
     secret_key = read_secret_key(config.zmq_key_file)
-    host = HostConfig(
+    if config.zmq_address.endswith((":*", ":0")):
+        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
+    if secret_key and not config.zmq_address.startswith("tcp:"):
+        raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    return HostConfig(
         address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
         front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
@@ -96,12 +112,6 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
         memory_gib=config.memory_gib, hang_s=config.hang_s,
     )  # fmt: skip
-    if config.zmq_address.endswith((":*", ":0")):
-        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
-    if secret_key and not config.zmq_address.startswith("tcp:"):
-        raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
-    check_address(host)
-    return host
 
 
 def read_secret_key(path: str) -> str:
@@ -192,7 +202,7 @@ def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progre
     """Download and convert missing models here, where the user sees the progress; return the kinds of all models."""
     from archerfish.engine.arrow_engine import locate
     from archerfish.engine.llm_loading import read_facts
-    from archerfish.serve.model_cards import is_tts
+    from archerfish.serve.hosted_llm import is_tts
 
     kinds: set[str] = set()
     for spec in models:

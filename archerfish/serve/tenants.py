@@ -127,7 +127,12 @@ class Tenants:
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
-        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service inherit."""
+        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service inherit.
+
+        "": no keys, so that every caller is ANONYMOUS.
+        """
+        if not path:
+            return cls()
         variable = str(path).removeprefix(ENVIRONMENT)
         if variable != str(path):
             tenants = cls.from_text(os.environ.get(variable, ""))

@@ -7,14 +7,16 @@ change raises VERSION, and a message of another version is answered with an erro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError, did_you_mean, nearest
 
 VERSION = 1
+Kind = Literal["generation", "embedding", "cross-encoder"]
 TokenLogprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
 MetricSample = tuple[tuple[str, ...], float, int, tuple[tuple[float, int], ...]]  # labels, value, count, buckets
 
@@ -273,3 +275,26 @@ def request_id_of(payload: bytes) -> str:
         return _header.decode(payload).request_id
     except UNREADABLE:
         return ""
+
+
+# Names of models
+
+
+def names_of(name: str, aliases: Iterable[str]) -> list[str]:
+    """All names by which a request may ask for a model: its own name, its aliases, and the last part of each."""
+    found = [name, *aliases]
+    return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
+
+
+class UnservedModelError(ModelNotFoundError):
+    """A request asks for a model that is not served."""
+
+    param = "model"
+
+
+def unserved_model(name: str, listed: list[str]) -> UnservedModelError:
+    """The error for an unknown name. Its hint has listed names only: aliases may be paths of this machine."""
+    by_last_part = {one.rsplit("/", 1)[-1]: one for one in listed}
+    close = nearest(name, [*listed, *by_last_part])
+    hint = did_you_mean(by_last_part.get(close[0], close[0]) if close else name, listed)
+    return UnservedModelError(f"The model {name!r} is not served here.", hint=hint)
