@@ -164,6 +164,7 @@ class Catalog:
         self.started_at = int(time.time())
         self._clock = clock
         self._cards: list[ModelCard] = []
+        self._by_name: dict[str, ModelCard] = {}
         self._texts: dict[ModelCard, ModelText] = {}
         self._opening = asyncio.Lock()
         self._asked_at = float("-inf")
@@ -184,6 +185,8 @@ class Catalog:
         answer = await self.backend.ask(Query(request_id="", about="models", credentials=self.credentials))
         assert isinstance(answer, Report)
         self._cards = msgspec.convert(answer.values["models"], list[ModelCard])
+        self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
+        self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
         self._asked_at = self._clock()
         return self._cards
 
@@ -195,13 +198,11 @@ class Catalog:
             if found is None:
                 raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
             return found
-        fitting = [card for card in cards if name in names_of(card.id, card.aliases)]
-        if not fitting and self._clock() - self._asked_at >= REFRESH_S:
+        if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
-            fitting = [card for card in cards if name in names_of(card.id, card.aliases)]
-        if not fitting:
+        card = self._by_name.get(name)
+        if card is None:
             raise unserved_model(name, [card.id for card in cards])
-        card = next((card for card in fitting if card.id == name), fitting[0])
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card

@@ -197,9 +197,6 @@ class ToolUse:
             ToolCallParser(style, tools)
         return cls(style, tools, grammar, is_parallel is False)
 
-    def parser(self) -> ToolCallParser:
-        return ToolCallParser(self.style, self.tools)
-
     def explain(self, error: RemoteError) -> RemoteError:
         """An error about the grammar that forces a call, as one that names the tool whose schema it is about."""
         found = GRAMMAR_ERROR.search(error.message)

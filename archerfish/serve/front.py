@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.config import ServeConfig
@@ -111,16 +111,8 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
     """A server for an app, with uvloop if it is installed."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except asyncio.CancelledError:  # at the end of the server; uvicorn would log a traceback
-            if scope["type"] != "http":
-                raise
-
     settings = uvicorn.Config(
-        answer, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
+        app, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
         server_header=False,
     )
     return Server(settings, on_ready)

@@ -225,8 +225,9 @@ class EngineHost:
                 while self._posted:
                     self._posted.popleft()()
                 has_moved = False
-                for hosted in self.models.loaded:
-                    has_moved = hosted.advance() or has_moved
+                for hosted in self.models.loaded:  # an LLM without work may still have to deliver the end of a request
+                    if hosted.kind == "generation" or hosted.has_work:
+                        has_moved = hosted.advance() or has_moved
                 self._num_moves += has_moved
                 self._flush()
                 self.figures.settle()

@@ -70,10 +70,7 @@ class HostedEncoder:
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
         self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
-
-    @property
-    def has_work(self) -> bool:
-        return self._running is not None or bool(self._queue)
+        self.has_work = False  # whether requests wait or are computed
 
     def card(self) -> dict[str, Any]:
         directory = str(getattr(self.engine, "directory", ""))
@@ -137,6 +134,7 @@ class HostedEncoder:
             return
         if not self.has_work:
             self.controller.begin_work()
+        self.has_work = True
         self._queue.append(encoding)
 
     def probe(self, request: PendingRequest) -> None:
@@ -174,6 +172,7 @@ class HostedEncoder:
                 self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
         if computed is not None:
             self._take_rows(*computed)  # while the next job is computed
+        self.has_work = self._running is not None or bool(self._queue)
         return has_moved
 
     def _compute(self, texts: list[TokenizedText], normalize: bool | None) -> tuple[Array, float]:

@@ -17,7 +17,7 @@ from archerfish.background import in_background
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
 from archerfish.engine.arrow_engine import ArrowEngine, locate
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.engine.llm_loading import ModelFacts, read_facts
+from archerfish.engine.llm_loading import read_facts
 from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
 from archerfish.models.adapter import encoder_class
 from archerfish.models.config import Config
@@ -84,6 +84,9 @@ class ModelTable:
 
     def find(self, name: str, kinds: tuple[str, ...]) -> ModelEntry:
         """The model with this name; without a name, the first model of the first kind that is served."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
         if not name:
             found = [(kinds.index(entry.kind), entry) for entry in self.entries if entry.kind in kinds]
             if not found:
@@ -93,7 +96,7 @@ class ModelTable:
             found = [(own.index(name), entry) for own, entry in names if name in own]
             if not found:
                 raise unserved_model(name, [entry.name for entry in self.entries])
-        return min(found, key=itemgetter(0))[1]  # a full name wins over the short name of another model
+        return min(found, key=itemgetter(0))[1]  # a full alias wins over the short name of another model
 
     def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""
@@ -140,7 +143,7 @@ class ModelTable:
         entry.hosted, entry.error = hosted, None
         entry.is_loading = False
         entry.kind = hosted.kind
-        entry.num_bytes = num_bytes_of(hosted.engine.facts if isinstance(hosted, HostedLLM) else hosted.engine.directory)
+        entry.num_bytes = num_bytes_of(hosted)
         entry.known = hosted.card()
         entry.last_used = self._host.clock()
         if hosted.name != entry.name and hosted.name not in entry.aliases:
@@ -169,7 +172,7 @@ class ModelTable:
 
     def use_idle_time(self) -> bool:
         """Do some work in advance: unload, load, and what models have to do; return whether there is more of it."""
-        if not self._has_room():  # models were busy when memory was needed
+        if self._memory_bytes and not self._has_room():  # models were busy when memory was needed
             self._make_room(keeps=max(self.entries, key=lambda entry: entry.last_used))
         left = [
             entry for entry in self.entries
@@ -251,7 +254,7 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
             "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
             "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": engine.max_prompt_bytes,
         }  # fmt: skip
-        return card, num_bytes_of(facts)
+        return card, facts.weight_bytes + facts.memory.num_bytes
     config = EmbedConfig(**spec.options)
     directory = locate(config, hub, no_progress)
     metadata = read_metadata(directory)
@@ -263,12 +266,16 @@ def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
     card = {"max_length": config.max_length or min(most, stated or most), "directory": str(directory)}
     if spec.kind == "embedding":
         card["dimension"] = architecture.block_shape(values).width
-    return card, num_bytes_of(directory)
+    return card, arrow_bytes(directory)
 
 
-def num_bytes_of(model: ModelFacts | Path | str) -> int:
-    """Memory of a model: weights and KV, or the file of an encoder in a directory."""
-    if isinstance(model, ModelFacts):
-        return model.weight_bytes + model.memory.num_bytes
-    arrow = Path(model) / ARROW_NAME
+def num_bytes_of(hosted: Hosted) -> int:
+    """Memory of a loaded model: weights and KV."""
+    if isinstance(hosted, HostedLLM):
+        return hosted.engine.facts.weight_bytes + hosted.engine.facts.memory.num_bytes
+    return arrow_bytes(Path(getattr(hosted.engine, "directory", "")))
+
+
+def arrow_bytes(directory: Path) -> int:
+    arrow = directory / ARROW_NAME
     return arrow.stat().st_size if arrow.is_file() else 0

@@ -253,10 +253,11 @@ class KeptProcess:
         """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
         assert process.stdout is not None
         stall, num_bytes = Stall(), 0
+        timeout_ms = BEAT_S * 1000 if self._silence_s else None
         poller = select.poll()
         poller.register(process.stdout, select.POLLIN)
         while True:
-            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(BEAT_S * 1000) else None
+            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
             if data == b"":
                 return
             num_bytes += len(data or b"")
