@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -209,11 +209,6 @@ class RemoteEngine:
         return changes
 
 
-async def cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def create_app(
     backend: Backend, config: ServeConfig | None = None, registry: MetricRegistry | None = None, *, credentials: str = "",
     tenants: Tenants | None = None,
@@ -233,12 +228,14 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if isinstance(backend, AsyncClient):
-                stack.push_async_callback(backend.close, StoppedError(STOPPED, hint="Send the request again."))
-            if config.num_front_ends > 1:
-                stack.push_async_callback(cancel, asyncio.create_task(share.run()))
+        sync = asyncio.create_task(share.run()) if config.num_front_ends > 1 else None
+        try:
             yield
+        finally:
+            if sync is not None:
+                sync.cancel()
+            if isinstance(backend, AsyncClient):
+                await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 
     groups = (
         OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),

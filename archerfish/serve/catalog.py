@@ -20,6 +20,7 @@ from archerfish.serve.answers import Model
 from archerfish.serve.bodies import MAX_TOKEN_ID
 from archerfish.serve.client import Backend
 from archerfish.serve.errors import InvalidParameterError, naming
+from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
 from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
@@ -30,7 +31,6 @@ T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
-CHARACTERS_PER_TOKEN = 4  # an estimate for texts that have not been tokenised
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -245,7 +245,7 @@ class Catalog:
         answer_start: str = "", *, add_special_tokens: bool = True,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
-        taken = await self.charge(request, prompt_size(prompt, options or {}) // CHARACTERS_PER_TOKEN)
+        taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))
         token_ids = await text.encode(prompt, param, options, answer_start, add_special_tokens=add_special_tokens)
         await self.charge(request, len(token_ids) - taken, is_spent=True)
         return token_ids

@@ -27,12 +27,11 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, set_param
 from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.output_text import OutputText
 from archerfish.text.tool_calls import PROMPTED_STYLE, ToolCallParser, ToolPiece
 
 T = TypeVar("T")
-Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest tokens
 logger = logging.getLogger("archerfish.serve")
 UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}

@@ -94,9 +94,10 @@ class HostedLLM:
         if request.on_end is None:  # no health check; before any work is spent on the text
             if message.deadline_s is not None and message.deadline_s > 0:
                 self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
+            texts = [message.prompt or "", *(str(part.get("content", "")) for part in message.messages or ())]
             left_s = request.left_s(self.host.clock())
             generation.admitted = self.controller.admit(
-                request.tenant, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
+                request.tenant, num_prompt_tokens=estimate_tokens(sum(map(len, texts))) if ids is None else len(ids),
                 is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
                 deadline_s=left_s if left_s and left_s > 0 else None,
             )  # fmt: skip
@@ -329,13 +330,6 @@ class Generation:
 def is_tts(facts: ModelFacts) -> bool:
     """Whether a model generates speech: an RWKV-7 whose vocabulary has TTS tokens, without a tokenizer of its own."""
     return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
-
-
-def prompt_size(message: GenerationRequest) -> int:
-    """About how many characters the prompt has."""
-    if message.messages is not None:
-        return sum(len(str(part.get("content", ""))) for part in message.messages)
-    return len(message.prompt or "")
 
 
 def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:

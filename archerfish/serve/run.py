@@ -19,25 +19,14 @@ import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
+from archerfish.serve import processes
 from archerfish.serve.page import curl, examples
-from archerfish.serve.processes import (
-    GRACE_S,
-    FrontConfig,
-    HostConfig,
-    KeptProcess,
-    ModelSpec,
-    engine_process,
-    front_process,
-    is_loopback,
-    kill_all,
-    stop_all,
-    stop_on_signals,
-)
+from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
 from archerfish.serve.tenants import Tenants
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
-STOPPING = f"Stopping: running requests have {GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
+STOPPING = f"Stopping: running requests have {processes.GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
 STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB
 UNREAD_S = 60  # a client that reads nothing of its answer for so long is disconnected
 
@@ -56,13 +45,13 @@ def serve(
     directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
 
     def kill() -> None:
-        kill_all(front_ends)
-        kill_all(engines)
+        processes.kill_all(front_ends)
+        processes.kill_all(engines)
         shutil.rmtree(directory, ignore_errors=True)
 
     try:
         host = host_config(config, specs, hub, f"ipc://{directory}/engine")
-        with stop_on_signals(kill), bind(config) as listener:
+        with processes.stop_on_signals(kill), bind(config) as listener:
             kinds = fetch_models(specs, hub, progress)
             engine_child = engine_process(host)
 
@@ -86,8 +75,8 @@ def serve(
                     announce(STOPPING)
             finally:
                 listener.close()
-                stop_all(front_ends)
-                stop_all(engines)
+                processes.stop_all(front_ends)
+                processes.stop_all(engines)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -220,7 +209,7 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     names = [spec.model for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
-    if not config.api_keys_file and not is_loopback(config.host):
+    if not config.api_keys_file and not processes.is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
     if config.zmq_address:
         lines.insert(1, f"ZMQ clients connect to {config.zmq_address}.")

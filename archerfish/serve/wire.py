@@ -17,7 +17,7 @@ from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundE
 
 VERSION = 1
 Kind = Literal["generation", "embedding", "cross-encoder"]
-TokenLogprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
+Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
 MetricSample = tuple[tuple[str, ...], float, int, tuple[tuple[float, int], ...]]  # labels, value, count, buckets
 
 
@@ -147,7 +147,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprob] | None = None
     num_cached_tokens: int = 0  # tokens of the prompt, in the first chunk of a request
     retry_after_s: float | None = None  # if the deadline came before the first token
 
@@ -161,7 +161,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprob] | None = None
 
 
 class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
@@ -173,7 +173,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_token_ids: list[int] | None = None  # if the client did not send them
-    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
     retry_after_s: float | None = None  # if the deadline came before the first token
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
