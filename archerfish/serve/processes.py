@@ -277,7 +277,8 @@ class KeptProcess:
 
     def stop(self) -> None:
         """Let the process finish its work and wait until it has ended. It is killed after its grace time."""
-        self.terminate()
+        if not self._is_stopping.is_set():  # a second signal could come after the process has removed its handler
+            self.terminate()
         if self.process is not None:
             try:
                 self.process.wait(self._grace_s + KILL_AFTER_S)
