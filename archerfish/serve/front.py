@@ -6,6 +6,7 @@ It is a child of the main process (`processes`). All front ends accept connectio
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -115,7 +116,13 @@ def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] 
         app, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
         server_header=False,
     )
+    logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
     return Server(settings, on_ready)
+
+
+def is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Keeps the tracebacks of requests that are cancelled at the end of the server out of the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def main() -> int:

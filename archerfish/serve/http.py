@@ -67,8 +67,6 @@ class RequestMiddleware:
             await (refusal or self.app)(scope, receive_bounded, send_noted)
         except ClientDisconnect:
             status = status or CLIENT_GONE
-        except asyncio.CancelledError:
-            pass  # at the end of the server; uvicorn would log a traceback
         finally:
             self.running.add(-1)
             route = getattr(scope.get("route"), "path", "other")
