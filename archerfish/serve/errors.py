@@ -152,7 +152,7 @@ def error_headers(error: ArcherfishError) -> dict[str, str] | None:
 
 
 def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
-    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
+    """The error that a client sees. The text of an unexpected error is hidden; the server logs its traceback."""
     if not isinstance(error, ArcherfishError):
         error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")
     return error_body(error.status, str(error), error.code, getattr(error, "param", None), path)
@@ -176,7 +176,7 @@ def json_type(value: Any) -> str:
 
 
 def expected_value(problem: Mapping[str, Any]) -> str | None:
-    """What pydantic expected instead of a value; None where its own message has to do."""
+    """What pydantic expected instead of a value; None: use pydantic's own message."""
     context = problem.get("ctx") or {}
     if problem["type"] == "literal_error":
         return str(context["expected"])

@@ -46,7 +46,7 @@ Job = list[tuple[EncodingRequest, int]]  # requests, and which of their texts
 
 
 class HostedEncoder:
-    """An engine of vectors or scores that answers requests of an engine process.
+    """An ArrowEngine that answers requests of an engine process with vectors or scores.
 
     Waiting texts of all requests share jobs, one text of each request in turn, so that a long list hardly delays a short one. A
     job has as many tokens as take `latency_s`, and more while no other model computes.

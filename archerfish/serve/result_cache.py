@@ -80,7 +80,7 @@ class ResultCache:
         AdaptiveCache(max_bytes, ttl_seconds, **self._options)  # raises an error about wrong options now
 
     def resize(self, max_bytes: int, ttl_seconds: float) -> None:
-        """Other limits from now on: what does not fit is evicted, the rest stays."""
+        """Change the limits. What does not fit any more is evicted."""
         if max_bytes < 0 or not ttl_seconds > 0:
             raise InvalidOptionError(
                 f"Of a ResultCache max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}."
@@ -104,7 +104,7 @@ class ResultCache:
         return None if found is None else _decoder.decode(found)
 
     def put(self, tenant: str, key: bytes, answer: Generated) -> bool:
-        """Keep a whole answer, all of whose outputs are complete. Whether it was kept."""
+        """Keep a whole answer if all of its outputs are complete. Returns whether it was kept."""
         cache = self._cache(tenant)
         if cache is None or not answer.outputs or any(output.finish_reason not in COMPLETE for output in answer.outputs):
             return False
@@ -113,7 +113,7 @@ class ResultCache:
         return cache.insert(key, payload, len(payload) + OVERHEAD_BYTES)
 
     def totals(self) -> dict[str, int]:
-        """Of all tenants together, for operators."""
+        """The sums over all tenants, for operators."""
         stats = [cache.get_stats() for cache in self._caches.values()]
         names = ("hits", "misses", "entries", "bytes", "evictions", "expirations", "refusals")
         return {name: sum(getattr(each, name) for each in stats) for name in names}
@@ -121,7 +121,7 @@ class ResultCache:
     async def generate(
         self, generate: Callable[[GenerationRequest], Messages], request: GenerationRequest, cache_control: str | None = None
     ) -> Messages:
-        """What `generate` (of a Backend) gives for a request, out of the cache where it can be."""
+        """The messages of a request: from the cache if it has them, else from `generate` of a Backend."""
         control, key = parse_cache_control(cache_control), key_of(request)
         found = self.get(request.tenant, key, control.max_age_s) if key is not None and control.may_read else None
         if found is not None:
