@@ -81,7 +81,7 @@ config = ServeConfig(port=0, log_level="error")
 models = (ModelSpec(kind="embedding", options={"model": "fake/words"}),)
 with words_host() as host, host, run.bind(config) as listener:
     text = run.ready_text(run.url_of(listener), models, config, {"embedding"})
-    front.make_server(app_of(host), config, lambda: run.say(text)).run(sockets=[listener])
+    front.make_server(app_of(host), config, lambda: print(text, flush=True)).run(sockets=[listener])
 print("ended", sorted(thread.name for thread in threading.enumerate()), flush=True)
 """
 
