@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,7 +20,7 @@ from starlette.routing import Route
 from archerfish.compat.optimization import OptimizationConfig
 from archerfish.config import EngineConfig, ServeConfig
 from archerfish.errors import ArcherfishError, StoppedError
-from archerfish.observe.metrics import MetricRegistry
+from archerfish.observe.metrics import GivenMetric, Metric, MetricRegistry, Sample
 from archerfish.serve.answers import Failing, Health, Models
 from archerfish.serve.catalog import Catalog, ModelCard
 from archerfish.serve.client import AsyncClient, Backend
@@ -25,20 +28,93 @@ from archerfish.serve.errors import HANDLERS, RETRY_AFTER_S, json_response
 from archerfish.serve.generation import TextService
 from archerfish.serve.http import RequestMiddleware, read_json
 from archerfish.serve.messages_routes import MessagesRoutes
-from archerfish.serve.metrics import CONTENT_TYPE, exposition
+from archerfish.serve.metrics import CONTENT_TYPE, exposition, gauges, metric_values, read_metrics
 from archerfish.serve.openai_routes import OpenAIRoutes
 from archerfish.serve.openapi import openapi_document
 from archerfish.serve.page import page
 from archerfish.serve.responses_routes import ResponsesRoutes
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.sharing import FrontEndSync
 from archerfish.serve.tenants import Tenants, retry_after
 from archerfish.serve.token_routes import TextRoutes, TTSRoutes
 from archerfish.serve.vector_routes import VectorRoutes
-from archerfish.serve.wire import Configure, Ping, Pong, Report
+from archerfish.serve.wire import Configure, FrontEndState, Ping, Pong, Query, Report
 
 HEALTH_TIMEOUT_S = 10.0
 STOPPED = "The service was stopped before the answer was complete."
+SHARE_S = 1.0  # between two messages of a front end, if there are several
+ANSWER_S = 5.0  # limit for the engine process's answer to a request of `/metrics`
+CACHE_COUNTERS = {"hits": "Answers from it.", "misses": "Lookups without an answer.", "evictions": "Answers removed for room.",
+                  "expirations": "Answers removed for age.", "refusals": "Answers not kept."}  # fmt: skip
+CACHE_GAUGES = {"entries": "Answers in it.", "bytes": "Their size."}
+
+
+class FrontEndSync:
+    """Exchanges metrics and changed options with the other front ends, by way of the engine process.
+
+    So `/metrics` is the same whichever front end answers, and a change of the result cache reaches all of them within SHARE_S.
+    Of two changes at the same time, the one that reaches the engine process first is in force everywhere.
+    """
+
+    def __init__(self, catalog: Catalog, registry: MetricRegistry, results: ResultCache) -> None:
+        self.source = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._catalog, self._registry, self._results = catalog, registry, results
+        self._version = 0  # of the options; 0: those of the configuration
+
+    def own_metrics(self) -> list[Metric]:
+        totals = self._results.totals()
+        cache = [
+            GivenMetric(kind, f"archerfish_result_cache_{name}", f"Result cache: {text}", (), [Sample((), float(totals[name]))])
+            for kind, texts in (("counter", CACHE_COUNTERS), ("gauge", CACHE_GAUGES)) for name, text in texts.items()
+        ]  # fmt: skip
+        return [*self._registry, *cache]
+
+    async def query(self, about: str) -> dict[str, Any]:
+        """Ask the engine process for a report, and send it the state of this front end."""
+        metrics = {metric.name: metric_values(metric) for metric in self.own_metrics()}
+        answer = await self._catalog.backend.ask(Query(
+            request_id="", about=about, credentials=self._catalog.credentials, source=self.source,
+            values=FrontEndState(metrics=metrics, version=self._version, options=self._options()),
+        ))  # fmt: skip
+        assert isinstance(answer, Report)
+        return answer.values
+
+    def _options(self) -> dict[str, Any]:
+        return {"max_bytes": self._results.max_bytes, "ttl_seconds": self._results.ttl_seconds}
+
+    async def sync(self) -> None:
+        """Send the state of this front end and take over the options of the others, unless the own ones are newer."""
+        found = await self.query("options")
+        if found.get("version", 0) >= max(1, self._version):
+            self._version = found["version"]
+            if found["options"] != self._options():
+                self._results.resize(**found["options"])
+
+    async def publish_options(self) -> None:
+        """Send changed options to the other front ends."""
+        self._version += 1
+        with contextlib.suppress(ArcherfishError):  # the next message repeats them
+            await self.sync()
+
+    async def all_metrics(self) -> list[Metric]:
+        """The metrics of the engine process and of all front ends; while the process is away, those of this front end."""
+        found: dict[str, Metric] = {metric.name: metric for metric in self.own_metrics()}
+        is_up = True
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found |= {metric.name: metric for metric in read_metrics(await self.query("metrics"))}
+        except TimeoutError:
+            is_up = False
+        except ArcherfishError as error:
+            if error.status != 503:
+                raise
+            is_up = False
+        return [*gauges({"engine_up": is_up}), *found.values()]
+
+    async def run(self) -> None:
+        while True:
+            with contextlib.suppress(ArcherfishError):
+                await self.sync()
+            await asyncio.sleep(SHARE_S)
 
 
 class StateRoutes:
@@ -133,11 +209,6 @@ class RemoteEngine:
         return changes
 
 
-async def cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 def create_app(
     backend: Backend, config: ServeConfig | None = None, registry: MetricRegistry | None = None, *, credentials: str = "",
     tenants: Tenants | None = None,
@@ -157,12 +228,14 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            if isinstance(backend, AsyncClient):
-                stack.push_async_callback(backend.close, StoppedError(STOPPED, hint="Send the request again."))
-            if config.num_front_ends > 1:
-                stack.push_async_callback(cancel, asyncio.create_task(share.run()))
+        sync = asyncio.create_task(share.run()) if config.num_front_ends > 1 else None
+        try:
             yield
+        finally:
+            if sync is not None:
+                sync.cancel()
+            if isinstance(backend, AsyncClient):
+                await backend.close(StoppedError(STOPPED, hint="Send the request again."))
 
     groups = (
         OpenAIRoutes(texts, config), VectorRoutes(catalog, config, registry), ResponsesRoutes(texts), MessagesRoutes(texts),

@@ -1,6 +1,6 @@
-"""Bodies of requests. Unknown parameters are refused with the nearest known one, and no value is converted to another type.
+"""Bodies of requests. An unknown parameter is refused with the nearest known one. No value is converted to another type.
 
-Parameters of others' APIs that this engine does not have are refused by name, unless they ask for what happens anyway.
+A parameter of OpenAI's or another API that this server does not support is refused, unless its value is the default.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Body(BaseModel):
     """Base of all bodies."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    # Parameters of others' APIs that are refused, unless they have one of these values, which ask for what happens anyway.
+    # Parameters that this server does not support, with the values that are accepted because they change nothing.
     unsupported: ClassVar[Values] = {}
 
     @model_validator(mode="before")

@@ -19,10 +19,10 @@ from archerfish.errors import InvalidInputError, UnsupportedModelError
 from archerfish.serve.answers import Model
 from archerfish.serve.bodies import MAX_TOKEN_ID
 from archerfish.serve.client import Backend
-from archerfish.serve.errors import InvalidParameterError, UnservedModelError, naming
-from archerfish.serve.host_config import Kind, hint_for, names_of
+from archerfish.serve.errors import InvalidParameterError, naming
+from archerfish.serve.overload import estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS, Tenant
-from archerfish.serve.wire import Charge, Query, Report
+from archerfish.serve.wire import Charge, Kind, Query, Report, names_of, unserved_model
 from archerfish.text.chat_template import ChatTemplate, texts_in
 from archerfish.text.text_tokenizer import find_text_tokenizer
 from archerfish.text.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ T = TypeVar("T")
 Prompt = str | Sequence[dict[str, Any]]  # a text, or the messages of a conversation
 REFRESH_S = 1.0  # an unknown name makes the catalog ask for the models again, but not more often than this
 LONG_TEXT = 4096  # characters or tokens: work on more than this leaves the event loop
-CHARACTERS_PER_TOKEN = 4  # an estimate for texts that have not been tokenised
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 WORD_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -165,6 +164,7 @@ class Catalog:
         self.started_at = int(time.time())
         self._clock = clock
         self._cards: list[ModelCard] = []
+        self._by_name: dict[str, ModelCard] = {}
         self._texts: dict[ModelCard, ModelText] = {}
         self._opening = asyncio.Lock()
         self._asked_at = float("-inf")
@@ -185,6 +185,8 @@ class Catalog:
         answer = await self.backend.ask(Query(request_id="", about="models", credentials=self.credentials))
         assert isinstance(answer, Report)
         self._cards = msgspec.convert(answer.values["models"], list[ModelCard])
+        self._by_name = {name: card for card in reversed(self._cards) for name in names_of(card.id, card.aliases)}
+        self._by_name |= {card.id: card for card in self._cards}  # a full name wins over the short name of another model
         self._asked_at = self._clock()
         return self._cards
 
@@ -196,14 +198,11 @@ class Catalog:
             if found is None:
                 raise InvalidParameterError(f"No {' or '.join(kinds)} model is served here; see GET /v1/models.", "model")
             return found
-        fitting = [card for card in cards if name in names_of(card.id, card.aliases)]
-        if not fitting and self._clock() - self._asked_at >= REFRESH_S:
+        if name not in self._by_name and self._clock() - self._asked_at >= REFRESH_S:
             cards = await self._refresh()
-            fitting = [card for card in cards if name in names_of(card.id, card.aliases)]
-        if not fitting:
-            hint = hint_for(name, [card.id for card in cards])
-            raise UnservedModelError(f"The model {name!r} is not served here.", hint=hint)
-        card = next((card for card in fitting if card.id == name), fitting[0])
+        card = self._by_name.get(name)
+        if card is None:
+            raise unserved_model(name, [card.id for card in cards])
         if kinds and card.kind not in kinds:
             raise InvalidParameterError(f"The model {name!r} does not serve this route; see GET /v1/models.", "model")
         return card
@@ -246,7 +245,7 @@ class Catalog:
         answer_start: str = "", *, add_special_tokens: bool = True,
     ) -> list[int]:
         """`ModelText.encode`, whose tokens count against the limits of the caller."""
-        taken = await self.charge(request, prompt_size(prompt, options or {}) // CHARACTERS_PER_TOKEN)
+        taken = await self.charge(request, estimate_tokens(prompt_size(prompt, options or {})))
         token_ids = await text.encode(prompt, param, options, answer_start, add_special_tokens=add_special_tokens)
         await self.charge(request, len(token_ids) - taken, is_spent=True)
         return token_ids

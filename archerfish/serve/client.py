@@ -137,13 +137,10 @@ class AsyncClient:
         finally:
             del self._answers[request_id]
             if not is_complete:
-                self._cancel(request_id)
+                self.end_sequence(request_id)
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        """End a sequence of a request, because the client found a stop string."""
-        self._cancel(request_id, index)
-
-    def _cancel(self, request_id: str, index: int | None = None) -> None:
+    def end_sequence(self, request_id: str, index: int | None = None) -> None:
+        """End a sequence of a request, because the client found a stop string, or cancel the whole request."""
         if self.is_connected:
             with contextlib.suppress(RemoteError):
                 self._send(wire.Cancel(request_id=request_id, index=index))

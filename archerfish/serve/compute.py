@@ -8,7 +8,6 @@ other threads, and the loop takes its results.
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -20,8 +19,7 @@ from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from archerfish.observe.metrics import MetricsCollector
-from archerfish.serve.host_config import HostConfig
-from archerfish.serve.processes import Stall
+from archerfish.serve.processes import HostConfig, Stall
 from archerfish.serve.tenants import ANONYMOUS, Callers, RateLimits, Tenant
 from archerfish.serve.wire import Message
 
@@ -46,11 +44,6 @@ class PendingRequest:
     end_sequence: Callable[[int], object] | None = None  # ends one of the n sequences
     model_entry: Any = None  # the ModelEntry of its model
     on_end: Callable[[Message], None] | None = None  # gets the last answer, for a request that the host made itself
-
-    @property
-    def deadline(self) -> float:
-        """The time of the deadline, or infinity."""
-        return math.inf if self.message.deadline_s is None else self.arrived + self.message.deadline_s
 
     def left_s(self, now: float) -> float | None:
         """Seconds until the deadline. An invalid (negative) deadline is returned unchanged."""

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, ModelNotFoundError, did_you_mean
+from archerfish.errors import ArcherfishError, CallerError, InvalidInputError, did_you_mean
 from archerfish.serve.tenants import retry_after
 
 logger = logging.getLogger("archerfish.serve")
@@ -79,12 +79,6 @@ class UnsupportedParameterError(InvalidParameterError):
     """A parameter of OpenAI's or Anthropic's API that this server does not support."""
 
     code = "unsupported_parameter"
-
-
-class UnservedModelError(ModelNotFoundError):
-    """A request asks for a model that this service does not have."""
-
-    param = "model"
 
 
 class BadJSONError(CallerError):
@@ -158,7 +152,7 @@ def error_headers(error: ArcherfishError) -> dict[str, str] | None:
 
 
 def failure_body(error: Exception, path: str = "") -> Error | AnthropicError:
-    """The error that a client sees. Unexpected errors do not describe themselves; the server logs their traceback."""
+    """The error that a client sees. The text of an unexpected error is hidden; the server logs its traceback."""
     if not isinstance(error, ArcherfishError):
         error = ArcherfishError("The server failed to answer this request; its log says why.", hint="")
     return error_body(error.status, str(error), error.code, getattr(error, "param", None), path)
@@ -182,7 +176,7 @@ def json_type(value: Any) -> str:
 
 
 def expected_value(problem: Mapping[str, Any]) -> str | None:
-    """What pydantic expected instead of a value; None where its own message has to do."""
+    """What pydantic expected instead of a value; None: use pydantic's own message."""
     context = problem.get("ctx") or {}
     if problem["type"] == "literal_error":
         return str(context["expected"])

@@ -81,7 +81,7 @@ def format_schema(value: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_format_members(given: dict[str, Any], known: tuple[str, ...], place: str, where: str) -> None:
-    """Refuse members without effect, with the place where they would have one. Empty members are accepted."""
+    """Refuse members that have no effect here; the error says where they belong. Empty members are accepted."""
     misplaced = next((name for name, held in given.items() if name not in known and held), None)
     if misplaced is not None:
         hint = f"For a {misplaced}: {FORMATS[misplaced]}." if misplaced in FORMATS else did_you_mean(misplaced, known)
@@ -196,9 +196,6 @@ class ToolUse:
             grammar = grammar_for_tools(style, tools, wanted, is_parallel=may_repeat, tokenizer=tokenizer)
             ToolCallParser(style, tools)
         return cls(style, tools, grammar, is_parallel is False)
-
-    def parser(self) -> ToolCallParser:
-        return ToolCallParser(self.style, self.tools)
 
     def explain(self, error: RemoteError) -> RemoteError:
         """An error about the grammar that forces a call, as one that names the tool whose schema it is about."""

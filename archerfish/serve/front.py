@@ -6,6 +6,7 @@ It is a child of the main process (`processes`). All front ends accept connectio
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -15,14 +16,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from archerfish.config import ServeConfig
+from archerfish.serve import processes
 from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.host_config import GRACE_S, FrontConfig, read_tenants
-from archerfish.serve.processes import LAST_S, open_report_pipe, read_config, send_report, watch_parent
+from archerfish.serve.tenants import Tenants
 
 DRAIN_POLL_S = 0.05
 REQUEST_S = 60.0  # a request must arrive completely within this time
@@ -90,9 +91,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for one in (*self.servers, *(sockets or ())):
             one.close()
-        await self._drain(GRACE_S, lambda: self.force_exit)
+        await self._drain(processes.GRACE_S, lambda: self.force_exit)
         await self.lifespan.shutdown()  # requests that still wait for the engine fail now
-        await self._drain(LAST_S)
+        await self._drain(processes.LAST_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
@@ -111,34 +112,32 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp, config: ServeConfig, on_ready: Callable[[], None] = lambda: None) -> Server:
     """A server for an app, with uvloop if it is installed."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except asyncio.CancelledError:  # at the end of the server; uvicorn would log a traceback
-            if scope["type"] != "http":
-                raise
-
     settings = uvicorn.Config(
-        answer, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
+        app, log_level=config.log_level, access_log=config.log_level == "debug", lifespan="on", http=Connection, ws="none",
         server_header=False,
     )
+    logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
     return Server(settings, on_ready)
+
+
+def is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Keeps the tracebacks of requests that are cancelled at the end of the server out of the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def main() -> int:
     """Serve until SIGTERM, or until the main process has ended."""
-    pipe = open_report_pipe()
-    config = read_config(FrontConfig)
+    pipe = processes.open_report_pipe()
+    config = processes.read_config(processes.FrontConfig)
     serve, listener = ServeConfig(**config.serve), socket.socket(fileno=config.listener)
     backend = AsyncClient(config.address, retry_after_s=config.retry_after_s)
-    app = create_app(backend, serve, credentials=config.credentials, tenants=read_tenants(serve.api_keys_file))
-    server = make_server(app, serve, lambda: send_report(pipe, {"address": str(listener.getsockname())}))
+    app = create_app(backend, serve, credentials=config.credentials, tenants=Tenants.from_file(serve.api_keys_file))
+    server = make_server(app, serve, lambda: processes.send_report(pipe, {"address": str(listener.getsockname())}))
 
     def stop() -> None:
         server.should_exit = True
 
-    watch_parent(stop)
+    processes.watch_parent(stop)
     server.run(sockets=[listener])
     return 0
 

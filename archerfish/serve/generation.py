@@ -27,12 +27,11 @@ from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError, data_event, failure_body, set_param
 from archerfish.serve.formats import ToolUse
 from archerfish.serve.result_cache import ResultCache
-from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output
+from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Logprob, Output
 from archerfish.text.output_text import OutputText
-from archerfish.text.tool_calls import PROMPTED_STYLE, ToolPiece
+from archerfish.text.tool_calls import PROMPTED_STYLE, ToolCallParser, ToolPiece
 
 T = TypeVar("T")
-Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, likeliest tokens
 logger = logging.getLogger("archerfish.serve")
 UNSENDABLE = (OverflowError, UnicodeEncodeError, RecursionError, TypeError)  # what msgpack raises
 DEFAULTS = {name: getattr(SamplingParams(), name) for name in SamplingParams.__dataclass_fields__ if name != "stop"}
@@ -79,28 +78,29 @@ class ChoiceDelta:
     parts: list[ToolPiece] | None  # the text again, where tools may be called: text, names of calls and arguments
 
 
+@dataclass(slots=True)
 class Choice:
     """One of the n sequences of an answer: all that has come of it."""
 
-    def __init__(self, index: int, place: int, output_text: OutputText, tool_use: ToolUse | None) -> None:
-        self.index, self.place = index, place  # among the choices of its generation, and of the whole answer
-        self._output_text = output_text
-        self._parser = None if tool_use is None else tool_use.parser()
-        self._has_one_call = tool_use is not None and tool_use.has_one_call
-        self._texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[Logprob] = []
-        self.calls: list[PendingCall] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: StopReason = None
-        self.was_cut = False  # by a stop string, of which the engine does not know
+    index: int  # among the choices of its generation
+    place: int  # among the choices of the whole answer
+    output_text: OutputText
+    parser: ToolCallParser | None  # where tools may be called
+    has_one_call: bool  # drop later ones
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    calls: list[PendingCall] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: StopReason = None
+    was_cut: bool = False  # by a stop string, of which the engine does not know
 
     @property
     def text(self) -> str:
-        return "".join(self._texts)
+        return "".join(self.texts)
 
     def add(self, gain: Chunk | Output) -> ChoiceDelta:
-        output_text, num_before = self._output_text, self._output_text.num_tokens
+        output_text, num_before = self.output_text, self.output_text.num_tokens
         text, stop = output_text.feed(gain.token_ids, gain.finish_reason, (gain.stop_reason,))
         token_ids, logprobs = gain.token_ids, gain.logprobs
         self.finish_reason, self.stop_reason = gain.finish_reason, gain.stop_reason
@@ -113,22 +113,21 @@ class Choice:
             self.logprobs += logprobs
         self.token_ids += token_ids
         parts: list[ToolPiece] | None = None
-        if self._parser is None:
-            self._texts.append(text)
+        if self.parser is None:
+            self.texts.append(text)
         else:
-            parts = self._parse(text)
+            parts = self._parse(text, self.parser)
         return ChoiceDelta(self, text, token_ids, logprobs, self.finish_reason is not None, parts)
 
-    def _parse(self, text: str) -> list[ToolPiece]:
-        assert self._parser is not None
-        parts = list(self._parser.feed(text)) if text else []
+    def _parse(self, text: str, parser: ToolCallParser) -> list[ToolPiece]:
+        parts = list(parser.feed(text)) if text else []
         if self.finish_reason is not None:
-            parts += self._parser.finish()
-        if self._has_one_call:
+            parts += parser.finish()
+        if self.has_one_call:
             parts = [part for part in parts if part.index <= 0]
         for part in parts:
             if part.kind == "text":
-                self._texts.append(part.text)
+                self.texts.append(part.text)
             elif part.kind == "name":
                 self.calls.append(PendingCall(part.text))
             else:
@@ -218,10 +217,12 @@ class TextService:
             token_ids=prompt_ids, params=stated, stream=bool(body.stream or params.stop), wants_ids=True,
             priority=body.priority, deadline_s=body.deadline_s, **self.catalog.address(request, text.card),
         )
-        choices = [
-            Choice(index, first_place + index, OutputText(text.tokenizer, prompt_ids, params), tool_use)
-            for index in range(params.n)
-        ]
+        choices: list[Choice] = []
+        for index in range(params.n):
+            output_text = OutputText(text.tokenizer, prompt_ids, params)
+            parser = None if tool_use is None else ToolCallParser(tool_use.style, tool_use.tools)
+            has_one_call = tool_use is not None and tool_use.has_one_call
+            choices.append(Choice(index, first_place + index, output_text, parser, has_one_call))
         return Generation(text, sent, params, prompt_ids, choices, format_param, tool_use)
 
     async def prepare_chat(

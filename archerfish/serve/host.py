@@ -30,12 +30,11 @@ from archerfish.observe.metrics import MetricsCollector
 from archerfish.serve import wire
 from archerfish.serve.client import open_socket, set_keys
 from archerfish.serve.compute import ComputeThread, HangWatch, PendingRequest, Waker, WakingExecutor, attempt
-from archerfish.serve.host_config import HostConfig, check_address, read_tenants
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.metrics import FrontEndMetrics, gauges, metric_values
 from archerfish.serve.models import GENERATION, SCORES, VECTORS, Hosted, ModelTable, make_entry
-from archerfish.serve.processes import BEAT_S, open_report_pipe, read_config, send_report, watch_parent
-from archerfish.serve.tenants import Callers, RateLimits, RefusedError
+from archerfish.serve.processes import BEAT_S, HostConfig, open_report_pipe, read_config, send_report, watch_parent
+from archerfish.serve.tenants import Callers, RateLimits, RefusedError, Tenants
 
 logger = logging.getLogger("archerfish.serve")
 MAX_RECEIVED = 64  # messages of one round, so that a flood delays the models by a few milliseconds only
@@ -139,7 +138,6 @@ class EngineHost:
     """Serves models at an address until it is stopped. As a context manager, it runs in a thread of its own."""
 
     def __init__(self, config: HostConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        check_address(config)
         self.config = config
         self.address, self.open_address = config.address, config.open_address
         self.clock = clock
@@ -154,7 +152,7 @@ class EngineHost:
         self.on_beat: Callable[[], None] = lambda: None  # called every BEAT_S while the process works
         self.on_hang: Callable[[], None] = lambda: None  # called instead while it hangs
         is_private = not config.open_address and config.address.startswith(("ipc:", "inproc:"))
-        self.callers = Callers(read_tenants(config.api_keys_file), config.front_end_pass, is_private=is_private)
+        self.callers = Callers(Tenants.from_file(config.api_keys_file), config.front_end_pass, is_private=is_private)
         self.rates = RateLimits(clock)
         self.num_lost_clients = 0
         self._listener = Listener(config)
@@ -227,8 +225,9 @@ class EngineHost:
                 while self._posted:
                     self._posted.popleft()()
                 has_moved = False
-                for hosted in self.models.loaded:
-                    has_moved = hosted.advance() or has_moved
+                for hosted in self.models.loaded:  # an LLM without work may still have to deliver the end of a request
+                    if hosted.kind == "generation" or hosted.has_work:
+                        has_moved = hosted.advance() or has_moved
                 self._num_moves += has_moved
                 self._flush()
                 self.figures.settle()

@@ -33,6 +33,7 @@ class EncodingRequest:
 
     request: PendingRequest
     texts: list[TokenizedText]
+    num_tokens: int
     normalize: bool | None
     finish: Callable[[Array], Array]
     rows: Array | None = None
@@ -40,16 +41,12 @@ class EncodingRequest:
     num_done: int = 0
     is_alone: bool = False  # after a job that it shared with others has failed
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(text.token_ids) for text in self.texts)
-
 
 Job = list[tuple[EncodingRequest, int]]  # requests, and which of their texts
 
 
 class HostedEncoder:
-    """An engine of vectors or scores that answers requests of an engine process.
+    """An ArrowEngine that answers requests of an engine process with vectors or scores.
 
     Waiting texts of all requests share jobs, one text of each request in turn, so that a long list hardly delays a short one. A
     job has as many tokens as take `latency_s`, and more while no other model computes.
@@ -70,10 +67,7 @@ class HostedEncoder:
         self._queue: deque[EncodingRequest] = deque()  # requests with texts that no job has taken
         self._running: tuple[Job, Future[tuple[Array, float]]] | None = None
         self._job_cost = StepCost()  # of jobs alone; the controller's includes the waits for other models
-
-    @property
-    def has_work(self) -> bool:
-        return self._running is not None or bool(self._queue)
+        self.has_work = False  # whether requests wait or are computed
 
     def card(self) -> dict[str, Any]:
         directory = str(getattr(self.engine, "directory", ""))
@@ -101,7 +95,8 @@ class HostedEncoder:
             request.release = partial(self.controller.end, admitted)
 
         def read() -> Callable[[], None]:
-            encoding = EncodingRequest(request, self.engine.tokenize(inputs), normalize, finish)
+            texts = self.engine.tokenize(inputs)
+            encoding = EncodingRequest(request, texts, sum(len(text.token_ids) for text in texts), normalize, finish)
             return partial(self._enqueue, encoding, admitted)
 
         if num_characters + num_ids <= MAX_INLINE_SIZE:
@@ -137,6 +132,7 @@ class HostedEncoder:
             return
         if not self.has_work:
             self.controller.begin_work()
+        self.has_work = True
         self._queue.append(encoding)
 
     def probe(self, request: PendingRequest) -> None:
@@ -174,6 +170,7 @@ class HostedEncoder:
                 self._running = job, self.lane.submit(self._compute, texts, job[0][0].normalize)
         if computed is not None:
             self._take_rows(*computed)  # while the next job is computed
+        self.has_work = self._running is not None or bool(self._queue)
         return has_moved
 
     def _compute(self, texts: list[TokenizedText], normalize: bool | None) -> tuple[Array, float]:
@@ -193,13 +190,14 @@ class HostedEncoder:
     def _drop_expired(self) -> None:
         """Remove requests that are over, and refuse those whose next job would end after their deadline."""
         num_tokens = min(self.job_tokens, sum(encoding.num_tokens for encoding in self._queue))
-        end = self._clock() + self._job_cost.prompt_s(num_tokens)
+        now, job_s = self._clock(), self._job_cost.prompt_s(num_tokens)
         kept: deque[EncodingRequest] = deque()
         for encoding in self._queue:
             request = encoding.request
             if request.is_over:
                 continue
-            if encoding.num_taken or request.deadline > end:
+            left_s = request.left_s(now)
+            if encoding.num_taken or left_s is None or left_s > job_s:
                 kept.append(encoding)
                 continue
             message = "The deadline of this request would pass before its texts are computed."
@@ -236,21 +234,19 @@ class HostedEncoder:
                 encoding.rows = np.empty((len(encoding.texts), rows.shape[1]), np.float32)
             encoding.rows[index] = row
             encoding.num_done += 1
-            if encoding.num_done == len(encoding.texts):
-                self._finish(encoding, encoding.rows)
-
-    def _finish(self, encoding: EncodingRequest, rows: Array) -> None:
-        request = encoding.request
-        try:
-            found = np.ascontiguousarray(encoding.finish(rows), dtype="<f4")
-        except Exception as error:
-            self._host.fail(request, error)
-            return
-        self._host.figures.embedded(self.name, self._clock() - request.arrived)
-        self._host.answer(request, Vectors(
-            request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
-            data=found.tobytes(), num_tokens=encoding.num_tokens,
-        ))  # fmt: skip
+            if encoding.num_done < len(encoding.texts):
+                continue
+            request = encoding.request
+            try:
+                found = np.ascontiguousarray(encoding.finish(encoding.rows), dtype="<f4")
+            except Exception as error:
+                self._host.fail(request, error)
+                continue
+            self._host.figures.embedded(self.name, self._clock() - request.arrived)
+            self._host.answer(request, Vectors(
+                request_id=request.message.request_id, model=self.name, num_rows=found.shape[0], num_columns=found.shape[1],
+                data=found.tobytes(), num_tokens=encoding.num_tokens,
+            ))  # fmt: skip
 
     def _retry(self, job: Job, error: BaseException) -> None:
         """Compute the requests of a failed job again one by one, so that only the faulty one fails."""

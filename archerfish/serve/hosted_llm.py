@@ -11,17 +11,19 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.engine.llm_engine import LLMEngine
+from archerfish.engine.llm_loading import ModelFacts
 from archerfish.engine.outputs import RequestOutput, TextDelta, engine_counts
+from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.errors import ArcherfishError, InvalidInputError, StoppedError
 from archerfish.params import SamplingParams
 from archerfish.sched.policy import FairShare
 from archerfish.sequence import Namespace, Request
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, read_in_thread
-from archerfish.serve.model_cards import is_tts
 from archerfish.serve.overload import AdmittedRequest, OverloadController, estimate_tokens
 from archerfish.serve.tenants import ANONYMOUS
 from archerfish.serve.wire import Chunk, ExplainRequest, Generated, GenerationRequest, Output, Report
 from archerfish.step import TokenLogprobs
+from archerfish.text.text_tokenizer import find_text_tokenizer
 
 PROBE_TENANT = replace(ANONYMOUS, name="\0probe")  # no other tenant can have this name
 MAX_INLINE_TOKENS = 8192  # the loop itself reads a prompt of up to so many ids
@@ -88,11 +90,18 @@ class HostedLLM:
             params = SamplingParams.of(message.params)
         except TypeError as error:
             raise InvalidInputError(f"The sampling parameters cannot be read: {error}.") from None
-        generation = Generation(self, request, message, params)
-        if request.on_end is None:  # no health check
-            admitted = generation.admitted = self._admit(request, message, params)
-            request.release = lambda: self.controller.end(admitted)
-        ids, has_grammar = message.token_ids, params.grammar is not None
+        generation, ids, has_grammar = Generation(self, request, message, params), message.token_ids, params.grammar is not None
+        if request.on_end is None:  # no health check; before any work is spent on the text
+            if message.deadline_s is not None and message.deadline_s > 0:
+                self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
+            texts = [message.prompt or "", *(str(part.get("content", "")) for part in message.messages or ())]
+            left_s = request.left_s(self.host.clock())
+            generation.admitted = self.controller.admit(
+                request.tenant, num_prompt_tokens=estimate_tokens(sum(map(len, texts))) if ids is None else len(ids),
+                is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
+                deadline_s=left_s if left_s and left_s > 0 else None,
+            )  # fmt: skip
+        request.release = generation.release
         if ids is not None and len(ids) <= MAX_INLINE_TOKENS and not has_grammar:
             self._start(self._prepare(generation), generation)
             return
@@ -101,17 +110,6 @@ class HostedLLM:
             return partial(self._start, self._prepare(generation), generation)
 
         read_in_thread(self.host, request, read, self.host.compiler if has_grammar else None)
-
-    def _admit(self, request: PendingRequest, message: GenerationRequest, params: SamplingParams) -> AdmittedRequest:
-        """Before any work is spent on the text."""
-        ids, left_s = message.token_ids, request.left_s(self.host.clock())
-        if message.deadline_s is not None and message.deadline_s > 0:
-            self.controller.check_deadline(message.deadline_s, 0, params.max_tokens)
-        return self.controller.admit(
-            request.tenant, num_prompt_tokens=estimate_tokens(prompt_size(message)) if ids is None else len(ids),
-            is_tokenized=ids is not None, max_tokens=params.max_tokens, num_sequences=params.n,
-            deadline_s=left_s if left_s is None or left_s > 0 else None,
-        )  # fmt: skip
 
     def _prepare(self, generation: Generation) -> Request:
         """In any thread."""
@@ -137,21 +135,15 @@ class HostedLLM:
         )  # fmt: skip
 
     def _start(self, live: Request, generation: Generation) -> None:
-        generation.live, admitted = live, generation.admitted
+        admitted = generation.admitted
         if not self.engine.has_work:
             self.controller.begin_work()
         if admitted is not None and generation.message.token_ids is None:  # the length was estimated
             self.controller.set_prompt_tokens(admitted, len(live.prompt_token_ids))
         self.engine.submit(live)
-
-        def release() -> None:
-            self.engine.abort(live.request_id)
-            if admitted is not None:
-                self.controller.end(admitted)
-
+        generation.live = live
         generation.is_sent_by_loop = not live.collector.has_text
         generation.request.end_sequence = partial(self.engine.abort, live.request_id)
-        generation.request.release = release
 
     def probe(self, request: PendingRequest) -> None:
         """Answer after a real step: one token for a prompt that no cache holds."""
@@ -249,6 +241,13 @@ class Generation:
     last_token_at: float = 0.0
     is_sent_by_loop: bool = False  # a request without text: its deltas are sent at the end of a step
 
+    def release(self) -> None:
+        """The request is over, whether it has reached the engine or not."""
+        if self.live is not None:
+            self.model.engine.abort(self.live.request_id)
+        if self.admitted is not None:
+            self.model.controller.end(self.admitted)
+
     def on_delta(self, delta: TextDelta) -> None:
         """In the loop, or in the thread that makes text."""
         deltas = self.model.deltas
@@ -328,11 +327,9 @@ class Generation:
         host.answer(self.request, answer)
 
 
-def prompt_size(message: GenerationRequest) -> int:
-    """About how many characters the prompt has."""
-    if message.messages is not None:
-        return sum(len(str(part.get("content", ""))) for part in message.messages)
-    return len(message.prompt or "")
+def is_tts(facts: ModelFacts) -> bool:
+    """Whether a model generates speech: an RWKV-7 whose vocabulary has TTS tokens, without a tokenizer of its own."""
+    return facts.has_states and facts.vocab_size >= VOCAB_SIZE and find_text_tokenizer(facts.directory) is None
 
 
 def as_tuples(logprobs: Sequence[TokenLogprobs]) -> list[tuple[int, float, int, list[tuple[int, float]]]]:

@@ -125,8 +125,8 @@ def family_of(metric: Metric) -> Family:
     return family
 
 
-def exposition(*groups: Iterable[Metric]) -> bytes:
+def exposition(metrics: Iterable[Metric]) -> bytes:
     """The page that a Prometheus server reads."""
     collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(ObserveCollector([metric for group in groups for metric in group]))
+    collectors.register(ObserveCollector(list(metrics)))
     return generate_latest(collectors)

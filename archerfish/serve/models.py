@@ -15,15 +15,21 @@ from typing import Any
 
 from archerfish.background import in_background
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig
-from archerfish.engine.arrow_engine import ArrowEngine
+from archerfish.engine.arrow_engine import ArrowEngine, locate
 from archerfish.engine.llm_engine import LLMEngine
-from archerfish.errors import InvalidInputError, ModelNotFoundError, OutOfMemoryError, ServiceError
+from archerfish.engine.llm_loading import read_facts
+from archerfish.errors import InvalidInputError, OutOfMemoryError, ServiceError
+from archerfish.models.adapter import encoder_class
+from archerfish.models.config import Config
 from archerfish.serve.compute import Lane, ModelHost, PendingRequest, attempt
-from archerfish.serve.host_config import ModelSpec, hint_for, names_of
 from archerfish.serve.hosted_encoder import HostedEncoder
-from archerfish.serve.hosted_llm import HostedLLM
-from archerfish.serve.model_cards import describe, num_bytes_of_encoder, num_bytes_of_writer
+from archerfish.serve.hosted_llm import HostedLLM, is_tts
 from archerfish.serve.overload import BusyError
+from archerfish.serve.processes import ModelSpec
+from archerfish.serve.wire import UnservedModelError, names_of, unserved_model
+from archerfish.store.metadata import ARROW_NAME, read_metadata
+from archerfish.text.tokenizer import read_settings, stated_max_length
+from archerfish.types import no_progress
 
 logger = logging.getLogger("archerfish.serve")
 Hosted = HostedLLM | HostedEncoder
@@ -32,12 +38,6 @@ VECTORS: tuple[str, ...] = ("embedding",)
 SCORES: tuple[str, ...] = ("cross-encoder", "embedding")
 MAX_WAITING = 1024  # requests for a model that is being loaded
 LOADING_RETRY_S = 5.0
-
-
-class UnknownModelError(ModelNotFoundError):
-    """A request names a model that this process does not have."""
-
-    param = "model"
 
 
 @dataclass(eq=False)
@@ -84,17 +84,19 @@ class ModelTable:
 
     def find(self, name: str, kinds: tuple[str, ...]) -> ModelEntry:
         """The model with this name; without a name, the first model of the first kind that is served."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
         if not name:
             found = [(kinds.index(entry.kind), entry) for entry in self.entries if entry.kind in kinds]
             if not found:
-                raise UnknownModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
+                raise UnservedModelError(f"No {' or '.join(kinds)} model is served here.", hint="")
         else:
             names = [(names_of(entry.name, entry.aliases), entry) for entry in self.entries]
             found = [(own.index(name), entry) for own, entry in names if name in own]
             if not found:
-                hint = hint_for(name, [entry.name for entry in self.entries])
-                raise UnknownModelError(f"The model {name!r} is not served here.", hint=hint)
-        return min(found, key=itemgetter(0))[1]  # a full name wins over the short name of another model
+                raise unserved_model(name, [entry.name for entry in self.entries])
+        return min(found, key=itemgetter(0))[1]  # a full alias wins over the short name of another model
 
     def submit(self, entry: ModelEntry, request: PendingRequest) -> None:
         """Pass a request to a model, which is loaded first if necessary."""
@@ -170,7 +172,7 @@ class ModelTable:
 
     def use_idle_time(self) -> bool:
         """Do some work in advance: unload, load, and what models have to do; return whether there is more of it."""
-        if not self._has_room():  # models were busy when memory was needed
+        if self._memory_bytes and not self._has_room():  # models were busy when memory was needed
             self._make_room(keeps=max(self.entries, key=lambda entry: entry.last_used))
         left = [
             entry for entry in self.entries
@@ -236,14 +238,44 @@ def make_entry(spec: ModelSpec, hub: HubConfig, host: ModelHost) -> ModelEntry:
     aliases = (*spec.aliases, *([spec.model] if name != spec.model else []))
     entry = ModelEntry(name, spec.kind, load, spec.loads, aliases)
     if spec.loads != "start":
-        found = describe(spec, hub)
-        entry.known, entry.num_bytes = found.card, found.num_bytes
+        entry.known, entry.num_bytes = describe(spec, hub)
     return entry
 
 
+def describe(spec: ModelSpec, hub: HubConfig) -> tuple[dict[str, Any], int]:
+    """The card of a model that is not loaded, and about how much memory it would take.
+
+    Its files are fetched and converted first if necessary.
+    """
+    if spec.kind == "generation":
+        engine = EngineConfig(**spec.options)
+        facts = read_facts(engine, hub, no_progress)
+        card = {
+            "max_length": facts.max_len, "vocab_size": facts.vocab_size, "directory": str(facts.directory),
+            "is_tts": is_tts(facts), "device": facts.device, "dtype": facts.dtype, "max_prompt_bytes": engine.max_prompt_bytes,
+        }  # fmt: skip
+        return card, facts.weight_bytes + facts.memory.num_bytes
+    config = EmbedConfig(**spec.options)
+    directory = locate(config, hub, no_progress)
+    metadata = read_metadata(directory)
+    values = Config(metadata.config)
+    architecture = encoder_class(values)
+    most = architecture.max_positions(values)
+    stated = (metadata.embedding or {}).get("max_seq_length")
+    stated = stated or stated_max_length(read_settings(directory / "tokenizer" / "tokenizer_config.json"))
+    card = {"max_length": config.max_length or min(most, stated or most), "directory": str(directory)}
+    if spec.kind == "embedding":
+        card["dimension"] = architecture.block_shape(values).width
+    return card, arrow_bytes(directory)
+
+
 def num_bytes_of(hosted: Hosted) -> int:
-    """Memory of a model: weights and KV."""
+    """Memory of a loaded model: weights and KV."""
     if isinstance(hosted, HostedLLM):
-        return num_bytes_of_writer(hosted.engine.facts)
-    directory = getattr(hosted.engine, "directory", None)
-    return 0 if directory is None else num_bytes_of_encoder(Path(directory))
+        return hosted.engine.facts.weight_bytes + hosted.engine.facts.memory.num_bytes
+    return arrow_bytes(Path(getattr(hosted.engine, "directory", "")))
+
+
+def arrow_bytes(directory: Path) -> int:
+    arrow = directory / ARROW_NAME
+    return arrow.stat().st_size if arrow.is_file() else 0

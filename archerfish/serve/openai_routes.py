@@ -19,6 +19,7 @@ from archerfish.serve.bodies import ChatBody, CompletionBody
 from archerfish.serve.catalog import ModelText
 from archerfish.serve.errors import data_event, json_response, naming
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.wire import Logprob
 from archerfish.text.tool_calls import ToolPiece
 
 YIELD_PROMPTS = 32  # prompts of a request that are tokenised before other requests run
@@ -110,7 +111,7 @@ def chat_choice(generation: gen.Generation, choice: gen.Choice) -> answers.ChatC
     return answers.ChatChoice(choice.index, message, logprobs, *ending(choice))
 
 
-def chat_logprobs(generation: gen.Generation, logprobs: Sequence[gen.Logprob]) -> answers.ChatLogprobs | None:
+def chat_logprobs(generation: gen.Generation, logprobs: Sequence[Logprob]) -> answers.ChatLogprobs | None:
     return None if generation.params.logprobs is None else answers.ChatLogprobs(content=generation.chosen_logprobs(logprobs))
 
 

@@ -14,6 +14,7 @@ from archerfish.serve import answers
 from archerfish.serve.bodies import NULL, STRING
 from archerfish.serve.errors import AnthropicError, Error, is_anthropic
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.metrics import CONTENT_TYPE as METRICS
 
 PREFIX = "#/components/schemas/"
 DESCRIPTIONS = {
@@ -28,7 +29,6 @@ COMPUTING = (400, 401, 404, 413, 429, 503)
 OPERATING = (400, 401, 403, 404, 413, 503)
 FIGURES = (401, 403, 503)
 OBJECT = dict[str, Any]  # figures or options by name
-METRICS = "text/plain; version=0.0.4; charset=utf-8"
 # Of routes that are no BodyRoutes, by method and path: the type of a success (a media type if it is not JSON), and the
 # statuses of errors.
 ANSWERS: dict[tuple[str, str], tuple[Any, tuple[int, ...]]] = {

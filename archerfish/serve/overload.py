@@ -102,7 +102,7 @@ class StepCost:
         return step_s + output_token_s * num_output_tokens if num_output_tokens else 0.0
 
     def prompt_s(self, num_tokens: float, num_running: float = 0) -> float:
-        """Prompt tokens in steps as large as the largest of late, which also bring a token to each running sequence."""
+        """Prompt tokens in steps as large as the largest recent one, which also bring a token to each running sequence."""
         if not num_tokens or not self._with_prompt:
             return 0.0
         step_s, prompt_token_s, output_token_s = self.coefficients
@@ -129,7 +129,7 @@ class StepCost:
 
 
 def least_squares(rows: Array, wanted: Array) -> Array:
-    """Non-negative x that minimises |rows @ x - wanted|. What cannot be told apart goes to the second column first."""
+    """Non-negative x that minimises |rows @ x - wanted|. Columns that cannot be told apart: the second one gets the weight."""
     scale = np.maximum(rows.max(axis=0), 1e-12)
     scaled, ridge = rows / scale, np.array([1e-3, 1e-5, 1e-3])
     found, active = np.zeros(3), [0, 1, 2]
@@ -342,10 +342,10 @@ class OverloadController:
         return self.cost.prompt_s(queue.num_prompt_tokens) + output_s
 
     def retry_after_s(self) -> float:
-        """When a client may try again whose request was not served in time. For any thread."""
+        """Seconds until a client may try again whose request was not served in time. For any thread."""
         return min(MAX_RETRY_AFTER_S, self.drain_s())
 
-    # What happens
+    # Events
 
     def set_prompt_tokens(self, request: AdmittedRequest, num_prompt_tokens: int) -> None:
         """Replace the estimated length of a prompt; InputTooLargeError if it is over the limit."""

@@ -8,6 +8,7 @@ process writes a heartbeat every second. Each child has its own process group, s
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import select
@@ -19,15 +20,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self, TypeVar
 
 import msgspec
 
-from archerfish.errors import MachineError, StoppedError
-from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig
+from archerfish.config import EmbedConfig, EngineConfig
+from archerfish.errors import InvalidOptionError, MachineError, StoppedError
+from archerfish.serve.wire import Kind
 
 logger = logging.getLogger("archerfish.serve")
 T = TypeVar("T")
+GRACE_S = 30.0  # running requests may take this long after SIGTERM
 BEAT_S = 1.0  # time between two heartbeats
 MAX_GAP_S = 2 * BEAT_S
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 15.0
@@ -35,6 +38,87 @@ STEADY_S = 60.0  # a process that lived this long did not die of its start
 KILL_AFTER_S = 5.0  # added to the grace time of a process
 LAST_S = 1.0  # time for a killed process to end, and for a front end to send its last errors
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+# Configuration
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to serve. The options are those of EngineConfig, or of EmbedConfig for embeddings and cross-encoders.
+
+    Requests that name no model mean the first one of their kind.
+    """
+
+    kind: Kind
+    options: dict[str, Any] = {}
+    loads: Literal["start", "idle", "demand"] = "start"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> str:
+        usual = EngineConfig.model if self.kind == "generation" else EmbedConfig.model
+        return str(self.options.get("model", usual))
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of an engine process.
+
+    front_end_pass: front ends send it as credentials; with it they may name tenants, read statistics and change options.
+    secret_key: the CURVE key of the process, for TCP. client_keys: the public keys that may connect, or empty.
+    """
+
+    address: str = ""  # where the front ends connect
+    open_address: str = ""  # where other programs connect; empty: nowhere
+    models: tuple[ModelSpec, ...] = ()
+    hub: dict[str, Any] = {}
+    front_end_pass: str = ""
+    secret_key: str = ""
+    client_keys: tuple[str, ...] = ()
+    api_keys_file: str = ""  # API keys and limits of tenants
+    admission: dict[str, Any] = {}  # max_wait_s, max_prompt_tokens and max_output_tokens of OverloadController
+    latency_budget_ms: float = 50.0  # duration of one job of embeddings
+    max_queue_texts: int = 8192
+    max_message_bytes: int = 64 << 20
+    memory_gib: float = 0.0  # limit for all loaded models together; 0: no limit
+    grace_s: float = GRACE_S
+    hang_s: float = 120.0  # a longer job counts as hung, unless its model is new or has needed a quarter of that before
+    silence_s: float = 60.0  # a process without a heartbeat for so long counts as hung
+
+    def __post_init__(self) -> None:
+        """Refuse addresses that other machines can reach without encryption."""
+        if self.client_keys and not self.secret_key:
+            raise InvalidOptionError("There are CURVE keys of clients, but none of the ZMQ server.")
+        for address in filter(None, (self.address, self.open_address)):
+            scheme, _, rest = address.partition("://")
+            if scheme not in ("ipc", "tcp", "inproc") or not rest:
+                raise InvalidOptionError(f"{address!r} is no address.", hint="Write ipc:///a/path or tcp://127.0.0.1:5555.")
+            if scheme == "tcp" and not self.secret_key and not is_loopback(rest.rpartition(":")[0]):
+                raise InvalidOptionError(
+                    f"Other machines can reach {address}, but there are no CURVE keys.",
+                    hint="Give the ZMQ server keys ([serve] zmq_key_file), or listen on tcp://127.0.0.1.",
+                )
+
+
+class FrontConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of a front end. `serve` has the values of ServeConfig."""
+
+    address: str  # of the engine process
+    credentials: str
+    serve: dict[str, Any] = {}
+    retry_after_s: float = 1.0
+    listener: int = -1  # file descriptor of the socket from which it accepts connections
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+# Children of the main process
 
 
 class ProcessStartError(MachineError):
@@ -169,10 +253,11 @@ class KeptProcess:
         """Return when the process has ended, or was killed because it hangs. This must work without a free file descriptor."""
         assert process.stdout is not None
         stall, num_bytes = Stall(), 0
+        timeout_ms = BEAT_S * 1000 if self._silence_s else None
         poller = select.poll()
         poller.register(process.stdout, select.POLLIN)
         while True:
-            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(BEAT_S * 1000) else None
+            data = os.read(process.stdout.fileno(), 1 << 16) if poller.poll(timeout_ms) else None
             if data == b"":
                 return
             num_bytes += len(data or b"")
@@ -304,7 +389,7 @@ def stop_on_signals(kill: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# Child processes
+# For the child itself
 
 
 def open_report_pipe() -> BinaryIO:

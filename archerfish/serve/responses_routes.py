@@ -16,6 +16,7 @@ from archerfish.serve import generation as gen
 from archerfish.serve.bodies import UNUSED, Checked, bounded, check_text
 from archerfish.serve.errors import Error, UnsupportedParameterError, failure_body, json_response, json_type, named_event
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.wire import Logprob
 
 LOGPROBS = "message.output_text.logprobs"
 STATELESS = "This server keeps no responses: send the whole conversation in input"
@@ -171,7 +172,7 @@ class ResponseEvents(gen.EventWriter):
         self._output: list[Item] = []  # the last one is open, if `_is_open`
         self._is_open = False
         self._texts: list[str] = []  # of the open message
-        self._logprobs: list[gen.Logprob] = []
+        self._logprobs: list[Logprob] = []
         self._call: gen.PendingCall | None = None  # of the open item, if that is a call
 
     def start(self) -> bytes:
@@ -194,7 +195,7 @@ class ResponseEvents(gen.EventWriter):
                 written += self._member("function_call_arguments.delta", delta=part.text)
         return written
 
-    def _write_text(self, text: str, logprobs: list[gen.Logprob] | None) -> bytes:
+    def _write_text(self, text: str, logprobs: list[Logprob] | None) -> bytes:
         is_open = self._is_open and isinstance(self._output[-1], answers.MessageItem)
         written = b"" if is_open else self._open_message()
         self._texts.append(text)

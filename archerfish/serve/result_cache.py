@@ -35,9 +35,9 @@ class CacheControl(NamedTuple):
 
 
 def parse_cache_control(header: str | None) -> CacheControl:
-    """no-store: neither read nor kept; no-cache: computed anew, and kept; max-age: nothing older. Other directives say nothing.
+    """no-store: neither read nor keep an answer; no-cache: keep, but do not read; max-age: read nothing older.
 
-    Of several max-age the smallest counts; one that is no number of seconds stands for 0, as RFC 9111 advises.
+    Other directives are ignored. The smallest of several max-age counts. An invalid max-age counts as 0, as RFC 9111 advises.
     """
     names: set[str] = set()
     ages: list[float] = []
@@ -51,7 +51,7 @@ def parse_cache_control(header: str | None) -> CacheControl:
 
 
 def key_of(request: GenerationRequest) -> bytes | None:
-    """What an answer depends on, hashed. None if it depends on chance too: it is drawn without a fixed seed."""
+    """A hash of all that an answer depends on. None if the answer is random: sampled without a seed."""
     if request.params.get("temperature", 1.0) != 0 and request.params.get("seed") is None:
         return None
     asked = {name: value for name, value in msgspec.structs.asdict(request).items() if name not in NOT_PART_OF_THE_KEY}
@@ -63,11 +63,10 @@ def key_of(request: GenerationRequest) -> bytes | None:
 
 
 class ResultCache:
-    """One AdaptiveCache for each tenant, with an equal part of the bytes: no tenant can feel what another does.
+    """One AdaptiveCache for each tenant, with an equal part of the bytes, so that no tenant's hits depend on another tenant.
 
-    Not for several threads at once. Tenants beyond `max_tenants` have no part. Each of several front ends has a cache of its
-    own, with an equal part of `max_bytes`: a hit costs the engine process nothing, and one computation more at worst per front
-    end is its price.
+    Not thread-safe. Tenants beyond `max_tenants` have no cache. Each front end has caches of its own, with an equal part of
+    `max_bytes`: a hit needs no message to the engine process, but each front end computes an answer once before it can hit.
     """
 
     def __init__(
@@ -78,10 +77,10 @@ class ResultCache:
         self._caches: dict[str, AdaptiveCache[bytes, bytes]] = {}
         self._num_parts, self._max_tenants = num_front_ends * max_tenants, max_tenants
         self.resize(max_bytes, ttl_seconds)
-        AdaptiveCache(max_bytes, ttl_seconds, **self._options)  # so that wrong options show now
+        AdaptiveCache(max_bytes, ttl_seconds, **self._options)  # raises an error about wrong options now
 
     def resize(self, max_bytes: int, ttl_seconds: float) -> None:
-        """Other limits from now on: what does not fit is evicted, the rest stays."""
+        """Change the limits. What does not fit any more is evicted."""
         if max_bytes < 0 or not ttl_seconds > 0:
             raise InvalidOptionError(
                 f"Of a ResultCache max_bytes must be at least 0 and ttl_seconds above 0: {max_bytes}, {ttl_seconds}."
@@ -105,7 +104,7 @@ class ResultCache:
         return None if found is None else _decoder.decode(found)
 
     def put(self, tenant: str, key: bytes, answer: Generated) -> bool:
-        """Keep a whole answer, all of whose outputs are complete. Whether it was kept."""
+        """Keep a whole answer if all of its outputs are complete. Returns whether it was kept."""
         cache = self._cache(tenant)
         if cache is None or not answer.outputs or any(output.finish_reason not in COMPLETE for output in answer.outputs):
             return False
@@ -114,7 +113,7 @@ class ResultCache:
         return cache.insert(key, payload, len(payload) + OVERHEAD_BYTES)
 
     def totals(self) -> dict[str, int]:
-        """Of all tenants together, for operators."""
+        """The sums over all tenants, for operators."""
         stats = [cache.get_stats() for cache in self._caches.values()]
         names = ("hits", "misses", "entries", "bytes", "evictions", "expirations", "refusals")
         return {name: sum(getattr(each, name) for each in stats) for name in names}
@@ -122,7 +121,7 @@ class ResultCache:
     async def generate(
         self, generate: Callable[[GenerationRequest], Messages], request: GenerationRequest, cache_control: str | None = None
     ) -> Messages:
-        """What `generate` (of a Backend) gives for a request, out of the cache where it can be."""
+        """The messages of a request: from the cache if it has them, else from `generate` of a Backend."""
         control, key = parse_cache_control(cache_control), key_of(request)
         found = self.get(request.tenant, key, control.max_age_s) if key is not None and control.may_read else None
         if found is not None:

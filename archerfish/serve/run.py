@@ -19,13 +19,14 @@ import zmq.auth
 
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
-from archerfish.serve.host_config import GRACE_S, FrontConfig, HostConfig, ModelSpec, check_address, is_loopback, read_tenants
+from archerfish.serve import processes
 from archerfish.serve.page import curl, examples
-from archerfish.serve.processes import KeptProcess, engine_process, front_process, kill_all, stop_all, stop_on_signals
+from archerfish.serve.processes import FrontConfig, HostConfig, KeptProcess, ModelSpec, engine_process, front_process
+from archerfish.serve.tenants import Tenants
 from archerfish.store.names import STORY_MODEL
 from archerfish.types import Progress, no_progress
 
-STOPPING = f"Stopping: running requests have {GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
+STOPPING = f"Stopping: running requests have {processes.GRACE_S:.0f} s to finish, new ones are refused. Ctrl+C ends it at once."
 STORY_BLOCK, STORY_TOKENS = 64, 32_768  # the states of so many tokens take 200 MB
 UNREAD_S = 60  # a client that reads nothing of its answer for so long is disconnected
 
@@ -38,19 +39,19 @@ def serve(
     """Serve until SIGINT or SIGTERM. models: see `models_of`. announce: gets the texts for the user instead of print."""
     config, hub, announce = serve or ServeConfig(), hub or HubConfig(), announce or partial(print, flush=True)
     specs = models_of(config, engine or EngineConfig(), embed or EmbedConfig(), models)
-    read_tenants(config.api_keys_file)  # errors in the configuration should show before the models are loaded
+    Tenants.from_file(config.api_keys_file)  # errors in the configuration should show before the models are loaded
     front_ends: list[KeptProcess] = []
     engines: list[KeptProcess] = []
     directory = tempfile.mkdtemp(prefix="archerfish-")  # mode 0700: no other user can connect to the socket in it
 
     def kill() -> None:
-        kill_all(front_ends)
-        kill_all(engines)
+        processes.kill_all(front_ends)
+        processes.kill_all(engines)
         shutil.rmtree(directory, ignore_errors=True)
 
     try:
         host = host_config(config, specs, hub, f"ipc://{directory}/engine")
-        with stop_on_signals(kill), bind(config) as listener:
+        with processes.stop_on_signals(kill), bind(config) as listener:
             kinds = fetch_models(specs, hub, progress)
             engine_child = engine_process(host)
 
@@ -74,8 +75,8 @@ def serve(
                     announce(STOPPING)
             finally:
                 listener.close()
-                stop_all(front_ends)
-                stop_all(engines)
+                processes.stop_all(front_ends)
+                processes.stop_all(engines)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -88,7 +89,11 @@ def wait_for_signal() -> None:
 
 def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConfig, address: str) -> HostConfig:
     secret_key = read_secret_key(config.zmq_key_file)
-    host = HostConfig(
+    if config.zmq_address.endswith((":*", ":0")):
+        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
+    if secret_key and not config.zmq_address.startswith("tcp:"):
+        raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
+    return HostConfig(
         address=address, open_address=config.zmq_address, models=models, hub=dataclasses.asdict(hub),
         front_end_pass=secrets.token_urlsafe(32), secret_key=secret_key,
         client_keys=tuple(key.strip() for key in config.zmq_client_keys.split(",") if key.strip()),
@@ -96,12 +101,6 @@ def host_config(config: ServeConfig, models: tuple[ModelSpec, ...], hub: HubConf
         admission={name: getattr(config, name) for name in ("max_wait_s", "max_prompt_tokens", "max_output_tokens")},
         memory_gib=config.memory_gib, hang_s=config.hang_s,
     )  # fmt: skip
-    if config.zmq_address.endswith((":*", ":0")):
-        raise InvalidOptionError("[serve] zmq_address needs a port, which stays the same when the engine process is restarted.")
-    if secret_key and not config.zmq_address.startswith("tcp:"):
-        raise InvalidOptionError("[serve] zmq_key_file is given, but zmq_address is no tcp:// address.")
-    check_address(host)
-    return host
 
 
 def read_secret_key(path: str) -> str:
@@ -192,7 +191,7 @@ def fetch_models(models: tuple[ModelSpec, ...], hub: HubConfig, progress: Progre
     """Download and convert missing models here, where the user sees the progress; return the kinds of all models."""
     from archerfish.engine.arrow_engine import locate
     from archerfish.engine.llm_loading import read_facts
-    from archerfish.serve.model_cards import is_tts
+    from archerfish.serve.hosted_llm import is_tts
 
     kinds: set[str] = set()
     for spec in models:
@@ -210,7 +209,7 @@ def ready_text(url: str, models: tuple[ModelSpec, ...], config: ServeConfig, kin
     names = [spec.model for spec in models]
     shown = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     lines = [f"archerfish serves {shown} at {url} (Ctrl+C stops it)", ""]
-    if not config.api_keys_file and not is_loopback(config.host):
+    if not config.api_keys_file and not processes.is_loopback(config.host):
         lines.insert(1, "Anyone who reaches this address may use it: there are no API keys ([serve] api_keys_file).")
     if config.zmq_address:
         lines.insert(1, f"ZMQ clients connect to {config.zmq_address}.")

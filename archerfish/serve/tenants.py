@@ -87,7 +87,6 @@ class Tenant:
     """A user of the service and its limits. Holds nothing secret; 0 means no limit."""
 
     name: str
-    namespace: str  # of its cached contexts and results; no other tenant has it
     requests_per_minute: float = 0.0
     tokens_per_minute: float = 0.0
     weight: float = 1.0  # its share of the batch, relative to the weights of the others
@@ -100,8 +99,8 @@ class Tenant:
 
 
 # The only tenant of a server without keys, which listens on loopback. It may do everything.
-ANONYMOUS = Tenant(name="anonymous", namespace="", max_priority=2**31 - 1, is_operator=True)
-LIMIT_NAMES = [spec.name for spec in fields(Tenant) if spec.name not in ("name", "namespace")]
+ANONYMOUS = Tenant(name="anonymous", max_priority=2**31 - 1, is_operator=True)
+LIMIT_NAMES = [spec.name for spec in fields(Tenant) if spec.name != "name"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +126,12 @@ class Tenants:
 
     @classmethod
     def from_file(cls, path: str | Path, clock: Callable[[], float] = time.monotonic) -> Tenants:
-        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service inherit."""
+        """The tenants of a file, or for env:NAME of an environment variable, which all processes of the service inherit.
+
+        "": no keys, so that every caller is ANONYMOUS.
+        """
+        if not path:
+            return cls()
         variable = str(path).removeprefix(ENVIRONMENT)
         if variable != str(path):
             tenants = cls.from_text(os.environ.get(variable, ""))
@@ -301,9 +305,7 @@ def _make_table(salt: bytes, entries: Iterable[Mapping[str, Any]], where: str) -
             raise InvalidOptionError(f"The name of {what} is missing or not allowed.", hint=hint)
         limits = {option: value for option, value in entry.items() if option not in ("name", "key_hash")}
         if name not in tenants:
-            # The same in every process that reads the same keys; reveals neither key nor name.
-            namespace = hashlib.blake2b(name.encode(), digest_size=16, key=salt, person=b"af-namespace").hexdigest()
-            tenants[name] = _make_tenant(Tenant(name=name, namespace=namespace), limits, what)
+            tenants[name] = _make_tenant(Tenant(name=name), limits, what)
         elif limits:
             hint = "Limits stand with the first key of a tenant."
             raise InvalidOptionError(f"{what} has limits, and its name was there before.", hint=hint)

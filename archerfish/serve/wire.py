@@ -7,15 +7,17 @@ change raises VERSION, and a message of another version is answered with an erro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from archerfish.errors import ArcherfishError, InvalidInputError
+from archerfish.errors import ArcherfishError, InvalidInputError, ModelNotFoundError, did_you_mean, nearest
 
 VERSION = 1
-TokenLogprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
+Kind = Literal["generation", "embedding", "cross-encoder"]
+Logprob = tuple[int, float, int, list[tuple[int, float]]]  # token, logprob, rank, most likely tokens with logprobs
 MetricSample = tuple[tuple[str, ...], float, int, tuple[tuple[float, int], ...]]  # labels, value, count, buckets
 
 
@@ -145,7 +147,7 @@ class Chunk(Message, tag="chunk", kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprob] | None = None
     num_cached_tokens: int = 0  # tokens of the prompt, in the first chunk of a request
     retry_after_s: float | None = None  # if the deadline came before the first token
 
@@ -159,7 +161,7 @@ class Output(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[Logprob] | None = None
 
 
 class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
@@ -171,7 +173,7 @@ class Generated(Message, tag="generated", kw_only=True, omit_defaults=True):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_token_ids: list[int] | None = None  # if the client did not send them
-    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[Logprob] | None = None
     retry_after_s: float | None = None  # if the deadline came before the first token
     metrics: dict[str, float] = {}  # queue_ms, prefill_ms, decode_ms, ttft_ms, tokens_per_second, num_preemptions
 
@@ -273,3 +275,26 @@ def request_id_of(payload: bytes) -> str:
         return _header.decode(payload).request_id
     except UNREADABLE:
         return ""
+
+
+# Names of models
+
+
+def names_of(name: str, aliases: Iterable[str]) -> list[str]:
+    """All names by which a request may ask for a model: its own name, its aliases, and the last part of each."""
+    found = [name, *aliases]
+    return [*found, *(one.rstrip("/").rsplit("/", 1)[-1] for one in found)]
+
+
+class UnservedModelError(ModelNotFoundError):
+    """A request asks for a model that is not served."""
+
+    param = "model"
+
+
+def unserved_model(name: str, listed: list[str]) -> UnservedModelError:
+    """The error for an unknown name. Its hint has listed names only: aliases may be paths of this machine."""
+    by_last_part = {one.rsplit("/", 1)[-1]: one for one in listed}
+    close = nearest(name, [*listed, *by_last_part])
+    hint = did_you_mean(by_last_part.get(close[0], close[0]) if close else name, listed)
+    return UnservedModelError(f"The model {name!r} is not served here.", hint=hint)

@@ -61,7 +61,7 @@ def test_new_key_is_found_by_its_hash(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_help_of_keys_shows_defaults() -> None:
-    plain = Tenant(name="x", namespace="")
+    plain = Tenant(name="x")
     for name, (_, description) in LIMITS.items():
         default = getattr(plain, name)
         shown = "no limit" if name.endswith("_minute") and not default else f"{default:g}"

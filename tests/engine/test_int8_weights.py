@@ -29,7 +29,6 @@ from archerfish.kernels.torch.reference import TorchOps, TorchWeight
 from archerfish.models.config import Config
 from archerfish.models.rwkv7 import Rwkv7Model
 from archerfish.params import SamplingParams
-from archerfish.serve.model_cards import num_bytes_of_writer
 from archerfish.store.loader import WeightLoader
 from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_llama import greedy, save_tiny_llama
@@ -137,7 +136,6 @@ def test_weights_are_counted_as_they_are_and_stand_in_memory_once(dtype: str, ti
     with make(tiny, hub, dtype=dtype) as engine:
         facts = engine.facts
         assert facts.weight_bytes == expected
-        assert num_bytes_of_writer(facts) == expected + facts.memory.num_bytes
         packed = [weight.get() for weight in engine.runner.ops._linear_weights]
         int8 = [each for each in packed if isinstance(each, TorchWeight) and each.weight_format.name == "int8"]
         matrices = [each.tensors["weight"] for each in int8]

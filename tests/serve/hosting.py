@@ -20,10 +20,10 @@ from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError, open_socket
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
-from archerfish.serve.host_config import HostConfig
 from archerfish.serve.hosted_encoder import Array, HostedEncoder
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import Hosted, ModelEntry
+from archerfish.serve.processes import HostConfig
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Message, Query, Report
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.fakes import word_vector

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from archerfish.serve.catalog import REFRESH_S, Catalog, ModelCard
 from archerfish.serve.client import Answer, Part, Question, RemoteError
-from archerfish.serve.errors import InvalidParameterError, UnservedModelError
-from archerfish.serve.wire import GenerationRequest, Query, Report
+from archerfish.serve.errors import InvalidParameterError
+from archerfish.serve.wire import GenerationRequest, Query, Report, UnservedModelError
 
 from .fake_backend import Clock
 

@@ -128,7 +128,7 @@ def test_running_streams_get_an_error_in_the_form_of_their_route(
     cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     if cut == "when the grace is over":
-        monkeypatch.setattr(front, "GRACE_S", 0.3)
+        monkeypatch.setattr("archerfish.serve.processes.GRACE_S", 0.3)
     with serving(tmp_path) as served:
         streams = served.streams()
         whole = served.request("/v1/chat/completions", {**STREAMS["/v1/chat/completions"], "stream": False})

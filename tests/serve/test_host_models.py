@@ -13,11 +13,12 @@ import zmq
 
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
+from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient, RemoteError
 from archerfish.serve.compute import NEW_FACTOR, Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
 from archerfish.serve.metrics import family_of, read_metrics
-from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry, UnknownModelError
+from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
@@ -420,7 +421,7 @@ def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
         raise AssertionError("not to be loaded")
 
     table = make_host(tmp_path).models
-    with pytest.raises(UnknownModelError, match="No generation model"):
+    with pytest.raises(wire.UnservedModelError, match="No generation model"):
         table.find("", GENERATION)
     models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
     table.entries += [ModelEntry(name, kind, never) for name, kind in models]

@@ -14,7 +14,7 @@ from archerfish.serve.tenants import ANONYMOUS, OverLimitError, RateLimitedError
 
 from .hosting import FakeClock
 
-ALICE = Tenant(name="alice", namespace="a", requests_per_minute=3, tokens_per_minute=600)
+ALICE = Tenant(name="alice", requests_per_minute=3, tokens_per_minute=600)
 TOKENS = replace(ALICE, requests_per_minute=0.0)
 
 

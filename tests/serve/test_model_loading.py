@@ -17,10 +17,10 @@ from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import ModelNotFoundError
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
-from archerfish.serve.host_config import ModelSpec
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
-from archerfish.serve.model_cards import describe
+from archerfish.serve.models import describe
+from archerfish.serve.processes import ModelSpec
 from archerfish.serve.run import models_of
 from archerfish.serve.wire import EmbedRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
@@ -68,7 +68,7 @@ async def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None
         assert [before[name] for name in same] == [after[name] for name in same]
         assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
     [entry] = host.models.entries
-    assert describe(spec, HubConfig()).num_bytes == entry.num_bytes > 0
+    assert describe(spec, HubConfig())[1] == entry.num_bytes > 0
 
 
 async def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def admit(
 
 
 def make_tenant(name: str, weight: float = 1.0, **limits: Any) -> Tenant:
-    return Tenant(name=name, namespace=name, weight=weight, **limits)
+    return Tenant(name=name, weight=weight, **limits)
 
 
 @dataclass(eq=False)

@@ -25,8 +25,17 @@ from archerfish.config import ServeConfig
 from archerfish.errors import StoppedError
 from archerfish.serve import processes, run
 from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.host_config import FrontConfig, HostConfig, ModelSpec
-from archerfish.serve.processes import KeptProcess, ProcessStartError, engine_process, front_process, kill_all, stop_on_signals
+from archerfish.serve.processes import (
+    FrontConfig,
+    HostConfig,
+    KeptProcess,
+    ModelSpec,
+    ProcessStartError,
+    engine_process,
+    front_process,
+    kill_all,
+    stop_on_signals,
+)
 from archerfish.serve.wire import Generated, GenerationRequest, Ping, Pong
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.serve.client import PASS, WORDS, host_with
@@ -285,7 +294,7 @@ def test_killed_front_ends_get_a_moment_and_are_not_replaced(
 ORPHAN = """
 import os, sys
 from archerfish.serve.processes import engine_process
-from archerfish.serve.host_config import HostConfig
+from archerfish.serve.processes import HostConfig
 child = engine_process(HostConfig(address=sys.argv[1]))
 child.start()
 child.wait()

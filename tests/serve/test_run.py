@@ -23,8 +23,8 @@ import zmq.auth
 from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.serve import run
-from archerfish.serve.host_config import FrontConfig, HostConfig, ModelSpec
-from archerfish.serve.model_cards import describe
+from archerfish.serve.models import describe
+from archerfish.serve.processes import FrontConfig, HostConfig, ModelSpec
 from archerfish.serve.tenants import add_key
 from archerfish.types import no_progress
 from tests.engine.tiny_llama import save_tiny_llama
@@ -69,7 +69,7 @@ def test_story_model_is_served_on_demand_with_the_default_model() -> None:
         assert (story.kind, story.model, story.loads) == ("generation", "story-rwkv7", "demand")
         given = EngineConfig(**story.options)
         assert (given.num_threads, given.load_format, given.enable_prefix_caching) == (3, "auto", False)
-        assert describe(story, HubConfig()).card["max_length"] == run.STORY_TOKENS  # whatever the usual model is limited to
+        assert describe(story, HubConfig())[0]["max_length"] == run.STORY_TOKENS  # whatever the usual model is limited to
     for models in (
         run.models_of(ServeConfig(kinds="embedding"), EngineConfig(), EMBED), run.models_of(ServeConfig(), ENGINE, EMBED)
     ):
@@ -81,7 +81,7 @@ def test_missing_models_are_fetched_with_progress(monkeypatch: pytest.MonkeyPatc
     fetched: list[tuple[Any, ...]] = []
     monkeypatch.setattr("archerfish.engine.llm_loading.read_facts", lambda *given: fetched.append(given))
     monkeypatch.setattr("archerfish.engine.arrow_engine.locate", lambda *given: fetched.append(given))
-    monkeypatch.setattr("archerfish.serve.model_cards.is_tts", lambda facts: speaks)
+    monkeypatch.setattr("archerfish.serve.hosted_llm.is_tts", lambda facts: speaks)
     hub = HubConfig(offline=True)
     assert run.fetch_models(run.models_of(ServeConfig(), ENGINE, EMBED), hub, no_progress) == {kind, "embedding"}
     assert fetched == [(ENGINE, hub, no_progress), (EMBED, hub, no_progress)]

@@ -74,7 +74,7 @@ SCRIPT = """
 import threading
 from archerfish.config import ServeConfig
 from archerfish.serve import front, run
-from archerfish.serve.host_config import ModelSpec
+from archerfish.serve.processes import ModelSpec
 from tests.serve.client import app_of, words_host
 
 config = ServeConfig(port=0, log_level="error")

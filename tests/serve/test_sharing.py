@@ -95,7 +95,7 @@ def lines_of(answer: httpx.Response, *names: str) -> dict[str, str]:
 
 
 def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
+    monkeypatch.setattr("archerfish.serve.app.SHARE_S", 0.005)
 
     async def main(host: EngineHost) -> None:
         async with two_front_ends(host) as (one, other):
@@ -120,7 +120,7 @@ def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: 
 
 
 def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
+    monkeypatch.setattr("archerfish.serve.app.SHARE_S", 0.005)
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     admin = "/admin/optimization"
@@ -143,7 +143,7 @@ def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monke
 
 
 def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # no front end sends its state by itself
+    monkeypatch.setattr("archerfish.serve.app.SHARE_S", 3600.0)  # no front end sends its state by itself
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
     admin = "/admin/optimization"

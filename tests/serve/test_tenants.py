@@ -76,23 +76,15 @@ def test_without_keys_everyone_is_the_anonymous_operator() -> None:
         assert not tenants.has_keys
         for key in (None, "", "anything"):
             tenant = tenants.find(key)
-            assert tenant is ANONYMOUS and tenant.is_operator and tenant.namespace == ""
+            assert tenant is ANONYMOUS and tenant.is_operator
             assert tenant.max_priority >= 1000 and not tenant.requests_per_minute and not tenant.tokens_per_minute
         assert tenants.named("") is ANONYMOUS and tenants.named("alice") is None and tenants.all() == [ANONYMOUS]
 
 
-def test_namespace_depends_on_tenant_and_file(path: Path, tmp_path: Path) -> None:
+def test_two_keys_of_a_tenant(path: Path) -> None:
     first, second = add_key(path, "alice"), add_key(path, "alice")
-    other = add_key(path, "bob")
     tenants = Tenants.from_file(path)
-    namespace = tenants.find(first).namespace
-    assert tenants.find(second) == tenants.find(first), "a second key of a tenant is the same tenant"
-    assert namespace and namespace != tenants.find(other).namespace
-    assert Tenants.from_file(path).find(first).namespace == namespace, "every process derives the same"
-    assert "alice" not in namespace and first not in namespace
-    elsewhere = tmp_path / "other.toml"
-    stranger = add_key(elsewhere, "alice")
-    assert Tenants.from_file(elsewhere).find(stranger).namespace != namespace
+    assert tenants.find(second) == tenants.find(first)
 
 
 def test_operator_check(path: Path) -> None:
@@ -115,10 +107,9 @@ def test_changed_file_is_reloaded(path: Path) -> None:
         tenants.find(bob)  # it has just been looked at
     clock.now = 1.0
     assert tenants.find(bob).name == "bob"
-    namespace = tenants.find(alice).namespace
     path.write_text(path.read_text().replace('name = "alice"', 'name = "alice"\nrequests_per_minute = 5'))
     clock.now = 2.0
-    assert tenants.find(alice).requests_per_minute == 5.0 and tenants.find(alice).namespace == namespace
+    assert tenants.find(alice).requests_per_minute == 5.0
     head, _, _ = path.read_text().partition('[[tenant]]\nname = "bob"')
     path.write_text(head)
     clock.now = 3.0
@@ -154,8 +145,6 @@ def test_keys_in_environment_text() -> None:
     tenants = Tenants.from_text(f"alice={one}, operator={two}\n{three}")
     assert [tenants.find(key).name for key in (one, two, three)] == ["alice", "operator", "default"]
     assert [tenants.find(key).is_operator for key in (one, two, three)] == [False, True, False]
-    again = Tenants.from_text(f"alice={one}, operator={two}\n{three}")
-    assert again.find(one).namespace == tenants.find(one).namespace != tenants.find(two).namespace
 
 
 def test_short_keys_are_refused_without_showing_them() -> None:

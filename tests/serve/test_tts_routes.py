@@ -14,7 +14,7 @@ import pytest
 from archerfish import LLMEngine, RwkvSampler, TTSRequest
 from archerfish.engine.tts import VOCAB_SIZE
 from archerfish.params import SamplingParams
-from archerfish.serve import model_cards
+from archerfish.serve import hosted_llm
 from archerfish.serve.client import RemoteError
 from archerfish.serve.compute import Lane
 from archerfish.serve.host import EngineHost
@@ -167,9 +167,9 @@ def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
 def test_is_tts(
     monkeypatch: pytest.MonkeyPatch, vocab_size: int, has_states: bool, has_tokenizer: bool, speaks: bool
 ) -> None:
-    monkeypatch.setattr(model_cards, "find_text_tokenizer", lambda directory: object() if has_tokenizer else None)
+    monkeypatch.setattr(hosted_llm, "find_text_tokenizer", lambda directory: object() if has_tokenizer else None)
     facts: Any = SimpleNamespace(vocab_size=vocab_size, has_states=has_states, directory=Path("nowhere"))
-    assert model_cards.is_tts(facts) is speaks
+    assert hosted_llm.is_tts(facts) is speaks
 
 
 def test_service_without_tts_model_gives_400() -> None:
