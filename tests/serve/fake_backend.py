@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -39,6 +39,7 @@ from archerfish.serve.wire import (
 )
 from archerfish.text.text_tokenizer import byte_alphabet
 
+LIMIT_S = 20
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
 KEY = "a-key-of-the-tenant-acme"
@@ -72,13 +73,6 @@ def kept_directory() -> tempfile.TemporaryDirectory[str]:
 @cache
 def model_directory() -> Path:
     return save_model(Path(kept_directory().name))
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ids(text: str) -> list[int]:
@@ -223,29 +217,13 @@ def keyed_app(backend: FakeBackend) -> Starlette:
 
 
 @asynccontextmanager
-async def client_for(
-    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = fake_app
-) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app, inside of the app's lifespan, which httpx does not run. No task may be left over."""
+    before, transport = asyncio.all_tasks(), httpx.ASGITransport(app, raise_app_exceptions=False)
+    http = httpx.AsyncClient(transport=transport, base_url="http://test")
+    async with asyncio.timeout(LIMIT_S), app.router.lifespan_context(app), http as client:
         yield client
-
-
-LIMIT_S = 20
-
-
-def with_backend(
-    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]],
-    app: Callable[[FakeBackend], Starlette] = fake_app,
-) -> None:
-    """Run a test against the routes over a backend; no task may be left over."""
-
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), client_for(backend, app) as client:
-            await test(client)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+    assert asyncio.all_tasks() == before
 
 
 def post(
@@ -253,15 +231,14 @@ def post(
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     """One answer. body: an object for JSON, or the bytes themselves."""
-    answers: list[httpx.Response] = []
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **(headers or {})}
 
-    async def test(client: httpx.AsyncClient) -> None:
-        answers.append(await client.post(route, content=content, headers=sent))
+    async def main() -> httpx.Response:
+        async with client_of(app(backend)) as client:
+            return await client.post(route, content=content, headers=sent)
 
-    with_backend(backend, test, app)
-    return answers[0]
+    return asyncio.run(main())
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:

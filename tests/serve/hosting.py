@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -134,16 +134,6 @@ async def talking(host: EngineHost) -> AsyncIterator[AsyncClient]:
             yield client
 
 
-def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    """Run a test against a host that serves meanwhile."""
-
-    async def main() -> None:
-        async with talking(host) as client:
-            await test(client)
-
-    asyncio.run(main())
-
-
 @asynccontextmanager
 async def client_of(host: EngineHost, **options: Any) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(host.config.address, **options) as client:
@@ -179,6 +169,38 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
         found = await stats(client)
         if not found["models"][model]["num_blocks_in_use"] and not found["models"][model]["concurrent_requests"]:
             return found
+
+
+class Scripted:
+    """An engine process of a thread: `act` gets every request and returns the answers to it, or None to die."""
+
+    def __init__(self, address: str, act: Callable[[Any], list[Message] | None]) -> None:
+        self.address, self.act = address, act
+        self.received: list[Any] = []
+        self.has_received = threading.Semaphore(0)
+        self._stop = threading.Event()
+        self._socket = open_socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(10):
+                continue
+            client, _, payload = self._socket.recv_multipart()
+            self.received.append(wire.decode_request(payload))
+            answers = self.act(self.received[-1])
+            if answers is None:
+                break
+            for answer in answers:
+                self._socket.send_multipart([client, b"", wire.encode(answer)])
+            self.has_received.release()
+        self._socket.close(1000)
+
+    def die(self) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 class Raw:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from archerfish.serve import wire
 from archerfish.serve.app import create_app
-from archerfish.serve.client import AsyncClient, open_socket
+from archerfish.serve.client import AsyncClient
 from archerfish.serve.wire import Query, Report
 
-from .client import PASS, WORDS, app_of, entered, error_of, host_with, until, with_app, with_client
-from .fake_backend import Clock
-from .hosting import WordEncoder, add_llm
+from .client import PASS, WORDS, client_of, entered, error_of, host_with, serving, until
+from .hosting import FakeClock, Scripted, WordEncoder, add_llm
+
+pytestmark = pytest.mark.anyio
 
 EMBEDDINGS = "/v1/embeddings"
 
@@ -33,11 +29,11 @@ def completion(**changes: Any) -> dict[str, Any]:
 # Models
 
 
-def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
+async def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
     add_llm(host, tmp_path, has_text=True)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         body = (await client.get("/v1/models")).json()
         assert body["object"] == "list"
         found = {model["id"]: model for model in body["data"]}
@@ -52,14 +48,12 @@ def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
             assert str(tmp_path) not in str(model)
             assert (await client.get(f"/v1/models/{model['id']}")).json() == model
 
-    with_client(test, host)
 
-
-def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
+async def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         written, embedded = await asyncio.gather(
             client.post("/v1/completions", json=completion()), client.post(EMBEDDINGS, json={"input": "the cats"})
         )
@@ -75,44 +69,27 @@ def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
         wrong = await client.post("/v1/completions", json=completion(model=WORDS))
         assert (wrong.status_code, error_of(wrong)["param"]) == (400, "model")
 
-    with_client(test, host)
-
 
 # The backend
 
 
-def test_host_without_password_needs_no_credentials(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_host_without_password_needs_no_credentials(tmp_path: Path) -> None:
+    async with serving(host_with(tmp_path, WordEncoder(WORDS), front_end_pass="")) as client:
         assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
         assert (await client.get("/stats")).status_code == 200
-
-    with_client(test, host_with(tmp_path, WordEncoder(WORDS), front_end_pass=""))
-
-
-def test_wrong_credentials_get_no_stats_or_metrics(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-
-    async def test(client: httpx.AsyncClient) -> None:
-        for route in ("/stats", "/metrics"):
-            answer = await client.get(route)
-            assert (answer.status_code, error_of(answer)["code"]) == (403, "not_allowed")
-            assert PASS not in answer.text
-
-    with host:
-        with_app(test, create_app(AsyncClient(host.address), credentials="another"))
 
 
 # What it says of itself
 
 
-def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, clock = WordEncoder(WORDS), Clock()
+async def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, clock = WordEncoder(WORDS), FakeClock()
     compute = encoder.compute
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a secret of the model")
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host_with(tmp_path, encoder, clock=clock)) as client:
         assert (await client.get("/ready")).json()["status"] == "ok"
         assert encoder.jobs == []
         assert (await client.get("/health")).json()["status"] == "ok"
@@ -131,13 +108,11 @@ def test_health_runs_a_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         encoder.gate.set()
         assert (slow.status_code, slow.json()) == (503, {"status": "failing", "reason": "no result within 0.02 s"})
 
-    with_client(test, host_with(tmp_path, encoder, clock=clock))
 
+async def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
+    encoder, clock = WordEncoder(WORDS), FakeClock()
 
-def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
-    encoder, clock = WordEncoder(WORDS), Clock()
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host_with(tmp_path, encoder, clock=clock)) as client:
         encoder.gate.clear()
         long = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "long"}))
         await entered(encoder)
@@ -150,14 +125,12 @@ def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
         encoder.gate.set()
         assert (await long).status_code == 200
 
-    with_client(test, host_with(tmp_path, encoder, clock=clock))
 
-
-def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
+async def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         await client.post("/v1/completions", json=completion())
         await client.post(EMBEDDINGS, json={"input": ["a", "b c"]})
         body = (await client.get("/stats")).json()
@@ -169,14 +142,12 @@ def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
         assert body["models"]["tiny"]["num_blocks_in_use"] == 0
         assert (body["host"]["clients"], body["host"]["loaded_models"]) == (1, 2)
 
-    with_client(test, host)
 
-
-def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
+async def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
     host = host_with(tmp_path, WordEncoder(WORDS))
     add_llm(host, tmp_path, has_text=True)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         await client.post(EMBEDDINGS, json={"input": ["a", "b c"]})
         await client.post(EMBEDDINGS, json={})
         await client.get("/nowhere")
@@ -212,59 +183,19 @@ def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
         names = [family.name for family in text_string_to_metric_families(answer.text)]
         assert len(names) == len(set(names))
 
-    with_client(test, host)
-
-
-def test_metrics_count_refusals_of_the_engine(tmp_path: Path) -> None:
-    encoder = WordEncoder(WORDS)
-    host = host_with(tmp_path, encoder, max_queue_texts=1)
-
-    async def test(client: httpx.AsyncClient) -> None:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
-        await entered(encoder)
-        assert (await client.post(EMBEDDINGS, json={"input": "second"})).status_code == 503
-        lines = (await client.get("/metrics")).text.splitlines()
-        assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words"} 1.0' in lines
-        assert 'archerfish_requests_total{route="/v1/embeddings",status="503"} 1.0' in lines
-        encoder.gate.set()
-        await first
-
-    with_client(test, host)
-
 
 # An engine process that goes away
 
 
-@contextmanager
-def vanishing_engine(directory: Path) -> Iterator[str]:
-    """The address of an engine process that dies at the first request that is not a Query."""
-    router = open_socket(zmq.ROUTER)
-    router.setsockopt(zmq.RCVTIMEO, 20_000)
-    address = f"ipc://{directory}/socket"
-    router.bind(address)
+async def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
     card = {"id": WORDS, "kind": "embedding", "max_length": 512, "dimension": 8}
 
-    def run() -> None:
-        try:
-            while True:
-                identity, _, payload = router.recv_multipart()
-                message = wire.decode_request(payload)
-                if not isinstance(message, Query):
-                    return
-                report = Report(request_id=message.request_id, values={"models": [card]})
-                router.send_multipart([identity, b"", wire.encode(report)])
-        finally:
-            router.close(0)
+    def act(message: Any) -> list[wire.Message] | None:
+        """The engine process dies at the first request that is not a Query."""
+        return [Report(request_id=message.request_id, values={"models": [card]})] if isinstance(message, Query) else None
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield address
-    thread.join()
-
-
-def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+    engine = Scripted(f"ipc://{tmp_path}/socket", act)
+    async with client_of(create_app(AsyncClient(engine.address, retry_after_s=6.2), credentials=PASS)) as client:
         async with asyncio.timeout(5):  # a first connection would be waited for for 10 s
             for _ in ("in flight", "afterwards"):
                 lost = await client.post(EMBEDDINGS, json={"input": "x"})
@@ -281,6 +212,7 @@ def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
             assert "archerfish_engine_up 0.0" in known.text
             assert 'archerfish_requests_total{route="/stats",status="503"} 1.0' in known.text
             assert (await client.get("/v1/models")).status_code == 200  # what was known before
+        engine.die()
         with host_with(tmp_path, WordEncoder(WORDS)):
             statuses = []
             while 200 not in statuses:
@@ -289,15 +221,12 @@ def test_dead_engine_gives_503_until_it_is_back(tmp_path: Path) -> None:
             assert set(statuses[:-1]) <= {503}
             assert (await client.post(EMBEDDINGS, json={"input": "x"})).status_code == 200
 
-    with vanishing_engine(tmp_path) as address:
-        with_app(test, create_app(AsyncClient(address, retry_after_s=6.2), credentials=PASS))
 
-
-def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
+async def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"}))
         await entered(encoder)
@@ -307,15 +236,12 @@ def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
         assert (lost.status_code, error_of(lost)["code"]) == (503, "stopped")
         assert int(lost.headers["retry-after"]) >= 1
 
-    with host:
-        with_app(test, app_of(host))
 
-
-def test_running_gauge_is_zero_after_disconnects(tmp_path: Path) -> None:
+async def test_running_gauge_is_zero_after_disconnects(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         leaving = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"})) for _ in range(5)]
         await entered(encoder)
@@ -326,5 +252,3 @@ def test_running_gauge_is_zero_after_disconnects(tmp_path: Path) -> None:
         assert "archerfish_requests_running 1.0" in (await client.get("/metrics")).text.splitlines()
         live = (await client.get("/stats")).json()["host"]["live_requests"]
         assert live == 1  # the one that asks
-
-    with_client(test, host)

@@ -16,7 +16,9 @@ from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.errors import InvalidParameterError, UnservedModelError
 from archerfish.serve.wire import GenerationRequest, Query, Report
 
-from .fake_backend import Clock
+from .hosting import FakeClock
+
+pytestmark = pytest.mark.anyio
 
 WRITER = {"id": "lab/writer", "kind": "generation", "max_length": 100, "directory": "/models/writer", "aliases": ["/m/pen/"]}
 VECTORS = {"id": "lab/vectors", "kind": "embedding", "max_length": 64, "dimension": 8, "is_loaded": True}
@@ -50,84 +52,67 @@ def test_card_ignores_unknown_members() -> None:
     assert card == ModelCard("lab/writer", "generation", 100, 0, "/models/writer", ("/m/pen/",), 9)
 
 
-def test_models_are_found_by_all_names() -> None:
-    async def main() -> None:
-        catalog = Catalog(Models(WRITER, VECTORS))
-        for name in ("lab/writer", "writer", "/m/pen/", "pen"):
-            assert (await catalog.find(name)).id == "lab/writer"
-        with pytest.raises(UnservedModelError, match=r"'lab/wirter' is not served here.*Did you mean") as caught:
-            await catalog.find("lab/wirter")
-        assert caught.value.param == "model"
-
-    asyncio.run(main())
+async def test_models_are_found_by_all_names() -> None:
+    catalog = Catalog(Models(WRITER, VECTORS))
+    for name in ("lab/writer", "writer", "/m/pen/", "pen"):
+        assert (await catalog.find(name)).id == "lab/writer"
+    with pytest.raises(UnservedModelError, match=r"'lab/wirter' is not served here.*Did you mean") as caught:
+        await catalog.find("lab/wirter")
+    assert caught.value.param == "model"
 
 
-def test_unknown_model_error_lists_only_visible_models() -> None:
-    async def main() -> None:
-        cards = [WRITER, {**VECTORS, "aliases": ["/home/ann/.cache/lab-vectors-float32-1a2b"]}]
-        with pytest.raises(UnservedModelError) as caught:
-            await Catalog(Models(*cards)).find("gpt-4")
-        assert caught.value.hint == "Known: lab/vectors, lab/writer."
-        with pytest.raises(UnservedModelError, match=r"Did you mean 'lab/writer'\?"):
-            await Catalog(Models(*cards)).find("writr")
-
-    asyncio.run(main())
+async def test_unknown_model_error_lists_only_visible_models() -> None:
+    cards = [WRITER, {**VECTORS, "aliases": ["/home/ann/.cache/lab-vectors-float32-1a2b"]}]
+    with pytest.raises(UnservedModelError) as caught:
+        await Catalog(Models(*cards)).find("gpt-4")
+    assert caught.value.hint == "Known: lab/vectors, lab/writer."
+    with pytest.raises(UnservedModelError, match=r"Did you mean 'lab/writer'\?"):
+        await Catalog(Models(*cards)).find("writr")
 
 
-def test_find_without_name_gives_the_first_model() -> None:
-    async def main() -> None:
-        catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
-        assert (await catalog.find(None, "generation")).id == "lab/writer"
-        assert (await catalog.find(None, "embedding")).id == "lab/vectors"
-        assert (await catalog.find(None, "cross-encoder", "embedding")).id == "lab/pairs"
-        assert (await catalog.find("more", "cross-encoder", "embedding")).id == "lab/more"
-        with pytest.raises(InvalidParameterError, match="'writer' does not serve this route"):
-            await catalog.find("writer", "embedding")
-        with pytest.raises(InvalidParameterError, match="No cross-encoder or embedding model is served here"):
-            await Catalog(Models(WRITER)).find(None, "cross-encoder", "embedding")
-
-    asyncio.run(main())
+async def test_find_without_name_gives_the_first_model() -> None:
+    catalog = Catalog(Models(WRITER, VECTORS, {**VECTORS, "id": "lab/more"}, PAIRS))
+    assert (await catalog.find(None, "generation")).id == "lab/writer"
+    assert (await catalog.find(None, "embedding")).id == "lab/vectors"
+    assert (await catalog.find(None, "cross-encoder", "embedding")).id == "lab/pairs"
+    assert (await catalog.find("more", "cross-encoder", "embedding")).id == "lab/more"
+    with pytest.raises(InvalidParameterError, match="'writer' does not serve this route"):
+        await catalog.find("writer", "embedding")
+    with pytest.raises(InvalidParameterError, match="No cross-encoder or embedding model is served here"):
+        await Catalog(Models(WRITER)).find(None, "cross-encoder", "embedding")
 
 
-def test_unknown_name_refreshes_the_catalog() -> None:
-    backend, clock = Models(WRITER), Clock()
-
-    async def main() -> None:
-        catalog = Catalog(backend, "pass", clock=clock)
-        for _ in range(3):
-            await catalog.cards()
-            await catalog.find("writer")
-        assert [question.credentials for question in backend.asked] == ["pass"]
-        backend.cards.append(VECTORS)
-        for _ in range(3):
-            with pytest.raises(UnservedModelError):
-                await catalog.find("vectors")
-        assert len(backend.asked) == 1
-        clock.now += REFRESH_S
-        assert (await catalog.find("vectors")).dimension == 8
-        for _ in range(3):
-            with pytest.raises(UnservedModelError):
-                await catalog.find("nothing")
-        assert len(backend.asked) == 2
-
-    asyncio.run(main())
+async def test_unknown_name_refreshes_the_catalog() -> None:
+    backend, clock = Models(WRITER), FakeClock()
+    catalog = Catalog(backend, "pass", clock=clock)
+    for _ in range(3):
+        await catalog.cards()
+        await catalog.find("writer")
+    assert [question.credentials for question in backend.asked] == ["pass"]
+    backend.cards.append(VECTORS)
+    for _ in range(3):
+        with pytest.raises(UnservedModelError):
+            await catalog.find("vectors")
+    assert len(backend.asked) == 1
+    clock.now += REFRESH_S
+    assert (await catalog.find("vectors")).dimension == 8
+    for _ in range(3):
+        with pytest.raises(UnservedModelError):
+            await catalog.find("nothing")
+    assert len(backend.asked) == 2
 
 
-def test_catalog_asks_again_after_an_error() -> None:
+async def test_catalog_asks_again_after_an_error() -> None:
     backend = Models(WRITER)
     backend.error = RemoteError("gone", status=503, retry_after_s=3.0)
-
-    async def main() -> None:
-        catalog = Catalog(backend)
-        for _ in range(2):
-            with pytest.raises(RemoteError):
-                await catalog.find(None, "generation")
-        backend.error = None
-        assert (await catalog.find(None, "generation")).id == "lab/writer"
-        backend.error = RemoteError("gone", status=503)
-        assert (await catalog.find(None, "generation")).id == "lab/writer"
-
-    asyncio.run(main())
+    catalog = Catalog(backend)
+    for _ in range(2):
+        with pytest.raises(RemoteError):
+            await catalog.find(None, "generation")
+    backend.error = None
+    assert (await catalog.find(None, "generation")).id == "lab/writer"
+    backend.error = RemoteError("gone", status=503)
+    assert (await catalog.find(None, "generation")).id == "lab/writer"
 
 
 @pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])

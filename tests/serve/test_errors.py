@@ -1,6 +1,5 @@
 """Wrong bodies, wrong routes and limits: each answer says what was wrong."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ import pytest
 from archerfish.serve.client import Answer, Question, RemoteError
 from archerfish.serve.tenants import Tenants, add_key
 
-from .client import WORDS, app_of, error_of, host_with, with_client, words_host
-from .fake_backend import FakeBackend, post, with_backend
+from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
+from .fake_backend import FakeBackend, fake_app, post
 from .hosting import add_llm
+
+pytestmark = pytest.mark.anyio
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
@@ -39,6 +40,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
         (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0."),
+        (EMBEDDINGS, {"input": "x", "dimensions": 5}, "dimensions", "lab/vectors has 4 dimensions, not 5."),
         (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "dimensions must be a whole number, not '3'."),
         (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64', not 'int8'."),
         (EMBEDDINGS, {"input": "x", "model": 3}, "model", "model must be a string, not 3."),
@@ -165,8 +167,8 @@ def test_body_that_is_not_a_json_object(content: bytes, headers: dict[str, str],
         assert said in error_of(answer)["message"]
 
 
-def test_unknown_routes_and_methods() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_unknown_routes_and_methods() -> None:
+    async with serving() as client:
         answer = await client.post("/v1/audio/speech", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
         assert error_of(answer)["message"] == "There is no route POST /v1/audio/speech. GET /openapi.json lists all."
@@ -182,30 +184,24 @@ def test_unknown_routes_and_methods() -> None:
         assert error_of(answer)["message"] == "/v1/models/a/b does not take DELETE; it takes GET, HEAD."
         assert answer.headers["Allow"] == "GET, HEAD"
 
-    with_client(test)
 
-
-def test_route_without_its_kind_of_model_gives_400() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_route_without_its_kind_of_model_gives_400() -> None:
+    async with serving() as client:
         for named in ({}, {"model": WORDS}):
             answer = await client.post(CHAT, json={"messages": HI, **named})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
             assert "GET /v1/models" in error_of(answer)["message"]
 
-    with_client(test)
 
-
-def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
+async def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         answer = await client.post(CHAT, json={"messages": HI})
         assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
         assert "/v1/completions" in error_of(answer)["message"]
         assert str(tmp_path) not in answer.text
-
-    with_client(test, host)
 
 
 @pytest.mark.parametrize("body", [{"input": "x", "y" * 5000: 1}, {"input": "x", "model": "y" * 5000}], ids=["name", "value"])
@@ -229,13 +225,12 @@ def claude_error(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
+async def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
     claude = "/v1/messages"
     large = b'{"messages": "' + b"x" * 2000 + b'"}'
     keys = tmp_path / "keys.toml"
     add_key(keys, "ann")
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(max_body_bytes=1024) as client:
         for content in (large, in_pieces(large)):
             answer = await client.post(claude, content=content, headers=JSON)
             assert (answer.status_code, claude_error(answer)["type"]) == (413, "request_too_large")
@@ -244,15 +239,11 @@ def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
         answer = await client.post(claude + "/batches", json={})
         assert (answer.status_code, claude_error(answer)["type"]) == (404, "not_found_error")
         assert error_of(await client.post("/v1/messagesx", json={}))["code"] == "not_found"
-
-    async def locked(client: httpx.AsyncClient) -> None:
+    async with serving(tenants=Tenants.from_file(keys)) as client:
         answer = await client.post(claude, json={})
         assert (answer.status_code, claude_error(answer)["type"]) == (401, "authentication_error")
         assert answer.headers["www-authenticate"] == "Bearer"
         assert error_of(await client.post(EMBEDDINGS, json={}))["code"] == "invalid_api_key"
-
-    with_client(test, max_body_bytes=1024)
-    with_client(locked, tenants=Tenants.from_file(keys))
 
 
 async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
@@ -260,8 +251,8 @@ async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
         yield data[start : start + 500]
 
 
-def test_too_large_body_gives_413() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_too_large_body_gives_413() -> None:
+    async with serving(max_body_bytes=1024) as client:
         for num_bytes, status in ((2000, 413), (1025, 413), (1024, 200)):
             body = b'{"input": "' + b"x" * (num_bytes - 13) + b'"}'
             for content in (body, in_pieces(body)):
@@ -269,11 +260,9 @@ def test_too_large_body_gives_413() -> None:
                 assert answer.status_code == status
                 assert status == 200 or error_of(answer)["code"] == "input_too_large"
 
-    with_client(test, max_body_bytes=1024)
 
-
-def test_too_many_texts_give_413() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_too_many_texts_give_413() -> None:
+    async with serving(max_texts_per_request=3) as client:
         for route, body in (
             (EMBEDDINGS, {"input": ["x"] * 4}),
             (RERANK, {"query": "x", "documents": ["x"] * 4}),
@@ -283,31 +272,24 @@ def test_too_many_texts_give_413() -> None:
             assert answer.status_code == 413
             assert "at most 3" in error_of(answer)["message"]
 
-    with_client(test, max_texts_per_request=3)
 
-
-def test_text_refused_by_the_engine_gives_400() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_text_refused_by_the_engine_gives_400() -> None:
+    async with serving() as client:
         answer = await client.post(EMBEDDINGS, json={"input": ["ok", "an unreadable one"]})
         error = error_of(answer)
         assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_input", "input")
         assert error["message"] == "A text is unreadable."
 
-    with_client(test)
 
-
-def test_stopped_service_gives_503() -> None:
-    async def main() -> None:
-        with words_host() as host, host:
-            app = app_of(host)
-            async with app.router.lifespan_context(app):
-                pass
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                answer = await client.post(EMBEDDINGS, json={"input": "x"})
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
-        assert "retry-after" in answer.headers
-
-    asyncio.run(main())
+async def test_stopped_service_gives_503() -> None:
+    with words_host() as host, host:
+        app = app_of(host)
+        async with app.router.lifespan_context(app):
+            pass
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            answer = await client.post(EMBEDDINGS, json={"input": "x"})
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
+    assert "retry-after" in answer.headers
 
 
 class Broken(FakeBackend):
@@ -315,10 +297,8 @@ class Broken(FakeBackend):
         raise RemoteError("Broken.", status=500)
 
 
-def test_paths_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_paths_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    async with client_of(fake_app(Broken())) as client:
         assert (await client.get("/v1/models/x%0D%1B[2KERROR%20all%20is%20lost")).status_code == 500
-
-    with_backend(Broken(), test)
     [told] = [record.getMessage() for record in caplog.records if "all is lost" in record.getMessage()]
     assert told.isprintable()

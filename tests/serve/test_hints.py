@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, response_grammar
 from archerfish.text.tool_calls import grammar_for_tools, tool_at
 
-from .client import host_with, with_client
+from .client import host_with, serving
 from .fake_backend import TEMPLATE, FakeBackend, error_of, post
 from .hosting import add_llm
 
@@ -199,12 +198,13 @@ FORCED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
     (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         for wrong, choice, said in FORCED:
             body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
             for stream in (False, True):
@@ -213,5 +213,3 @@ def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
                 assert (answer.status_code, error["param"]) == (400, "tools"), answer.text
                 assert said in error["message"]
                 assert 'tool_choice "auto"' in error["message"]
-
-    with_client(test, host)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from anthropic.types import TextBlock
@@ -19,8 +18,10 @@ from archerfish.serve.client import Answer, Question
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.wire import EmbedRequest, ExplainRequest, ScoreRequest
 
-from .client import LIMIT_S, PASS, error_of, running, with_app
+from .client import LIMIT_S, PASS, client_of, error_of, running
 from .fake_backend import MODEL, FakeBackend
+
+pytestmark = pytest.mark.anyio
 
 ALICE, BOB, OPERATOR, STRANGER = (f"{name}-{'0123456789' * 3}" for name in ("alice", "bob", "operator", "stranger"))
 KEYS = Tenants.from_text(f"alice={ALICE}, bob={BOB}, operator={OPERATOR}")
@@ -70,10 +71,10 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize(("route", "body"), [*POSTS, ("/nowhere", {})], ids=shown)
-def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
+async def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
     backend = Recorder()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         for headers in (
             {}, bearer(STRANGER), {"x-api-key": STRANGER}, {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"},
             bearer(""), bearer(ALICE.upper()), bearer(ALICE[:-1]), bearer("x" * 100_000), {"api-key": ALICE},
@@ -94,26 +95,22 @@ def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
             answer = await client.post(route, json=body, headers=headers)
             assert answer.status_code == (404 if route == "/nowhere" else 200), answer.text
 
-    with_app(test, app_with_keys(backend))
-
 
 @pytest.mark.parametrize("route", ["/", "/health", "/ready", "/openapi.json"])
-def test_open_paths_need_no_key(route: str) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_open_paths_need_no_key(route: str) -> None:
+    async with client_of(app_with_keys()) as client:
         for headers in ({}, bearer(STRANGER)):
             assert (await client.get(route, headers=headers)).status_code == 200
-
-    with_app(test, app_with_keys())
 
 
 @pytest.mark.parametrize(
     "route",
     ["/stats", "/metrics", "/%6detrics", "/metrics/", "/stats?about=models", "/admin/optimization", "/admin/anything"],
 )
-def test_figures_and_options_need_an_operator_key(route: str) -> None:
+async def test_figures_and_options_need_an_operator_key(route: str) -> None:
     backend = Recorder()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         assert (await client.get(route)).status_code == 401
         answer = await client.get(route, headers=bearer(ALICE))
         assert (answer.status_code, error_of(answer)["code"]) == (403, "not_an_operator")
@@ -122,23 +119,19 @@ def test_figures_and_options_need_an_operator_key(route: str) -> None:
         allowed = await client.get(route, headers=bearer(OPERATOR))
         assert allowed.status_code not in (401, 403)
 
-    with_app(test, app_with_keys(backend))
 
-
-def test_server_without_keys_has_one_anonymous_tenant() -> None:
+async def test_server_without_keys_has_one_anonymous_tenant() -> None:
     backend = Recorder()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend, Tenants())) as client:
         for headers in ({}, bearer(ALICE), {"x-api-key": STRANGER}):
             for route, body in POSTS:
                 assert (await client.post(route, json=body, headers=headers)).status_code == 200, route
             assert (await client.get("/stats", headers=headers)).status_code == 200
         assert backend.callers() == {("", PASS)}
 
-    with_app(test, app_with_keys(backend, Tenants()))
 
-
-def test_key_is_checked_before_the_body_is_read() -> None:
+async def test_key_is_checked_before_the_body_is_read() -> None:
     was_read = False
 
     async def body() -> AsyncIterator[bytes]:
@@ -146,7 +139,7 @@ def test_key_is_checked_before_the_body_is_read() -> None:
         was_read = True
         yield b"{}"
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys()) as client:
         json_type = {"Content-Type": "application/json"}
         answer = await client.post("/v1/embeddings", content=body(), headers={**bearer(STRANGER), **json_type})
         assert answer.status_code == 401
@@ -154,29 +147,25 @@ def test_key_is_checked_before_the_body_is_read() -> None:
         assert (await client.post("/v1/embeddings", content=body(), headers={**bearer(BOB), **json_type})).status_code == 400
         assert was_read
 
-    with_app(test, app_with_keys())
-
 
 # As whom
 
 
 @pytest.mark.parametrize(("route", "body"), POSTS[:-1], ids=shown)
-def test_engine_process_gets_the_tenant_of_a_request(route: str, body: dict[str, Any]) -> None:
+async def test_engine_process_gets_the_tenant_of_a_request(route: str, body: dict[str, Any]) -> None:
     backend = Recorder()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         for name, key in (("alice", ALICE), ("bob", BOB)):
             claims = {"x-tenant": "operator", "tenant": "operator"}
             assert (await client.post(route, json=body, headers={**bearer(key), **claims})).status_code == 200
             assert backend.callers() == {(name, PASS)}
 
-    with_app(test, app_with_keys(backend))
-
 
 def test_openai_and_anthropic_packages_send_keys() -> None:
     backend = Recorder()
-    with running(app_with_keys(backend)) as (host, port):
-        address = f"http://{host}:{port}"
+    with running(app_with_keys(backend)) as served:
+        address = served.url
         with openai.OpenAI(base_url=f"{address}/v1", api_key=ALICE, max_retries=0, timeout=LIMIT_S) as client:
             answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
             assert answer.choices[0].message.content == "Hello there"
@@ -198,12 +187,16 @@ def test_openai_and_anthropic_packages_send_keys() -> None:
 # What is never told
 
 
-def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> None:
     backend = Recorder()
     told: list[str] = []
     secrets = (ALICE, OPERATOR, STRANGER, PASS)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    def broken(request: object) -> str:
+        raise RuntimeError(f"a fault that shows its request: {request}")
+
+    caplog.set_level(logging.DEBUG)
+    async with client_of(app_with_keys(backend)) as client:
         for key in (ALICE, OPERATOR, STRANGER):
             for headers in (bearer(key), {"x-api-key": key}):
                 for route, body in [*POSTS, ("/nowhere", {}), ("/v1/embeddings", {"inptu": 1}), ("/metrics", {})]:
@@ -216,12 +209,6 @@ def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> No
         failed = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(ALICE))
         assert failed.status_code == 500
         told.extend((failed.text, str(failed.headers)))
-
-    def broken(request: object) -> str:
-        raise RuntimeError(f"a fault that shows its request: {request}")
-
-    with caplog.at_level(logging.DEBUG):
-        with_app(test, app_with_keys(backend))
     for secret in secrets:
         assert not [text for text in told if secret in text]
     for key in (ALICE, OPERATOR, STRANGER):

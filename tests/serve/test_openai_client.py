@@ -1,14 +1,13 @@
 """The real packages of OpenAI and Anthropic against a real socket."""
 
 import asyncio
+import base64
 import json
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
@@ -16,19 +15,13 @@ from anthropic.types import TextBlock, ToolUseBlock
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 
-from .client import running
+from .client import WORDS, app_of, running, words_host
 from .fake_backend import LIMIT_S, MODEL, FakeBackend, fake_app
+from .hosting import WordEncoder
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
 TOOL: Any = {"type": "function", "strict": False, **WEATHER}
 CALL = 'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@contextmanager
-def serving(backend: FakeBackend) -> Iterator[str]:
-    """The address of a server in a thread."""
-    with running(fake_app(backend)) as (host, port):
-        yield f"http://{host}:{port}"
 
 
 def reply(request: GenerationRequest) -> str:
@@ -40,8 +33,8 @@ def reply(request: GenerationRequest) -> str:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving(FakeBackend(reply)) as url:
-        yield url
+    with running(fake_app(FakeBackend(reply))) as served:
+        yield served.url
 
 
 @pytest.fixture
@@ -153,8 +146,8 @@ def test_package_raises_its_error_classes(client: openai.OpenAI) -> None:
 def test_refusals_and_broken_streams() -> None:
     backend = FakeBackend()
     backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=3)
-    with serving(backend) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    with running(fake_app(backend)) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt="a", stream=True)
         assert caught.value.response.headers["retry-after"] == "3"
@@ -162,7 +155,7 @@ def test_refusals_and_broken_streams() -> None:
         with pytest.raises(openai.APIError, match="It died"):
             list(client.completions.create(model=MODEL, prompt="a", stream=True))
         client.close()
-        claude = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.APIStatusError, match="It died"), claude.messages.stream(
             model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
         ) as stream:
@@ -170,19 +163,17 @@ def test_refusals_and_broken_streams() -> None:
         claude.close()
 
 
-def test_concurrent_async_streams(address: str) -> None:
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+@pytest.mark.anyio
+async def test_concurrent_async_streams(address: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
 
-            async def one() -> str:
-                stream = await client.chat.completions.create(
-                    model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True
-                )
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        async def one() -> str:
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-            assert await asyncio.gather(*(one() for _ in range(20))) == ["Hello thére"] * 20
-
-    asyncio.run(main())
+        assert await asyncio.gather(*(one() for _ in range(20))) == ["Hello thére"] * 20
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:
@@ -210,26 +201,18 @@ def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
         claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
 
 
-def test_closed_socket_cancels_the_request() -> None:
-    backend = FakeBackend("abc")
-    left = threading.Event()
-
-    class Left(list[str]):
-        def append(self, request_id: str) -> None:
-            super().append(request_id)
-            left.set()
-
-    backend.left = Left()
-    backend.num_before_gate = 2
-    backend.gate.clear()
-    with serving(backend) as address:
-        host, port = address.removeprefix("http://").split(":")
-        body = json.dumps({"prompt": "a", "stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((host, int(port)), LIMIT_S) as connection:
-            connection.sendall(head.encode() + body)
-            received = b""
-            while b'"text":"b"' not in received:
-                received += connection.recv(4096)
-        assert left.wait(LIMIT_S)
+@pytest.mark.parametrize("encoding_format", ["float", "base64", None])
+def test_embeddings(encoding_format: str | None) -> None:
+    with words_host() as host, host, running(app_of(host)) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        # Without encoding_format the package itself asks for base64 and decodes it.
+        chosen: dict[str, Any] = {"encoding_format": encoding_format} if encoding_format else {}
+        answer = client.embeddings.create(model="words", input=["one", "two words"], **chosen)
+        embedding: Any = answer.data[0].embedding
+        if encoding_format == "base64":
+            embedding = np.frombuffer(base64.b64decode(embedding), "<f4")
+        np.testing.assert_array_equal(np.asarray(embedding, np.float32), WordEncoder.vector("one"))
+        assert answer.usage.prompt_tokens == 3
+        assert [model.id for model in client.models.list()] == [WORDS]
+        assert client.models.retrieve(WORDS).owned_by == "archerfish"
+        client.close()

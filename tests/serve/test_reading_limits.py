@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,24 @@ import pytest
 
 from archerfish.serve.tenants import Tenants, add_key
 
-from .client import PASS, WORDS, app_of, entered, error_of, with_app
-from .hosting import FakeClock, WordEncoder, add_encoder, add_llm, make_host
+from .client import WORDS, entered, error_of, host_with, serving
+from .hosting import FakeClock, WordEncoder, add_llm
 
+pytestmark = pytest.mark.anyio
 PAIRS = "fake/pairs"
 
 
-Test = Callable[[httpx.AsyncClient, WordEncoder], Any]
-
-
-def with_limits(directory: Path, test: Test, **limits: float) -> None:
-    """A service of a tenant with limits, over a model that writes, one of vectors and one of scores."""
-    keys, encoder = directory / "keys.toml", WordEncoder(WORDS)
+@asynccontextmanager
+async def limited(directory: Path, encoder: WordEncoder | None = None, **limits: float) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a tenant with limits, of a service of a generation model, an embedding model and a cross-encoder."""
+    keys = directory / "keys.toml"
     key = add_key(keys, "alice", **limits)
-    host = make_host(directory, front_end_pass=PASS, api_keys_file=str(keys), clock=FakeClock())
+    encoders = encoder or WordEncoder(WORDS), WordEncoder(PAIRS, is_cross_encoder=True)
+    host = host_with(directory, *encoders, api_keys_file=str(keys), clock=FakeClock())
     add_llm(host, directory, has_text=True)
-    add_encoder(host, encoder)
-    add_encoder(host, WordEncoder(PAIRS, is_cross_encoder=True))
-
-    async def main(client: httpx.AsyncClient) -> None:
+    async with serving(host, tenants=Tenants.from_file(keys)) as client:
         client.headers["Authorization"] = f"Bearer {key}"
-        await test(client, encoder)
-
-    with host:
-        with_app(main, app_of(host, tenants=Tenants.from_file(keys)))
+        yield client
 
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -50,19 +45,17 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("route", "body"), ROUTES, ids=lambda value: value if isinstance(value, str) else "")
-def test_requests_are_counted_on_every_route(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
+async def test_requests_are_counted_on_every_route(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+    async with limited(tmp_path, requests_per_minute=2) as client:
         for _ in range(2):
             assert (await client.post(route, json=body)).status_code == 200
         refused = await client.post(route, json=body)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
         assert refused.headers["retry-after"] == "30"
 
-    with_limits(tmp_path, test, requests_per_minute=2)
 
-
-def test_tokens_of_texts_are_corrected_after_tokenisation(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
+async def test_tokens_of_texts_are_corrected_after_tokenisation(tmp_path: Path) -> None:
+    async with limited(tmp_path, tokens_per_minute=100) as client:
         body = {"model": WORDS, "input": " ".join(["extraordinarily"] * 10)}  # 10 tokens, estimated as 40
         for _ in range(7):
             answer = await client.post("/v1/embeddings", json=body)
@@ -70,11 +63,9 @@ def test_tokens_of_texts_are_corrected_after_tokenisation(tmp_path: Path) -> Non
         refused = await client.post("/v1/embeddings", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "6")
 
-    with_limits(tmp_path, test, tokens_per_minute=100)
 
-
-def test_tokens_that_a_front_end_counts_are_set_right(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
+async def test_tokens_that_a_front_end_counts_are_set_right(tmp_path: Path) -> None:
+    async with limited(tmp_path, tokens_per_minute=200) as client:
         prompt = "some words, of which this tokenizer makes a token of each byte or so"
         count = (await client.post("/tokenize", json={"model": "tiny", "prompt": prompt})).json()["count"]
         assert count > len(prompt) // 4
@@ -84,27 +75,23 @@ def test_tokens_that_a_front_end_counts_are_set_right(tmp_path: Path) -> None:
         assert refused.status_code == 429, refused.text
         assert (await client.post("/detokenize", json={**ids, "tokens": [5] * left})).status_code == 200
 
-    with_limits(tmp_path, test, tokens_per_minute=200)
 
-
-def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
+async def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    async with limited(tmp_path, encoder, tokens_per_minute=100) as client:
         tokenized: list[Any] = []
         encoder.tokenize = lambda texts: tokenized.append(texts) or []  # type: ignore[method-assign, func-returns-value]
         answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "word " * 1000})
         assert (answer.status_code, error_of(answer)["code"]) == (413, "request_over_limit")
         assert not tokenized
 
-    with_limits(tmp_path, test, tokens_per_minute=100)
 
-
-def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: Path) -> None:
+async def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: Path) -> None:
     """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job ends."""
     clock, encoder = FakeClock(), WordEncoder(WORDS)
-    host = make_host(tmp_path, front_end_pass=PASS, clock=clock)
-    add_encoder(host, encoder)
+    host = host_with(tmp_path, encoder, clock=clock)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "first"}))
         await entered(encoder)
@@ -125,14 +112,9 @@ def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: Path) -
         assert encoder.jobs == [["first"], ["fourth"]]
         assert hosted.controller.queue.num_places == 0
 
-    with host:
-        with_app(test, app_of(host))
 
-
-def test_deadlines_are_above_zero(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient, encoder: WordEncoder) -> None:
+async def test_deadlines_are_above_zero(tmp_path: Path) -> None:
+    async with limited(tmp_path) as client:
         for deadline_s in (0, -1, "soon"):
             answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "x", "deadline_s": deadline_s})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
-
-    with_limits(tmp_path, test)

@@ -24,7 +24,7 @@ from archerfish.serve.result_cache import (
 )
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output, decode_request, encode
 
-from .fake_backend import Clock
+from .hosting import FakeClock
 
 
 def request(**fields: Any) -> GenerationRequest:
@@ -124,7 +124,7 @@ def test_cache_is_off_by_default() -> None:
 
 
 def test_an_answer_comes_back_whole() -> None:
-    clock = Clock()
+    clock = FakeClock()
     cache = ResultCache(100_000, 60.0, clock=clock)
     assert cache.get("a", KEY) is None
     assert cache.put("a", KEY, answer(metrics={"ttft_ms": 3.0}, num_cached_tokens=2))
@@ -168,7 +168,7 @@ events = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integer
 @given(events)
 def test_tenants_do_not_affect_each_other(history: list[tuple[str, int, int, float]]) -> None:
     def seen(names: str) -> list[object]:
-        clock = Clock()
+        clock = FakeClock()
         cache = ResultCache(4 * (OVERHEAD_BYTES + 400), 20.0, max_tenants=2, window_size=4, min_hit_rate=0.3, clock=clock)
         found: list[object] = []
         for name, number, size, pause in history:
@@ -283,7 +283,7 @@ def test_stream_is_recorded_and_played_again() -> None:
 
 
 def test_headers_are_obeyed() -> None:
-    clock, backend = Clock(), Backend()
+    clock, backend = FakeClock(), Backend()
     cache = ResultCache(100_000, clock=clock)
     no_store, no_cache = "no-store", "no-cache"
     ask(cache, backend, request(), no_store)

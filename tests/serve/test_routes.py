@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from archerfish.serve.vector_routes import encode_items
 
-from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, until, with_client
-from .fake_backend import FakeBackend, post
+from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, serving, until
 from .hosting import WordEncoder
+
+pytestmark = pytest.mark.anyio
 
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
 
@@ -24,25 +24,19 @@ def pairs() -> WordEncoder:
     return WordEncoder("fake/pairs", is_cross_encoder=True)
 
 
-def ask(route: str, *bodies: dict[str, Any]) -> list[Any]:
+async def ask(route: str, *bodies: dict[str, Any]) -> list[Any]:
     """The answers of a service with one embedding model."""
-    found: list[Any] = []
-
-    async def test(client: httpx.AsyncClient) -> None:
-        for body in bodies:
-            answer = await client.post(route, json=body)
-            assert answer.status_code == 200, answer.text
-            found.append(answer.json())
-
-    with_client(test)
-    return found
+    async with serving() as client:
+        answers = [await client.post(route, json=body) for body in bodies]
+    assert [answer.status_code for answer in answers] == [200] * len(bodies)
+    return [answer.json() for answer in answers]
 
 
 # Embeddings
 
 
-def test_embeddings_in_openai_shape() -> None:
-    [body] = ask(EMBEDDINGS, {"input": ["one two", "three"], "model": WORDS, "user": "me"})
+async def test_embeddings_in_openai_shape() -> None:
+    [body] = await ask(EMBEDDINGS, {"input": ["one two", "three"], "model": WORDS, "user": "me"})
     assert [(item["index"], item["object"]) for item in body["data"]] == [(0, "embedding"), (1, "embedding")]
     assert (body["object"], body["model"]) == ("list", WORDS)
     assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
@@ -50,43 +44,41 @@ def test_embeddings_in_openai_shape() -> None:
     np.testing.assert_array_equal(np.asarray([item["embedding"] for item in body["data"]], np.float32), expected)
 
 
-def test_base64_is_little_endian_float32() -> None:
-    [body] = ask(EMBEDDINGS, {"input": "one", "encoding_format": "base64"})
+async def test_base64_is_little_endian_float32() -> None:
+    [body] = await ask(EMBEDDINGS, {"input": "one", "encoding_format": "base64"})
     raw = base64.b64decode(body["data"][0]["embedding"])
     np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), WordEncoder.vector("one"))
 
 
-def test_token_ids_are_one_text_or_several() -> None:
-    one, several = ask(EMBEDDINGS, {"input": [1, 2, 3]}, {"input": [[1, 2, 3], [4]]})
+async def test_token_ids_are_one_text_or_several() -> None:
+    one, several = await ask(EMBEDDINGS, {"input": [1, 2, 3]}, {"input": [[1, 2, 3], [4]]})
     assert [len(one["data"]), len(several["data"])] == [1, 2]
     assert one["data"][0]["embedding"] == several["data"][0]["embedding"]
     assert several["usage"]["prompt_tokens"] == 4
 
 
-def test_fewer_dimensions_have_length_one() -> None:
-    short, whole = ask(EMBEDDINGS, {"input": "one", "dimensions": 3}, {"input": "one", "dimensions": 8})
+async def test_fewer_dimensions_have_length_one() -> None:
+    short, whole = await ask(EMBEDDINGS, {"input": "one", "dimensions": 3}, {"input": "one", "dimensions": 8})
     full = WordEncoder.vector("one")
     np.testing.assert_allclose(short["data"][0]["embedding"], full[:3] / np.linalg.norm(full[:3]), rtol=1e-6)
     np.testing.assert_array_equal(np.asarray(whole["data"][0]["embedding"], np.float32), full)
-    refused = post(FakeBackend(), EMBEDDINGS, {"input": "one", "dimensions": 5})
-    assert (refused.status_code, error_of(refused)["param"]) == (400, "dimensions")
 
 
 # Ranking
 
 
-def test_rerank_by_cosine() -> None:
-    [answer] = ask(RERANK, {"query": "red fish", "documents": ["green bird", {"text": "red fish"}, "red bird"]})
+async def test_rerank_by_cosine() -> None:
+    [answer] = await ask(RERANK, {"query": "red fish", "documents": ["green bird", {"text": "red fish"}, "red bird"]})
     scores = [result["relevance_score"] for result in answer["results"]]
     assert answer["results"][0] == {"index": 1, "relevance_score": pytest.approx(1, abs=1e-6)}
     assert scores == sorted(scores, reverse=True) and len(scores) == 3
     assert answer["usage"]["total_tokens"] == 8
 
 
-def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
+async def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
     words, scorer = WordEncoder(WORDS), pairs()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host_with(tmp_path, words, scorer)) as client:
         body: dict[str, Any] = {"query": "fish", "documents": ["fish", "one two three", "one two"], "top_n": 2}
         body["return_documents"] = True
         for named in ({}, {"model": "pairs"}):
@@ -104,11 +96,9 @@ def test_rerank_prefers_the_cross_encoder(tmp_path: Path) -> None:
         objects = {**body, "documents": [{"text": text, "id": text} for text in body["documents"]], "rank_fields": ["text"]}
         assert (await client.post(RERANK, json={**objects, "model": WORDS})).json()["results"] == answer["results"]
 
-    with_client(test, host_with(tmp_path, words, scorer))
 
-
-def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
+    async with serving(host_with(tmp_path, pairs())) as client:
         answer = await client.post(RERANK, json={"query": "a", "documents": ["a", "b c"]})
         assert [result["index"] for result in answer.json()["results"]] == [1, 0]
         for route, body in ((EMBEDDINGS, {"input": "x"}), (SIMILARITY, {"source": "x", "sentences": ["y"]})):
@@ -117,12 +107,10 @@ def test_cross_encoder_cannot_embed(tmp_path: Path) -> None:
                 assert (refused.status_code, error_of(refused)["param"]) == (400, "model")
         assert (await client.get("/health")).status_code == 200
 
-    with_client(test, host_with(tmp_path, pairs()))
 
-
-def test_similarity_is_a_list_or_a_matrix() -> None:
+async def test_similarity_is_a_list_or_a_matrix() -> None:
     sentences = {"sentences": ["a b", "c"]}
-    one, several = ask(SIMILARITY, {"source": "a b", **sentences}, {"source": ["c", "a b"], **sentences})
+    one, several = await ask(SIMILARITY, {"source": "a b", **sentences}, {"source": ["c", "a b"], **sentences})
     assert one["similarities"][0] == pytest.approx(1, abs=1e-6)
     assert one["similarities"][1] < 0.99
     assert several["similarities"][1] == pytest.approx(one["similarities"], abs=1e-6)
@@ -132,33 +120,11 @@ def test_similarity_is_a_list_or_a_matrix() -> None:
 # Several requests at once
 
 
-def test_concurrent_requests_share_a_batch(tmp_path: Path) -> None:
+async def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
-    async def test(client: httpx.AsyncClient) -> None:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
-        await entered(encoder)
-        asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": str(n)})) for n in range(5)]
-        await until(lambda: num_waiting(host) == 5)
-        encoder.gate.set()
-        answers = await asyncio.gather(first, *asking)
-        assert [answer.status_code for answer in answers] == [200] * 6
-        assert len(encoder.jobs) == 2
-        assert sorted(encoder.jobs[1]) == ["0", "1", "2", "3", "4"]
-        for number, answer in enumerate(answers[1:]):
-            found = np.asarray(answer.json()["data"][0]["embedding"], np.float32)
-            np.testing.assert_array_equal(found, WordEncoder.vector(str(number)))
-
-    with_client(test, host)
-
-
-def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
-    encoder = WordEncoder(WORDS)
-    host = host_with(tmp_path, encoder)
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
         await entered(encoder)
@@ -174,14 +140,12 @@ def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
         assert "poisoned" not in bad.text
         assert "Traceback" not in bad.text
 
-    with_client(test, host)
 
-
-def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
+async def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
         await entered(encoder)
@@ -193,14 +157,12 @@ def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
         assert (await first).status_code == 200
         assert encoder.jobs == [["first"]]
 
-    with_client(test, host)
 
-
-def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
+async def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, max_queue_texts=3)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         encoder.gate.clear()
         first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
         await entered(encoder)
@@ -213,13 +175,14 @@ def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
             assert refused.headers["retry-after"] == "30"
             assert error_of(refused)["code"] == "overloaded"
             assert error_of(refused)["type"] == "server_error"
+        lines = (await client.get("/metrics")).text.splitlines()
+        assert 'archerfish_refused_requests_total{code="overloaded",model_name="fake/words"} 2.0' in lines
+        assert 'archerfish_requests_total{route="/v1/embeddings",status="503"} 1.0' in lines
         encoder.gate.set()
         assert [answer.status_code for answer in await asyncio.gather(first, waiting)] == [200, 200]
 
-    with_client(test, host)
 
-
-def test_writing_a_long_answer_lets_other_tasks_run() -> None:
+async def test_writing_a_long_answer_lets_other_tasks_run() -> None:
     written = 0
     seen: list[int] = []
 
@@ -234,11 +197,8 @@ def test_writing_a_long_answer_lets_other_tasks_run() -> None:
             seen.append(written)
             await asyncio.sleep(0)
 
-    async def main() -> None:
-        watching = asyncio.create_task(watch())
-        encoded = await encode_items(items())
-        watching.cancel()
-        assert [int(bytes(item)) for item in encoded] == list(range(1, 101))
-
-    asyncio.run(main())
+    watching = asyncio.create_task(watch())
+    encoded = await encode_items(items())
+    watching.cancel()
+    assert [int(bytes(item)) for item in encoded] == list(range(1, 101))
     assert seen == [16, 32, 48, 64, 80, 96]

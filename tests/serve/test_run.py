@@ -31,7 +31,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S
-from .test_end import STREAMS, check_error_event
+from .test_sockets import CHAT, STREAMS, check_error_event
 
 ENGINE, EMBED = EngineConfig(model="lab/writer"), EmbedConfig(model="lab/vectors")
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
@@ -222,8 +222,12 @@ def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> 
 
 
 def test_errors_in_the_configuration_show_before_models_are_loaded(parts: Parts, tmp_path: Path) -> None:
-    with run.bind(ServeConfig(port=0)) as taken, pytest.raises(MachineError, match="Cannot listen"):
-        run.serve(ServeConfig(port=taken.getsockname()[1]), ENGINE, EMBED)
+    with run.bind(ServeConfig(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
+            run.serve(ServeConfig(port=port), ENGINE, EMBED)
+    with pytest.raises(MachineError, match="no address of this machine"):
+        run.serve(ServeConfig(host="nowhere.invalid"), ENGINE, EMBED)
     with pytest.raises(InvalidOptionError, match="cannot be read"):
         run.serve(ServeConfig(port=0, api_keys_file=str(tmp_path / "none.toml")), ENGINE, EMBED)
     assert parts.fetched == parts.engines == []
@@ -240,15 +244,6 @@ def test_signal_while_models_are_loaded_stops_all_processes(parts: Parts, monkey
 
 
 # The socket
-
-
-def test_taken_port_is_named_in_the_error() -> None:
-    with run.bind(ServeConfig(port=0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
-            run.bind(ServeConfig(port=port))
-    with pytest.raises(MachineError, match="no address of this machine"):
-        run.bind(ServeConfig(host="nowhere.invalid"))
 
 
 def test_url_can_be_used_for_any_listening_address() -> None:
@@ -415,26 +410,10 @@ def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: 
             with contextlib.suppress(OSError, http.client.HTTPException):  # refused for want of descriptors
                 is_ok = service.get_json("/health")["status"] == "ok"
             pause.wait(0.01)
-        service.process.terminate()
-        service.check_end(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_front_ends", ["1", "2"])
-@pytest.mark.parametrize("is_forced", [True, False])
-def test_streams_get_an_error_at_the_end_of_the_service(tmp_path: Path, num_front_ends: str, is_forced: bool) -> None:
-    """A second Ctrl+C ends the service at once; otherwise it ends after the grace time."""
-    with Service(tmp_path, "--num-front-ends", num_front_ends) as service:
-        streams = [(path, service.post(path, body)) for path, body in [*STREAMS.items()] * 2]
-        for _, answer in streams:
-            assert answer.readline().startswith((b"data: ", b"event: "))
+        stream = service.post(CHAT, STREAMS[CHAT])
+        assert stream.readline().startswith(b"data: ")
         service.process.send_signal(signal.SIGINT)
         assert "30 s to finish" in service.read_until("Stopping: ")
-        if is_forced:
-            assert all(answer.readline() for _, answer in streams)
-            service.process.send_signal(signal.SIGINT)
-        for path, answer in streams:
-            check_error_event(path, answer.read().decode())
-        service.check_end(130 if is_forced else 0)
-        for _, answer in streams:
-            answer.close()
+        service.process.send_signal(signal.SIGINT)  # a second Ctrl+C ends the service at once
+        check_error_event(CHAT, stream.read().decode())
+        service.check_end(130)

@@ -19,10 +19,11 @@ from archerfish.serve.metrics import ALIVE_S, MAX_SOURCES, FrontEndMetrics, merg
 from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import FrontEndState, Generated, Output
 
-from .client import LIMIT_S, WORDS, app_of, client_of, host_with
+from .client import WORDS, app_of, client_of, host_with
 from .hosting import FakeClock, WordEncoder, add_llm
 
-EMBEDDINGS = "/v1/embeddings"
+pytestmark = pytest.mark.anyio
+EMBEDDINGS, ADMIN = "/v1/embeddings", "/admin/optimization"
 
 
 def registry_of(counts: dict[str, int], times: list[float], num_running: int = 0) -> MetricRegistry:
@@ -83,7 +84,7 @@ def test_ended_front_ends_count_except_in_gauges() -> None:
 
 @asynccontextmanager
 async def two_front_ends(host: EngineHost, **options: Any) -> AsyncIterator[list[httpx.AsyncClient]]:
-    async with asyncio.timeout(LIMIT_S), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         apps = [app_of(host, num_front_ends=2, **options) for _ in range(2)]
         yield [await stack.enter_async_context(client_of(app)) for app in apps]
 
@@ -94,74 +95,55 @@ def lines_of(answer: httpx.Response, *names: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines}
 
 
-def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
-
-    async def main(host: EngineHost) -> None:
+    names = (
+        'archerfish_requests_total{route="/v1/emb', "archerfish_texts_total",
+        'archerfish_request_seconds_count{route="/v1/emb',
+    )  # fmt: skip
+    with host_with(tmp_path, WordEncoder(WORDS)) as host:
         async with two_front_ends(host) as (one, other):
-            for number in range(5):
-                client = one if number < 2 else other
+            for client in (one, one, other, other, other):
                 assert (await client.post(EMBEDDINGS, json={"input": ["a", "b"]})).status_code == 200
-            names = (
-                'archerfish_requests_total{route="/v1/emb', "archerfish_texts_total",
-                'archerfish_request_seconds_count{route="/v1/emb',
-            )  # fmt: skip
-            expected = [5.0, 10.0, 5.0]
             for client in (one, other):
-                while True:  # until the other has sent its metrics
+                found: dict[str, str] = {}
+                while sum(map(float, found.values())) != 20:  # until the other has sent its metrics
                     found = lines_of(await client.get("/metrics"), *names)
-                    if sum(map(float, found.values())) == sum(expected):
-                        break
-                assert sorted(map(float, found.values())) == sorted(expected)
+                assert sorted(map(float, found.values())) == [5, 5, 10]
                 assert lines_of(await client.get("/metrics"), "archerfish_engine_up ") == {"archerfish_engine_up": "1.0"}
 
-    with host_with(tmp_path, WordEncoder(WORDS)) as host:
-        asyncio.run(main(host))
 
-
-def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
-    admin = "/admin/optimization"
-
-    async def main() -> None:
+    with host:
         async with two_front_ends(host, result_cache_mib=2) as (one, other):
-            assert (await other.get(admin)).json()["result_cache_mib"] == 2
+            assert (await other.get(ADMIN)).json()["result_cache_mib"] == 2
             for client, mib in ((one, 8), (other, 0), (one, 4)):
-                changed = await client.patch(admin, json={"result_cache_mib": mib, "result_cache_ttl_s": 60.0 + mib})
+                changed = await client.patch(ADMIN, json={"result_cache_mib": mib, "result_cache_ttl_s": 60.0 + mib})
                 assert changed.status_code == 200
                 for each in (one, other):
-                    while True:
-                        found = (await each.get(admin)).json()
-                        if found["result_cache_mib"] == mib:
-                            break
+                    while (found := (await each.get(ADMIN)).json())["result_cache_mib"] != mib:
+                        pass
                     assert found["result_cache_ttl_s"] == 60.0 + mib
 
-    with host:
-        asyncio.run(main())
 
-
-def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # no front end sends its state by itself
     host = host_with(tmp_path)
     add_llm(host, tmp_path, has_text=True)
-    admin = "/admin/optimization"
-
-    async def main() -> None:
-        async with two_front_ends(host, result_cache_mib=2) as (one, other):
-            assert (await one.patch(admin, json={"result_cache_mib": 8})).status_code == 200
-            assert (await other.get(admin)).json()["result_cache_mib"] == 8
-            assert (await one.patch(admin, json={"result_cache_mib": 0})).status_code == 200
-            assert (await other.patch(admin, json={"max_queue_size": 100})).json()["result_cache_mib"] == 0
-            await asyncio.gather(*(
-                client.patch(admin, json={"result_cache_mib": mib}) for client, mib in ((one, 16), (other, 32))
-            ))  # fmt: skip
-            found = [(await client.get(admin)).json()["result_cache_mib"] for client in (one, other)]
-            assert found in ([16, 16], [32, 32])
-
     with host:
-        asyncio.run(main())
+        async with two_front_ends(host, result_cache_mib=2) as (one, other):
+            assert (await one.patch(ADMIN, json={"result_cache_mib": 8})).status_code == 200
+            assert (await other.get(ADMIN)).json()["result_cache_mib"] == 8
+            assert (await one.patch(ADMIN, json={"result_cache_mib": 0})).status_code == 200
+            assert (await other.patch(ADMIN, json={"max_queue_size": 100})).json()["result_cache_mib"] == 0
+            await asyncio.gather(*(
+                client.patch(ADMIN, json={"result_cache_mib": mib}) for client, mib in ((one, 16), (other, 32))
+            ))  # fmt: skip
+            found = [(await client.get(ADMIN)).json()["result_cache_mib"] for client in (one, other)]
+            assert found in ([16, 16], [32, 32])
 
 
 def test_front_ends_share_the_bytes_of_the_result_cache() -> None:

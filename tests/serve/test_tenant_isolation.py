@@ -18,10 +18,11 @@ import pytest
 
 from archerfish.serve.tenants import Tenants, add_key
 
-from .client import PASS, WORDS, app_of, with_app
+from .client import PASS, WORDS, serving
 from .fake_backend import TEMPLATE
 from .hosting import WordEncoder, add_encoder, add_llm, make_host
 
+pytestmark = pytest.mark.anyio
 PROMPT = "the same words of two tenants, long enough for several blocks of the cache: 0123456789 0123456789"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -93,14 +94,14 @@ class Stack:
         self.keys = {name: add_key(self.keys_file, name, **limits) for name in ("alice", "bob")}
         self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
 
-    def run(self, *callers: str, **options: Any) -> Run:
+    async def run(self, *callers: str, **options: Any) -> Run:
         """The answers to these callers of a fresh service."""
         name = f"{callers} {options}"
         if name not in self.runs:
-            self.runs[name] = self._run(callers, options)
+            self.runs[name] = await self._run(callers, options)
         return self.runs[name]
 
-    def _run(self, callers: tuple[str, ...], options: dict[str, Any]) -> Run:
+    async def _run(self, callers: tuple[str, ...], options: dict[str, Any]) -> Run:
         found = Run()
         with tempfile.TemporaryDirectory() as place:
             host = make_host(Path(place), front_end_pass=PASS, api_keys_file=str(self.keys_file))
@@ -108,14 +109,11 @@ class Stack:
             (self.directory / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
             add_encoder(host, WordEncoder(WORDS))
 
-            async def test(client: httpx.AsyncClient) -> None:
+            async with serving(host, tenants=Tenants.from_file(self.keys_file), **options) as client:
                 for caller in callers:
                     found.seen[caller] = await look(client, self.keys[caller])
                 blocks = engine.scheduler.blocks
                 found.held = engine.cache_stats().total_cached, blocks.num_total - blocks.num_free
-
-            with host:
-                with_app(test, app_of(host, tenants=Tenants.from_file(self.keys_file), **options))
         return found
 
 
@@ -125,9 +123,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
-def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
-    alone = stack.run("bob", **options).seen["bob"]
-    both = stack.run(*EVERYONE, **options).seen
+async def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
+    alone = (await stack.run("bob", **options)).seen["bob"]
+    both = (await stack.run(*EVERYONE, **options)).seen
     for expected, found in zip(alone, both["bob"], strict=True):
         assert found == expected
     for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
@@ -137,17 +135,17 @@ def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str,
     }  # fmt: skip
 
 
-def test_tenants_share_no_blocks(stack: Stack) -> None:
-    one, three = stack.run("bob"), stack.run(*EVERYONE)
+async def test_tenants_share_no_blocks(stack: Stack) -> None:
+    one, three = await stack.run("bob"), await stack.run(*EVERYONE)
     assert one.held[0] > 0
     assert three.held == tuple(3 * number for number in one.held)
     cached = [usage_of(one.seen["bob"], number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
-def test_operator_figures_include_all_tenants(stack: Stack) -> None:
+async def test_operator_figures_include_all_tenants(stack: Stack) -> None:
     """The figures differ, so the test above could detect a leak."""
-    alone, both = stack.run("operator").seen, stack.run(*EVERYONE).seen
+    alone, both = (await stack.run("operator")).seen, (await stack.run(*EVERYONE)).seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:
         assert alone["operator"][place][1] == both["operator"][place][1] == 200

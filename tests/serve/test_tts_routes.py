@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from archerfish import LLMEngine, RwkvSampler, TTSRequest
@@ -24,10 +23,11 @@ from archerfish.serve.page import EXAMPLES
 from tests.engine.test_tts import BAD, REFERENCE, VOICE
 from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
-from .client import error_of, host_with, with_client
+from .client import error_of, host_with, serving
 from .fake_backend import FakeBackend, events, post
 from .hosting import add_llm
 
+pytestmark = pytest.mark.anyio
 ROUTE = "/v1/tts/tokens"
 ANSWER = {"id", "object", "created", "model", "global_tokens", "semantic_tokens", "finish_reason", "usage"}
 
@@ -60,7 +60,7 @@ def options(model: Path) -> Any:
     return rwkv_config(model, load_format="dummy", max_cache_tokens=20_000)
 
 
-def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> None:
+async def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> None:
     bodies: list[dict[str, Any]] = [
         {"text": "Hello there", "seed": 5, "max_tokens": 7},
         {"text": "你好", "seed": 6, "max_tokens": 4, "emotion": "happy", "top_k": 3, "temperature": 0.5, **REFERENCE},
@@ -68,7 +68,7 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
     with RwkvSampler(options(model)) as sampler:
         expected = sampler.generate_tts_tokens_batch(bodies)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         answers = await asyncio.gather(*[client.post(ROUTE, json=body) for body in bodies])
         streams = await asyncio.gather(*[client.post(ROUTE, json={**body, "stream": True}) for body in bodies])
         for body, answer, stream, tokens in zip(bodies, answers, streams, expected, strict=True):
@@ -87,16 +87,14 @@ def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> Non
             assert parts[-1]["usage"]["total_tokens"] == shown["usage"]["total_tokens"] and len(parts) >= num_drawn
             assert parts[0]["global_tokens"] == (VOICE if "ref_global_tokens" in body else [])
 
-    with_client(test, host)
-
 
 def test_stages_count_against_limits() -> None:
     stages = [{"num_tokens": 32, "first": 0, "end": 9}, {"num_tokens": 2048, "first": 0, "end": 9}]
     assert SamplingParams.of({"stages": stages, "max_tokens": 1}).max_tokens == 2080
 
 
-def test_wrong_request_names_its_parameter(host: EngineHost) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_wrong_request_names_its_parameter(host: EngineHost) -> None:
+    async with serving(host) as client:
         good = asyncio.create_task(client.post(ROUTE, json={"text": "Hello", "seed": 1, "max_tokens": 30}))
         for values, said in BAD:
             if any(value != value for value in values.values()):  # NaN is no JSON
@@ -116,8 +114,6 @@ def test_wrong_request_names_its_parameter(host: EngineHost) -> None:
             assert answer.status_code in (400, 413) and error_of(answer)["param"] == param, (param, answer.text)
         assert error_of(await client.post(ROUTE, json={"text": "a", "model": "nobody"}))["code"] == "model_not_found"
         assert len((await good).json()["semantic_tokens"]) == 30
-
-    with_client(test, host)
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -141,11 +137,11 @@ def test_wrong_type_error_says_what_was_expected() -> None:
         assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
 
 
-def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
+async def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
     host = host_with(tmp_path)
     add_speaker(host, model)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         [shown] = (await client.get("/v1/models")).json()["data"]
         assert (shown["id"], shown["kind"]) == ("speaker", "tts")
         page = (await client.get("/")).text
@@ -156,8 +152,6 @@ def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
         assert (await client.post(ROUTE, json={**(body or {}), "max_tokens": 3})).status_code == 200
         refused = error_of(await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}))
         assert "POST /v1/tts/tokens" in refused["message"]
-
-    with_client(test, host)
 
 
 @pytest.mark.parametrize(
