@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import tempfile
@@ -26,20 +25,16 @@ from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.tenants import Tenants
 
 from .fake_backend import LIMIT_S, client_of, error_of, until
-from .hosting import WordEncoder, add_encoder, make_host
+from .hosting import WordEncoder, make_host
 
 __all__ = ["LIMIT_S", "client_of", "error_of", "until"]
 PASS = "the-pass-of-the-front-ends"
 WORDS = "fake/words"
 
 
-def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] = (), **options: Any) -> EngineHost:
+def host_with(directory: Path, *encoders: WordEncoder, **options: Any) -> EngineHost:
     """An engine host that is not started yet; front ends use the password PASS."""
-    host = make_host(directory, **{"front_end_pass": PASS, **options})
-    for encoder in encoders:
-        add_encoder(host, encoder)
-        host.models.entries[-1].aliases = aliases
-    return host
+    return make_host(directory, *encoders, **{"front_end_pass": PASS, **options})
 
 
 @contextmanager
@@ -115,8 +110,3 @@ def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
 def num_waiting(host: EngineHost, name: str = WORDS) -> int:
     """Texts that have been tokenized and wait for a job."""
     return sum(len(encoding.texts) for encoding in list(hosted(host, name)._queue))
-
-
-async def entered(encoder: WordEncoder) -> None:
-    """Waits until an encoder has begun a pass."""
-    assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)

@@ -14,8 +14,8 @@ from archerfish.serve.app import create_app
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.wire import Query, Report
 
-from .client import PASS, WORDS, client_of, entered, error_of, host_with, serving, until
-from .hosting import FakeClock, Scripted, WordEncoder, add_llm
+from .client import PASS, WORDS, client_of, error_of, host_with, serving, until
+from .hosting import FakeClock, Scripted, WordEncoder, hold
 
 pytestmark = pytest.mark.anyio
 
@@ -30,8 +30,7 @@ def completion(**changes: Any) -> dict[str, Any]:
 
 
 async def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True))
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, WordEncoder(WORDS), WordEncoder("fake/pairs", is_cross_encoder=True), llm={"has_text": True})
 
     async with serving(host) as client:
         body = (await client.get("/v1/models")).json()
@@ -50,8 +49,7 @@ async def test_models_route_lists_models_of_all_kinds(tmp_path: Path) -> None:
 
 
 async def test_one_service_generates_and_embeds(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
 
     async with serving(host) as client:
         written, embedded = await asyncio.gather(
@@ -113,9 +111,7 @@ async def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
     encoder, clock = WordEncoder(WORDS), FakeClock()
 
     async with serving(host_with(tmp_path, encoder, clock=clock)) as client:
-        encoder.gate.clear()
-        long = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "long"}))
-        await entered(encoder)
+        long = await hold(encoder, client.post(EMBEDDINGS, json={"input": "long"}))
         clock.now += 5 * 120 - 1  # five times as long as usual, for a model's first jobs
         assert (await client.get("/health")).status_code == 200
         clock.now += 2
@@ -127,8 +123,7 @@ async def test_health_fails_only_when_a_job_hangs(tmp_path: Path) -> None:
 
 
 async def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
 
     async with serving(host) as client:
         await client.post("/v1/completions", json=completion())
@@ -144,22 +139,22 @@ async def test_stats_have_every_model_and_the_host(tmp_path: Path) -> None:
 
 
 async def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
 
     async with serving(host) as client:
         await client.post(EMBEDDINGS, json={"input": ["a", "b c"]})
         await client.post(EMBEDDINGS, json={})
         await client.get("/nowhere")
         await client.get("/v1/models/words")
-        await client.post("/v1/completions", json=completion())
+        for _ in range(2):
+            await client.post("/v1/completions", json=completion(prompt="the cats " * 10))
         answer = await client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = answer.text.splitlines()
         for line in (
             'archerfish_requests_total{route="/v1/embeddings",status="200"} 1.0',
             'archerfish_requests_total{route="/v1/embeddings",status="400"} 1.0',
-            'archerfish_requests_total{route="/v1/completions",status="200"} 1.0',
+            'archerfish_requests_total{route="/v1/completions",status="200"} 2.0',
             'archerfish_requests_total{route="other",status="404"} 1.0',
             'archerfish_requests_total{route="/v1/models/{model_id:path}",status="200"} 1.0',
             'archerfish_texts_total{route="/v1/embeddings"} 2.0',
@@ -169,17 +164,23 @@ async def test_metrics_include_front_end_and_engine(tmp_path: Path) -> None:
             "archerfish_requests_running 1.0",
             'archerfish_encoded_texts_total{model_name="fake/words"} 2.0',
             'archerfish_encode_seconds_count{model_name="fake/words"} 1.0',
-            'vllm:generation_tokens_total{model_name="tiny"} 4.0',
-            'vllm:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
-            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
-            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'vllm:generation_tokens_total{model_name="tiny"} 8.0',
+            'vllm:time_to_first_token_seconds_count{model_name="tiny"} 2.0',
+            'vllm:inter_token_latency_seconds_count{model_name="tiny"} 6.0',
+            'vllm:request_success_total{finished_reason="length",model_name="tiny"} 2.0',
             'vllm:num_requests_running{model_name="tiny"} 0.0',
             'vllm:num_requests_waiting{model_name="tiny"} 0.0',
             'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
             'vllm:num_preemptions_total{model_name="tiny"} 0.0',
+            'vllm:prompt_tokens_total{model_name="tiny"} 184.0',
+            'vllm:request_queue_time_seconds_count{model_name="tiny"} 2.0',
+            'vllm:request_prefill_time_seconds_count{model_name="tiny"} 2.0',
+            'vllm:request_decode_time_seconds_count{model_name="tiny"} 2.0',
+            'archerfish_encoded_tokens_total{model_name="fake/words"} 3.0',
             "archerfish_loaded_models 2.0",
         ):
             assert line in lines, answer.text
+        assert 'vllm:prefix_cache_hits_total{model_name="tiny"} 0.0' not in lines
         names = [family.name for family in text_string_to_metric_families(answer.text)]
         assert len(names) == len(set(names))
 
@@ -227,9 +228,7 @@ async def test_stopped_engine_answers_waiting_requests(tmp_path: Path) -> None:
     host = host_with(tmp_path, encoder)
 
     async with serving(host) as client:
-        encoder.gate.clear()
-        waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"}))
-        await entered(encoder)
+        waiting = await hold(encoder, client.post(EMBEDDINGS, json={"input": "x"}))
         host.stop(0)
         lost = await waiting
         encoder.gate.set()
@@ -244,7 +243,7 @@ async def test_running_gauge_is_zero_after_disconnects(tmp_path: Path) -> None:
     async with serving(host) as client:
         encoder.gate.clear()
         leaving = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": "x"})) for _ in range(5)]
-        await entered(encoder)
+        await asyncio.to_thread(encoder.entered.acquire)
         for task in leaving:
             task.cancel()
         await until(lambda: all(task.done() for task in leaving))

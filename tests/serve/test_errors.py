@@ -7,12 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.serve.client import Answer, Question, RemoteError
+from archerfish.serve.client import RemoteError
 from archerfish.serve.tenants import Tenants, add_key
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
 from .fake_backend import FakeBackend, fake_app, post
-from .hosting import add_llm
 
 pytestmark = pytest.mark.anyio
 
@@ -32,9 +31,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "x", "\ud800": 1}, "\\ud800", "Unknown parameter '\\ud800'."),
         (EMBEDDINGS, {"input": []}, "input", "not an empty list."),
         (EMBEDDINGS, {"input": None}, "input", "not null."),
-        (EMBEDDINGS, {"input": {"a": 1}}, "input", "not an object."),
         (EMBEDDINGS, {"input": ["a", 3]}, "input", "input[1] must be a string, not a number."),
-        (EMBEDDINGS, {"input": ["a", True]}, "input", "input[1] must be a string, not a boolean."),
         (EMBEDDINGS, {"input": [1, "a"]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [1, -1]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
@@ -44,7 +41,6 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "dimensions must be a whole number, not '3'."),
         (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64', not 'int8'."),
         (EMBEDDINGS, {"input": "x", "model": 3}, "model", "model must be a string, not 3."),
-        (RERANK, {"query": "x", "texts": ["y"]}, "texts", "Unknown parameter 'texts'."),
         (RERANK, {"query": "x", "documents": []}, "documents", "not empty"),
         (RERANK, {"query": "x", "documents": [{"txt": "y"}]}, "documents", "documents[0] must be a string, not an object."),
         (RERANK, {"query": "x", "documents": ["y"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "is not supported here."),
@@ -52,18 +48,13 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "x", "truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "is not supported here."),
         (RERANK, {"query": "x", "documents": [{"text": 1}]}, "documents", "documents[0].text must be a string"),
         (RERANK, {"query": ["x"], "documents": ["y"]}, "query", "query must be a string, not an array."),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "top_n must be at least 1, not 0."),
         (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "true or false, not"),
         (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", "not 'aaaaaaaaaaaaaaaaaaaaaaa..."),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": [1]}, "top_n", "must be a whole number, not an array."),
         (TEXT, {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
         (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
         (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
-        (SIMILARITY, {"source": 1, "sentences": ["y"]}, "source", "source must be a string, not a number."),
-        (TEXT, {"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id"),
         (TEXT, {"prompt": ""}, "prompt", "The prompt is empty"),
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only allowed with echo"),
-        (TEXT, {"prompt": "a", "messages": []}, "messages", "Unknown parameter 'messages'."),
         (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "not streamed"),
         (TEXT, {"prompt": "a", "logprobs": 65}, "logprobs", "from 0 to 64"),
         (TEXT, {"prompt": "a" * 1000}, "prompt", "context length is 1,000 tokens, answer included; the prompt has 1,000."),
@@ -93,12 +84,8 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
         (CHAT, {"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
         (CHAT, {"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
-        (CHAT, {"messages": HI, "temperature": "1"}, "temperature", "must be a number, not '1'."),
-        (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
         (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        (CHAT, {"messages": HI, "top_logprobs": 65, "logprobs": True}, "top_logprobs", "from 0 to 64"),
-        (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
         (CHAT, {"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
         (CHAT, {"messages": HI, "stop": [""]}, "stop", "not empty"),
@@ -106,7 +93,6 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "top_k": 10**30}, "top_k", "top_k cannot be sent to the engine"),
         (CHAT, {"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
-        (CHAT, {"messages": HI, "stop_token_ids": [10**9]}, "stop_token_ids", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
@@ -194,8 +180,7 @@ async def test_route_without_its_kind_of_model_gives_400() -> None:
 
 
 async def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
-    host = host_with(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, llm={"has_text": True})
 
     async with serving(host) as client:
         answer = await client.post(CHAT, json={"messages": HI})
@@ -292,13 +277,10 @@ async def test_stopped_service_gives_503() -> None:
     assert "retry-after" in answer.headers
 
 
-class Broken(FakeBackend):
-    async def ask(self, message: Question) -> Answer:
-        raise RemoteError("Broken.", status=500)
-
-
 async def test_paths_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async with client_of(fake_app(Broken())) as client:
+    backend = FakeBackend()
+    backend.ask_error = RemoteError("Broken.", status=500)
+    async with client_of(fake_app(backend)) as client:
         assert (await client.get("/v1/models/x%0D%1B[2KERROR%20all%20is%20lost")).status_code == 500
     [told] = [record.getMessage() for record in caplog.records if "all is lost" in record.getMessage()]
     assert told.isprintable()

@@ -26,8 +26,9 @@ from tests.serve.hosting import (
     WordEncoder,
     add_encoder,
     add_llm,
-    client_of,
     failure,
+    hold,
+    llm_host,
     make_host,
     stats,
     talking,
@@ -40,47 +41,27 @@ pytestmark = pytest.mark.anyio
 # Generation
 
 
-async def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
-    many = prompts(6, least=4)
-    expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-    async with talking(host) as client:
-        for prompt, tokens in zip(many, expected, strict=True):
-            chunks, last = await whole(client, token_ids=prompt, stream=True)
-            assert [token for chunk in chunks for token in chunk.token_ids] == tokens
-            assert chunks[-1].finish_reason == "length"
-            assert last.outputs[0].token_ids == []
-            chunks, last = await whole(client, token_ids=prompt)
-            assert not chunks
-            assert last.outputs[0].token_ids == tokens
-            assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
-            assert last.prompt_token_ids is None
-            assert last.metrics["ttft_ms"] >= 0
-
-
-def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
+async def test_concurrent_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
+    """Three clients use the same request ids; every second answer is streamed."""
+    host, engine = llm_host(tmp_path)
     many = prompts(24)
     expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-
-    async def test(first: AsyncClient) -> None:
-        async with client_of(host) as second, client_of(host) as third:
-            clients = [first, second, third] * 8
-            answers = await asyncio.gather(
-                *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
-                  for i, (client, prompt) in enumerate(zip(clients, many, strict=True)))
-            )  # fmt: skip
-        found = [
-            [token for chunk in chunks for token in chunk.token_ids] or last.outputs[0].token_ids for chunks, last in answers
-        ]
-        assert found == expected
+    async with talking(host) as first, AsyncClient(host.address) as second, AsyncClient(host.address) as third:
+        answers = await asyncio.gather(
+            *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
+              for i, (client, prompt) in enumerate(zip([first, second, third] * 8, many, strict=True)))
+        )  # fmt: skip
+    for i, (prompt, (chunks, last)) in enumerate(zip(many, answers, strict=True)):
+        streamed = [token for chunk in chunks for token in chunk.token_ids]
+        assert (streamed, last.outputs[0].token_ids) == ((expected[i], []) if i % 2 == 0 else ([], expected[i]))
+        assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
+        assert last.outputs[0].finish_reason == "length"
+        assert last.prompt_token_ids is None
+        assert last.metrics["ttft_ms"] >= 0
 
 
 async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+    host, engine = llm_host(tmp_path, has_text=True)
     expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
     async with talking(host) as client:
         chunks, last = await whole(client, prompt="the cats", stream=True)
@@ -94,8 +75,7 @@ async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wants_ids", [False, True])
 async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+    host, engine = llm_host(tmp_path, has_text=True)
     plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
     stop = plain.text[4:7]
     expected = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40, "stop": stop}))[0]
@@ -111,8 +91,7 @@ async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path
 
 
 async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, llm={})
     async with talking(host) as client:
         params: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         params |= {"logprobs": 2, "prompt_logprobs": 1}
@@ -132,8 +111,7 @@ async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
 
 
 async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+    host, engine = llm_host(tmp_path, has_text=True)
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
     messages = [{"role": "user", "content": "the cat"}]
     async with talking(host) as client:
@@ -148,8 +126,7 @@ async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> N
 
 
 async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096)
+    host, engine = llm_host(tmp_path, max_len=4096)
     async with talking(host) as client:
         for _ in range(3):
             request = wire.GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True)
@@ -164,8 +141,7 @@ async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
 
 
 async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
+    host = make_host(tmp_path, llm={"has_text": True})
     gate = threading.Event()
     for _ in range(2):
         host.reader.submit(gate.wait)
@@ -185,8 +161,7 @@ async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) ->
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
+    host, engine = llm_host(tmp_path, max_len=4096, max_cache_tokens=16384)
     async with talking(host) as client:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
@@ -203,8 +178,7 @@ async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed:
 
 
 async def test_deadline_ends_a_request(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, llm={})
     async with talking(host) as client:
         _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
         assert last.outputs[0].finish_reason == "deadline"
@@ -232,8 +206,7 @@ async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeyp
 
 
 async def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, max_len=4096)
+    host = make_host(tmp_path, llm={"max_len": 4096})
     async with talking(host) as client:
         params = {**LONG, "max_tokens": 200}
         stream = client.generate(wire.GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
@@ -281,10 +254,7 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
 
 
 async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
-    add_encoder(host, WordEncoder())
-    add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
+    host = make_host(tmp_path, WordEncoder(), WordEncoder("pairs", is_cross_encoder=True), llm={})
     async with talking(host) as client:
         for message, status in BAD_REQUESTS:
             error = await failure(client, message)
@@ -293,8 +263,7 @@ async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
 
 
 async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_encoder(host, WordEncoder())
+    host = make_host(tmp_path, WordEncoder())
     host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
     async with talking(host) as client:
         error = await failure(client, wire.EmbedRequest(request_id="", model="wrods", texts=["a"]))
@@ -304,9 +273,8 @@ async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> 
 
 
 async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder)
     async with talking(host):
         raw = Raw(host.config.address)
         encoder.gate.clear()
@@ -324,46 +292,33 @@ async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Pat
 
 
 async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
-    host = make_host(tmp_path, max_queue_texts=3)
-    add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder, llm={"max_queue_size": 2, "max_num_seqs": 1})
     async with talking(host) as client:
-        encoder.gate.clear()
-        embeds = [asyncio.create_task(client.ask(wire.EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
-        assert await asyncio.to_thread(encoder.entered.acquire)
-        texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
-        while not (await stats(client))["models"]["tiny"]["num_running"]:
-            pass
-        texts.append(asyncio.create_task(whole(client, token_ids=[5], params=LONG)))
-        while not (await stats(client))["models"]["tiny"]["queue_size"]:
-            pass
-        # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
-        wanted: list[tuple[Any, int]] = [
-            (wire.EmbedRequest(request_id="", texts=["b"]), 503),
-            (wire.GenerationRequest(request_id="", token_ids=[7], params=LONG), 503),
-        ]
-        for message, status in wanted:
-            error = await failure(client, message)
-            assert (error.status, error.code) == (status, "overloaded")
-            assert error.retry_after_s is not None
-            assert error.retry_after_s >= 1
+        embed = await hold(encoder, client.ask(wire.EmbedRequest(request_id="", texts=["a"])))
+        texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG)) for _ in range(2)]
+        while True:  # until one text is in its first step, behind the vectors, and one waits: neither has a token yet
+            found = (await stats(client))["models"]["tiny"]
+            if found["num_running"] and found["queue_size"]:
+                break
+        error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[7], params=LONG))
+        assert (error.status, error.code) == (503, "overloaded")
+        assert error.retry_after_s is not None and error.retry_after_s >= 1
         encoder.gate.set()
         for text in texts:
             text.cancel()
-        await asyncio.gather(*embeds)
-        await client.ask(wire.EmbedRequest(request_id="", texts=["a"] * 3))
+        await embed
         await until_free(client)
 
 
 async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
+    host, engine = llm_host(tmp_path)
     sample = engine.runner._sample
 
     def break_once(*_: Any) -> Any:
         monkeypatch.setattr(engine.runner, "_sample", sample)
         raise RuntimeError("the secret is 1234")
+
     async with talking(host) as client:
         monkeypatch.setattr(engine.runner, "_sample", break_once)
         error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
@@ -377,8 +332,7 @@ async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypa
 
 
 async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
-    host = make_host(tmp_path, front_end_pass="the pass")
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, front_end_pass="the pass", llm={})
     prompt = prompts(1, least=50)[0]
     async with talking(host) as client:
         async def ask(**fields: Any) -> wire.Generated:
@@ -402,8 +356,7 @@ async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
 
 
 async def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
-    host = make_host(tmp_path, front_end_pass="the pass")
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, front_end_pass="the pass", llm={})
     async with talking(host) as client:
         for credentials in ("", "the pas", "the pass "):
             for message in (
@@ -425,8 +378,7 @@ async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
     """Tokens are settled when a request ends, and a cancelled request gives its reservation back."""
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", tokens_per_minute=100)
-    host = make_host(tmp_path, api_keys_file=str(file))
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, api_keys_file=str(file), llm={})
     async with talking(host) as client:
         big = wire.GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
         assert (await failure(client, replace(big, credentials="another"))).status == 401

@@ -67,7 +67,8 @@ async def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None
         assert after["is_loaded"]
         same = ("id", "kind", "max_length", "max_prompt_bytes", "vocab_size", "is_tts", "directory", "device", "dtype")
         assert [before[name] for name in same] == [after[name] for name in same]
-        assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
+        assert (after["max_length"], after["vocab_size"], after["directory"]) == (512, 288, str(tmp_path / "tiny"))
+        assert not after["has_chat_template"]
     [entry] = host.models.entries
     assert describe(spec, HubConfig()).num_bytes == entry.num_bytes > 0
 

@@ -25,7 +25,7 @@ from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
 from .fake_backend import FakeBackend, events, ids, post, until
-from .hosting import add_llm, make_host, talking
+from .hosting import llm_host, talking
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
 STREAM = {"prompt": "p", "max_tokens": 50, "stream": True}
@@ -185,8 +185,7 @@ def test_stopped_choice_is_ended_in_the_engine(stream: bool) -> None:
 
 
 async def test_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096)
+    host, engine = llm_host(tmp_path, max_len=4096)
     params = {"n": 2, "max_tokens": 300, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     num_tokens = [0, 0]
     request = GenerationRequest(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)

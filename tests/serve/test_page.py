@@ -24,7 +24,7 @@ from archerfish.serve.tenants import Tenants
 
 from .client import LIMIT_S, PASS, WORDS, app_of, client_of, host_with, running, serving, words_host
 from .fake_backend import FakeBackend
-from .hosting import WordEncoder, add_llm
+from .hosting import WordEncoder
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.anyio
@@ -144,8 +144,7 @@ async def test_page_shows_every_route() -> None:
 
 
 async def test_examples_are_answered(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
 
     async with serving(host) as client:

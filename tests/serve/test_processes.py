@@ -85,55 +85,31 @@ def wait_for_start(child: KeptProcess, num_starts: int) -> None:
         pause.wait(0.005)
 
 
-async def until_restarted(client: AsyncClient, child: KeptProcess, num_starts: int) -> None:
-    await asyncio.to_thread(wait_for_start, child, num_starts)
-    while not client.is_connected:
-        await asyncio.sleep(0.001)
-    assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
-
-
-@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Path, num_kills: int) -> None:
+def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Path) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
-    pids: list[int] = []
 
-    async def main(child: KeptProcess, address: str) -> None:
-        async with asyncio.timeout(LIMIT_S * 4), AsyncClient(address) as client:
-            for _ in range(num_kills):
-                running = await start_streams(client, 6)
-                waiting = asyncio.create_task(whole(client, token_ids=[9] * 50, params=ENDLESS))
-                await client.ask(Ping(request_id=""))
-                pids.append(child.pid)
-                os.kill(child.pid, signal.SIGKILL)
-                for answer in await asyncio.gather(*running, waiting, return_exceptions=True):
-                    assert isinstance(answer, RemoteError)
-                    assert (answer.status, answer.retry_after_s is not None) == (503, True)
-                await until_restarted(client, child, len(pids) + 1)
-            pids.append(child.pid)
+    async def main(child: KeptProcess, address: str) -> list[int]:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
+            running = await start_streams(client, 6)
+            waiting = asyncio.create_task(whole(client, token_ids=[9] * 50, params=ENDLESS))
+            await client.ask(Ping(request_id=""))
+            killed = child.pid
+            os.kill(killed, signal.SIGKILL)
+            for answer in await asyncio.gather(*running, waiting, return_exceptions=True):
+                assert isinstance(answer, RemoteError)
+                assert (answer.status, answer.retry_after_s is not None) == (503, True)
+            await asyncio.to_thread(wait_for_start, child, 2)
+            while not client.is_connected:
+                await asyncio.sleep(0.001)
+            assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
+            return [killed, child.pid]
 
     with serving(tmp_path) as (child, address):
-        asyncio.run(main(child, address))
-    assert (len(set(pids)), child.num_starts) == (num_kills + 1, num_kills + 1)
+        pids = asyncio.run(main(child, address))
+    assert (len(set(pids)), child.num_starts) == (2, 2)
     assert not any(exists(pid) for pid in pids)
     assert set(Path("/dev/shm").iterdir()) <= shared_before
     assert (child.pid, child.is_serving) == (0, False)
-
-
-@pytest.mark.slow
-def test_paused_engine_is_replaced_and_its_requests_fail(tmp_path: Path) -> None:
-    async def main(child: KeptProcess, address: str) -> None:
-        async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
-            running = await start_streams(client, 4)
-            paused = child.pid
-            os.kill(paused, signal.SIGSTOP)
-            for answer in await asyncio.gather(*running, return_exceptions=True):
-                assert isinstance(answer, RemoteError)
-                assert (answer.status, answer.retry_after_s is not None) == (503, True)
-            await until_restarted(client, child, 2)
-            assert (child.num_hangs, child.num_starts, exists(paused)) == (1, 2, False)
-
-    with serving(tmp_path, silence_s=3.0) as (child, address):
-        asyncio.run(main(child, address))
 
 
 @pytest.mark.parametrize("grace_s", [30.0, 0.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError
 from archerfish.params import SamplingParams
+from archerfish.serve.client import RemoteError
 from archerfish.serve.result_cache import (
     NOT_PART_OF_THE_KEY,
     OVERHEAD_BYTES,
@@ -24,12 +24,13 @@ from archerfish.serve.result_cache import (
 )
 from archerfish.serve.wire import Chunk, Generated, GenerationRequest, Output, decode_request, encode
 
+from .fake_backend import FakeBackend
 from .hosting import FakeClock
 
 
 def request(**fields: Any) -> GenerationRequest:
     params = {"temperature": 0.0, "max_tokens": 8} | fields.pop("params", {})
-    return GenerationRequest(request_id="r", **{"prompt": "hello", "params": params} | fields)
+    return GenerationRequest(request_id="r", **{"token_ids": [1], "wants_ids": True, "params": params} | fields)
 
 
 def answer(text: str = "hi", reason: str | None = "stop", **fields: Any) -> Generated:
@@ -82,9 +83,9 @@ def test_only_deterministic_requests_have_a_key() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"prompt": "hello "}, {"prompt": None, "token_ids": [1]}, {"prompt": None, "messages": [{"content": "hello"}]},
+    {"prompt": "hello"}, {"token_ids": [2]}, {"token_ids": None, "messages": [{"content": "hello"}]},
     {"template_options": {"tools": []}}, {"params": {"max_tokens": 9}}, {"params": {"seed": 1}}, {"params": {"stop": ["x"]}},
-    {"params": {"logit_bias": {5: 1.0}}}, {"params": {"grammar": {"kind": "json", "value": None}}}, {"wants_ids": True},
+    {"params": {"logit_bias": {5: 1.0}}}, {"params": {"grammar": {"kind": "json", "value": None}}}, {"wants_ids": False},
     {"model": "other"},
 ], ids=str)  # fmt: skip
 def test_key_changes_with_the_answer(change: dict[str, Any]) -> None:
@@ -93,7 +94,8 @@ def test_key_changes_with_the_answer(change: dict[str, Any]) -> None:
 
 def test_key_covers_every_field() -> None:
     """A new field of GenerationRequest or of SamplingParams must not let answers be mixed up."""
-    values: dict[str, Any] = {"prompt": "p", "token_ids": [1], "messages": [{}], "template_options": {"a": 1}, "params": {}}
+    values: dict[str, Any] = {"prompt": "p", "token_ids": [2], "wants_ids": False, "messages": [{}]}
+    values |= {"template_options": {"a": 1}, "params": {}}
     for field in msgspec.structs.fields(GenerationRequest):
         if field.encode_name in NOT_PART_OF_THE_KEY:
             continue
@@ -118,7 +120,10 @@ def test_key_ignores_who_asks_and_how() -> None:
 
 
 def test_cache_is_off_by_default() -> None:
-    cache = ResultCache()
+    cache, backend = ResultCache(), FakeBackend()
+    for num_asked in (1, 2):
+        ask(cache, backend, request())
+        assert len(backend.requests) == num_asked
     assert not cache.put("a", KEY, answer()) and cache.get("a", KEY) is None
     assert cache.totals()["misses"] == 0
 
@@ -206,43 +211,7 @@ def test_sizes_change_while_in_use() -> None:
 # Streams
 
 
-def logprob(token: int) -> tuple[int, float, int, list[tuple[int, float]]]:
-    return token, -0.5, 1, []
-
-
-def streamed(given: GenerationRequest) -> list[Chunk | Generated]:
-    parts: list[Chunk | Generated] = [
-        Chunk(request_id=given.request_id, index=index, text=text, token_ids=[token], logprobs=[logprob(token)],
-              finish_reason=reason, stop_reason=2 if reason else None)
-        for index, text, token, reason in ((0, "a", 7, None), (1, "x", 8, None), (0, "b", 2, "stop"), (1, "y", 2, "length"))
-    ]  # fmt: skip
-    return [*parts, Generated(request_id=given.request_id, model="m", num_prompt_tokens=4, num_output_tokens=4)]
-
-
-class Backend:
-    def __init__(self) -> None:
-        self.num_asked = 0
-        self.num_left = 0
-        self.fails = False
-
-    async def generate(self, given: GenerationRequest) -> AsyncGenerator[Chunk | Generated, None]:
-        self.num_asked += 1
-        is_done = False
-        try:
-            if not given.stream:
-                is_done = True
-                yield answer("computed")
-                return
-            for message in streamed(given):
-                if self.fails:
-                    raise ValueError("no")
-                is_done = isinstance(message, Generated)
-                yield message
-        finally:
-            self.num_left += not is_done
-
-
-def ask(cache: ResultCache, backend: Backend, given: GenerationRequest, control: str = "") -> list[Chunk | Generated]:
+def ask(cache: ResultCache, backend: FakeBackend, given: GenerationRequest, control: str = "") -> list[Chunk | Generated]:
     async def main() -> list[Chunk | Generated]:
         return [message async for message in cache.generate(backend.generate, given, control)]
 
@@ -250,62 +219,62 @@ def ask(cache: ResultCache, backend: Backend, given: GenerationRequest, control:
 
 
 def test_equal_requests_are_computed_once() -> None:
-    cache, backend = ResultCache(100_000), Backend()
+    cache, backend = ResultCache(100_000), FakeBackend()
     first, again = ask(cache, backend, request()), ask(cache, backend, request())
-    assert backend.num_asked == 1
+    assert len(backend.requests) == 1
     assert isinstance(first[0], Generated) and isinstance(again[0], Generated) and again[0].outputs == first[0].outputs
     ask(cache, backend, request(stream=True))
-    assert backend.num_asked == 1, "a stream may be played from an answer that was none"
-    ask(cache, backend, request(prompt="other", stream=True))
-    ask(cache, backend, request(prompt="other"))
-    assert backend.num_asked == 2, "and the other way round"
+    assert len(backend.requests) == 1, "a stream may be played from an answer that was none"
+    ask(cache, backend, request(token_ids=[2], stream=True))
+    ask(cache, backend, request(token_ids=[2]))
+    assert len(backend.requests) == 2, "and the other way round"
     ask(cache, backend, request(params={"temperature": 1.0}))
     ask(cache, backend, request(params={"temperature": 1.0}))
-    assert backend.num_asked == 4
+    assert len(backend.requests) == 4
     ask(cache, backend, request(tenant="b"))
-    assert backend.num_asked == 5
+    assert len(backend.requests) == 5
 
 
 def test_stream_is_recorded_and_played_again() -> None:
-    cache, backend = ResultCache(100_000), Backend()
-    given = request(stream=True)
-    first = ask(cache, backend, given)
-    assert first == streamed(given)
-    [whole] = ask(cache, backend, request())
+    cache, backend = ResultCache(100_000), FakeBackend("ab")
+    given = request(stream=True, params={"n": 2, "logprobs": 0})
+    parts = [part for part in ask(cache, backend, given) if isinstance(part, Chunk)]
+    assert [part.token_ids for part in parts] == [[97], [98], [256], [97], [98], [32], [49], [256]]
+    [whole] = ask(cache, backend, request(params={"n": 2, "logprobs": 0}))
     assert isinstance(whole, Generated)
-    expected = [(0, [7, 2], "stop", [logprob(7), logprob(2)]), (1, [8, 2], "length", [logprob(8), logprob(2)])]
+    expected = [
+        (index, [part.token_ids[0] for part in parts if part.index == index], "stop",
+         [logprob for part in parts if part.index == index for logprob in part.logprobs or ()])
+        for index in (0, 1)
+    ]  # fmt: skip
     assert [(o.index, o.token_ids, o.finish_reason, o.logprobs) for o in whole.outputs] == expected
     *chunks, last = ask(cache, backend, given)
     assert [(c.index, c.token_ids, c.finish_reason, c.logprobs) for c in chunks if isinstance(c, Chunk)] == expected
     assert isinstance(last, Generated) and not last.outputs
     assert {message.request_id for message in (whole, *chunks, last)} == {"r"}
-    assert backend.num_asked == 1
+    assert len(backend.requests) == 1
 
 
 def test_headers_are_obeyed() -> None:
-    clock, backend = FakeClock(), Backend()
+    clock, backend = FakeClock(), FakeBackend()
     cache = ResultCache(100_000, clock=clock)
     no_store, no_cache = "no-store", "no-cache"
     ask(cache, backend, request(), no_store)
     assert cache.totals()["entries"] == 0
     ask(cache, backend, request(), no_cache)
-    assert cache.totals()["entries"] == 1 and backend.num_asked == 2
+    assert cache.totals()["entries"] == 1 and len(backend.requests) == 2
     ask(cache, backend, request())
-    assert backend.num_asked == 2
+    assert len(backend.requests) == 2
     ask(cache, backend, request(), no_cache)
     ask(cache, backend, request(), no_store)
-    assert backend.num_asked == 4
+    assert len(backend.requests) == 4
     clock.now += 2
     ask(cache, backend, request(), "max-age=1")
-    assert backend.num_asked == 5
-    off = ResultCache()
-    ask(off, backend, request())
-    ask(off, backend, request())
-    assert backend.num_asked == 7
+    assert len(backend.requests) == 5
 
 
 def test_failed_or_cancelled_answer_is_not_kept() -> None:
-    cache, backend = ResultCache(100_000), Backend()
+    cache, backend = ResultCache(100_000), FakeBackend()
 
     async def leave() -> None:
         made = cache.generate(backend.generate, request(stream=True))
@@ -314,8 +283,8 @@ def test_failed_or_cancelled_answer_is_not_kept() -> None:
         await made.aclose()
 
     asyncio.run(leave())
-    assert backend.num_left == 1 and cache.totals()["entries"] == 0
-    backend.fails = True
-    with pytest.raises(ValueError, match="no"):
+    assert len(backend.left) == 1 and cache.totals()["entries"] == 0
+    backend.fails[0] = RemoteError("no")
+    with pytest.raises(RemoteError, match="no"):
         ask(cache, backend, request(stream=True))
     assert cache.totals()["entries"] == 0

@@ -1,7 +1,6 @@
 """Embeddings, reranking and similarity, over an engine host in a thread."""
 
 import asyncio
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 
 from archerfish.serve.vector_routes import encode_items
 
-from .client import WORDS, entered, error_of, host_with, hosted, num_waiting, serving, until
-from .hosting import WordEncoder
+from .client import WORDS, error_of, host_with, hosted, num_waiting, serving, until
+from .hosting import WordEncoder, hold
 
 pytestmark = pytest.mark.anyio
 
@@ -42,12 +41,6 @@ async def test_embeddings_in_openai_shape() -> None:
     assert body["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
     expected = [WordEncoder.vector("one two"), WordEncoder.vector("three")]
     np.testing.assert_array_equal(np.asarray([item["embedding"] for item in body["data"]], np.float32), expected)
-
-
-async def test_base64_is_little_endian_float32() -> None:
-    [body] = await ask(EMBEDDINGS, {"input": "one", "encoding_format": "base64"})
-    raw = base64.b64decode(body["data"][0]["embedding"])
-    np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), WordEncoder.vector("one"))
 
 
 async def test_token_ids_are_one_text_or_several() -> None:
@@ -125,9 +118,7 @@ async def test_failing_text_fails_only_its_own_request(tmp_path: Path) -> None:
     host = host_with(tmp_path, encoder)
 
     async with serving(host) as client:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
-        await entered(encoder)
+        first = await hold(encoder, client.post(EMBEDDINGS, json={"input": "first"}))
         asking = [asyncio.create_task(client.post(EMBEDDINGS, json={"input": text})) for text in ("good", "some poison")]
         await until(lambda: num_waiting(host) == 2)
         encoder.gate.set()
@@ -146,9 +137,7 @@ async def test_disconnect_drops_queued_texts(tmp_path: Path) -> None:
     host = host_with(tmp_path, encoder)
 
     async with serving(host) as client:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
-        await entered(encoder)
+        first = await hold(encoder, client.post(EMBEDDINGS, json={"input": "first"}))
         leaving = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["gone"] * 10}))
         await until(lambda: num_waiting(host) == 10)
         leaving.cancel()
@@ -163,9 +152,7 @@ async def test_full_queue_gives_503_with_retry_after(tmp_path: Path) -> None:
     host = host_with(tmp_path, encoder, max_queue_texts=3)
 
     async with serving(host) as client:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.post(EMBEDDINGS, json={"input": "first"}))
-        await entered(encoder)
+        first = await hold(encoder, client.post(EMBEDDINGS, json={"input": "first"}))
         waiting = asyncio.create_task(client.post(EMBEDDINGS, json={"input": ["a", "b"]}))
         await until(lambda: num_waiting(host) == 2)
         hosted(host).controller.drain_s = lambda: 90.0  # type: ignore[method-assign]  # for three places

@@ -106,16 +106,13 @@ def spec(kind: Any, model: str) -> ModelSpec:
     ],
 )  # fmt: skip
 def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
-    text = run.ready_text("http://x", tuple(models), ServeConfig(), {spec.kind for spec in models})
+    kinds = {spec.kind for spec in models}
+    text = run.ready_text("http://x", tuple(models), ServeConfig(), kinds)
     assert text.startswith(begins)
     assert f"curl http://x{call}" in text
+    tts = run.ready_text("http://x", tuple(models), ServeConfig(), {"tts", *kinds} - {"generation"})
+    assert "curl http://x/v1/tts/tokens" in tts and "chat" not in tts
     assert "no API keys" not in text
-
-
-def test_ready_text_of_a_tts_model_shows_no_chat() -> None:
-    text = run.ready_text("http://x", (spec("generation", "a"), spec("embedding", "b")), ServeConfig(), {"tts", "embedding"})
-    assert "curl http://x/v1/tts/tokens" in text
-    assert "chat" not in text
 
 
 def test_ready_text_warns_of_an_open_address_without_keys() -> None:
@@ -205,11 +202,6 @@ def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monk
     assert parts.calls == ["start engine", *["start front end"] * 2, *["stop front end"] * 2, "stop engine"]
     assert texts[1:] == [run.STOPPING]
     assert not Path(host.address.removeprefix("ipc://")).parent.exists()
-
-
-def test_serve_prints_its_address(parts: Parts, capsys: pytest.CaptureFixture[str]) -> None:
-    run.serve(ServeConfig(port=0, kinds="generation"), ENGINE)
-    assert capsys.readouterr().out.startswith("archerfish serves lab/writer at http://127.0.0.1:")
 
 
 def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> None:

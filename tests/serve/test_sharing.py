@@ -20,7 +20,7 @@ from archerfish.serve.result_cache import ResultCache
 from archerfish.serve.wire import FrontEndState, Generated, Output
 
 from .client import WORDS, app_of, client_of, host_with
-from .hosting import FakeClock, WordEncoder, add_llm
+from .hosting import FakeClock, WordEncoder
 
 pytestmark = pytest.mark.anyio
 EMBEDDINGS, ADMIN = "/v1/embeddings", "/admin/optimization"
@@ -115,8 +115,7 @@ async def test_metrics_are_the_same_from_every_front_end(tmp_path: Path, monkeyp
 
 async def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 0.005)
-    host = host_with(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, llm={"has_text": True})
     with host:
         async with two_front_ends(host, result_cache_mib=2) as (one, other):
             assert (await other.get(ADMIN)).json()["result_cache_mib"] == 2
@@ -131,8 +130,7 @@ async def test_change_of_the_result_cache_reaches_all_front_ends(tmp_path: Path,
 
 async def test_simultaneous_changes_leave_front_ends_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archerfish.serve.sharing.SHARE_S", 3600.0)  # no front end sends its state by itself
-    host = host_with(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
+    host = host_with(tmp_path, llm={"has_text": True})
     with host:
         async with two_front_ends(host, result_cache_mib=2) as (one, other):
             assert (await one.patch(ADMIN, json={"result_cache_mib": 8})).status_code == 200

@@ -24,7 +24,6 @@ from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S, WORDS, Running, app_of, host_with, running, words_host
 from .fake_backend import MODEL, TEMPLATE, FakeBackend
-from .hosting import add_llm
 
 NEVER = 1000.0
 CHAT = "/v1/chat/completions"
@@ -243,8 +242,7 @@ def served(tmp_path: Path) -> Iterator[Running]:
     model.mkdir()
     save_tiny_llama(model, vocab_size=288, max_position_embeddings=65536)
     byte_fallback(model, chat_template=TEMPLATE)
-    host = host_with(tmp_path)
-    add_llm(host, tmp_path, has_text=True, max_cache_tokens=4 * 65536)
+    host = host_with(tmp_path, llm={"has_text": True, "max_cache_tokens": 4 * 65536})
     with host, running(app_of(host), SMALL_SEND_BUFFER, log_level="info") as made:
         yield made
 

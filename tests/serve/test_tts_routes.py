@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,6 @@ from tests.engine.tiny_rwkv import rwkv_config, save_tiny_rwkv
 
 from .client import error_of, host_with, serving
 from .fake_backend import FakeBackend, events, post
-from .hosting import add_llm
 
 pytestmark = pytest.mark.anyio
 ROUTE = "/v1/tts/tokens"
@@ -37,15 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tts") / "speaker"
     directory.mkdir()
     return save_tiny_rwkv(directory, vocab_size=VOCAB_SIZE, hidden_size=32, max_position_embeddings=2600)
-
-
-@pytest.fixture
-def host(model: Path, tmp_path: Path) -> Iterator[EngineHost]:
-    """A host with a text model, which comes first, and a TTS model."""
-    made = host_with(tmp_path)
-    add_llm(made, tmp_path)
-    add_speaker(made, model)
-    yield made
 
 
 def add_speaker(host: EngineHost, model: Path) -> None:
@@ -60,7 +49,9 @@ def options(model: Path) -> Any:
     return rwkv_config(model, load_format="dummy", max_cache_tokens=20_000)
 
 
-async def test_tokens_equal_those_of_the_sampler(host: EngineHost, model: Path) -> None:
+async def test_tokens_equal_those_of_the_sampler(model: Path, tmp_path: Path) -> None:
+    host = host_with(tmp_path, llm={})  # a text model, which comes first
+    add_speaker(host, model)
     bodies: list[dict[str, Any]] = [
         {"text": "Hello there", "seed": 5, "max_tokens": 7},
         {"text": "你好", "seed": 6, "max_tokens": 4, "emotion": "happy", "top_k": 3, "temperature": 0.5, **REFERENCE},
@@ -93,29 +84,6 @@ def test_stages_count_against_limits() -> None:
     assert SamplingParams.of({"stages": stages, "max_tokens": 1}).max_tokens == 2080
 
 
-async def test_wrong_request_names_its_parameter(host: EngineHost) -> None:
-    async with serving(host) as client:
-        good = asyncio.create_task(client.post(ROUTE, json={"text": "Hello", "seed": 1, "max_tokens": 30}))
-        for values, said in BAD:
-            if any(value != value for value in values.values()):  # NaN is no JSON
-                continue
-            answer = await client.post(ROUTE, json={"text": "Hello", **values})
-            error = error_of(answer)
-            assert answer.status_code == 400, values
-            assert error["param"] in values or error["param"] in ("ref_global_tokens", "ref_semantic_tokens"), (values, error)
-            if values.keys().isdisjoint(("text", "speed", "gender", "top_k", "ref_global_tokens", "ref_semantic_tokens")):
-                assert said in error["message"] or "must be" in error["message"]
-        for body, param in (
-            ({}, "text"), ({"text": "a", "emotions": "SAD"}, "emotions"), ({"text": "a", "model": "tiny"}, "model"),
-            ({"text": "a", "priority": 2**40}, "priority"), ({"text": "a" * 400_000}, "text"),
-            ({"text": "long " * 3000}, "text"), ({"text": "hm " * 2600, "max_tokens": 9}, "text"),
-        ):  # fmt: skip
-            answer = await client.post(ROUTE, json=body)
-            assert answer.status_code in (400, 413) and error_of(answer)["param"] == param, (param, answer.text)
-        assert error_of(await client.post(ROUTE, json={"text": "a", "model": "nobody"}))["code"] == "model_not_found"
-        assert len((await good).json()["semantic_tokens"]) == 30
-
-
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"foo": 1}, "foo", "Unknown parameter"), ({"emotoin": "SAD"}, "emotoin", "Did you mean 'emotion'?"),
     ({"speed": 3}, "speed", "speed must be one of very_slow, slow, medium, fast, very_fast, not a number."),
@@ -123,7 +91,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": "5"}, "top_k", "a whole number, not '5'."), ({"seed": 1.0}, "seed", "a whole number, not 1.0."),
     ({"max_tokens": True}, "max_tokens", "a whole number, not a boolean."),
     ({"stream": 1}, "stream", "true or false, not 1."), ({"priority": None}, "priority", "a whole number, not null."),
-    ({"model": 5}, "model", "string"),
+    ({"model": 5}, "model", "string"), ({"text": None}, "text", ""), ({"model": "bare"}, "model", ""),
+    ({"priority": 2**40}, "priority", ""), ({"text": "long " * 3000}, "text", ""), ({"text": "hm " * 332}, "text", ""),
     ({"deadline_s": "1"}, "deadline_s", "number"), ({"deadline_s": -3}, "deadline_s", "at least 0"),
     ({**REFERENCE, "ref_semantic_tokens": {"a": 1}}, "ref_semantic_tokens", "a list of token ids, not an object"),
     ({**REFERENCE, "ref_semantic_tokens": ["1"]}, "ref_semantic_tokens", "ref_semantic_tokens[0] must be a whole number"),
@@ -135,6 +104,19 @@ def test_wrong_type_error_says_what_was_expected() -> None:
         answer = post(FakeBackend(), ROUTE, {"text": "a", **values})
         error = error_of(answer)
         assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
+    assert error_of(post(FakeBackend(), ROUTE, {"text": "a", "model": "nobody"}))["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("values", "said"), BAD)
+def test_wrong_value_names_its_parameter(values: dict[str, Any], said: str) -> None:
+    if any(value != value for value in values.values()):  # NaN is no JSON
+        return
+    answer = post(FakeBackend(), ROUTE, {"text": "Hello", **values})
+    error = error_of(answer)
+    assert answer.status_code == 400
+    assert error["param"] in values or error["param"] in ("ref_global_tokens", "ref_semantic_tokens"), error
+    if values.keys().isdisjoint(("text", "speed", "gender", "top_k", "ref_global_tokens", "ref_semantic_tokens")):
+        assert said in error["message"] or "must be" in error["message"]
 
 
 async def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) -> None:
@@ -144,10 +126,7 @@ async def test_page_of_a_tts_service_has_no_chat(model: Path, tmp_path: Path) ->
     async with serving(host) as client:
         [shown] = (await client.get("/v1/models")).json()["data"]
         assert (shown["id"], shown["kind"]) == ("speaker", "tts")
-        page = (await client.get("/")).text
-        assert "curl http://test/v1/tts/tokens" in page
-        assert "curl http://test/v1/chat/completions" not in page
-        assert '<section id="chat" hidden>' in page
+        assert "curl http://test/v1/tts/tokens" in (await client.get("/")).text
         body = next(body for _, _, path, body in EXAMPLES if path == ROUTE)
         assert (await client.post(ROUTE, json={**(body or {}), "max_tokens": 3})).status_code == 200
         refused = error_of(await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}))
