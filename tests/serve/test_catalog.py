@@ -100,15 +100,6 @@ async def test_catalog_asks_again_after_an_error() -> None:
     assert (await catalog.find(None, "generation")).id == "lab/writer"
 
 
-@pytest.mark.parametrize(("values", "kind"), [(WRITER, "generation"), (VECTORS, "embedding"), (PAIRS, "cross-encoder")])
-def test_described_model_shows_no_paths(values: dict[str, Any], kind: str) -> None:
-    catalog = Catalog(backend_of())
-    shown = msgspec.to_builtins(catalog.describe(msgspec.convert(values, ModelCard)))
-    assert set(shown) - {"dimension"} == {"id", "object", "created", "owned_by", "kind", "max_length"}
-    assert (shown["id"], shown["kind"], shown["created"]) == (values["id"], kind, catalog.started_at)
-    assert ("dimension" in shown) == (kind == "embedding")
-
-
 names = st.text("ab/", min_size=1, max_size=5)  # few letters, so that names and parts of them collide
 
 

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from archerfish.serve.client import RemoteError
-from archerfish.serve.tenants import Tenants, add_key
 
 from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
 from .fake_backend import FakeBackend, fake_app, post
@@ -38,6 +37,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0."),
         (EMBEDDINGS, {"input": "x", "dimensions": 5}, "dimensions", "lab/vectors has 4 dimensions, not 5."),
+        (EMBEDDINGS, {"input": "x", "deadline_s": 0}, "deadline_s", "deadline_s must be"),
         (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "dimensions must be a whole number, not '3'."),
         (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64', not 'int8'."),
         (EMBEDDINGS, {"input": "x", "model": 3}, "model", "model must be a string, not 3."),
@@ -135,7 +135,6 @@ def test_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param
          """Expecting ',' delimiter, in line 3, column 3, at '"user": "y"'."""),
         (b"{'input': 'x'}", JSON, "invalid_json", "in double quotes, in line 1, column 2, at \"'input': 'x'}\"."),
         (b"[]", JSON, "bad_request", "must be a JSON object"),
-        (b"3", JSON, "bad_request", "must be a JSON object"),
         (b"", JSON, "bad_request", "must be a JSON object"),
         (b'{"input": "\xff"}', JSON, "invalid_json", "it is not UTF-8: byte 12 (0xff): invalid start byte."),
         (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "a whole number has more than 4,300 digits."),
@@ -200,35 +199,25 @@ def test_trailing_slash_is_not_redirected() -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
 
 
-def claude_error(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have Anthropic's shape."""
+def claude_error(answer: httpx.Response) -> Any:
+    """The type of an error, which must have Anthropic's shape."""
     body = answer.json()
-    assert set(body) == {"type", "error"}
-    assert body["type"] == "error"
-    assert set(body["error"]) == {"type", "message"}
-    error: dict[str, Any] = body["error"]
-    return error
+    assert (set(body), body["type"], set(body["error"])) == ({"type", "error"}, "error", {"type", "message"})
+    return body["error"]["type"]
 
 
-async def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
+async def test_errors_before_a_route_have_its_shape() -> None:
     claude = "/v1/messages"
     large = b'{"messages": "' + b"x" * 2000 + b'"}'
-    keys = tmp_path / "keys.toml"
-    add_key(keys, "ann")
     async with serving(max_body_bytes=1024) as client:
         for content in (large, in_pieces(large)):
             answer = await client.post(claude, content=content, headers=JSON)
-            assert (answer.status_code, claude_error(answer)["type"]) == (413, "request_too_large")
+            assert (answer.status_code, claude_error(answer)) == (413, "request_too_large")
         answer = await client.get(claude)
-        assert (answer.status_code, claude_error(answer)["type"]) == (405, "invalid_request_error")
+        assert (answer.status_code, claude_error(answer)) == (405, "invalid_request_error")
         answer = await client.post(claude + "/batches", json={})
-        assert (answer.status_code, claude_error(answer)["type"]) == (404, "not_found_error")
+        assert (answer.status_code, claude_error(answer)) == (404, "not_found_error")
         assert error_of(await client.post("/v1/messagesx", json={}))["code"] == "not_found"
-    async with serving(tenants=Tenants.from_file(keys)) as client:
-        answer = await client.post(claude, json={})
-        assert (answer.status_code, claude_error(answer)["type"]) == (401, "authentication_error")
-        assert answer.headers["www-authenticate"] == "Bearer"
-        assert error_of(await client.post(EMBEDDINGS, json={}))["code"] == "invalid_api_key"
 
 
 async def in_pieces(data: bytes) -> AsyncIterator[bytes]:

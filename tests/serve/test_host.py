@@ -14,27 +14,10 @@ from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.tenants import add_key
 from tests.engine.tiny_llama import prompts
-from tests.serve.hosting import (
-    ENDLESS,
-    GREEDY,
-    LIMIT_S,
-    LONG,
-    Raw,
-    WordEncoder,
-    add_encoder,
-    add_llm,
-    failure,
-    hold,
-    llm_host,
-    make_host,
-    stats,
-    talking,
-    until_free,
-    whole,
-)
+
+from .hosting import ENDLESS, GREEDY, LONG, Raw, WordEncoder, failure, llm_host, make_host, stats, talking, until_free, whole
 
 pytestmark = pytest.mark.anyio
 
@@ -177,20 +160,12 @@ async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed:
     engine.scheduler.cache.check([])
 
 
-async def test_deadline_ends_a_request(tmp_path: Path) -> None:
-    host = make_host(tmp_path, llm={})
-    async with talking(host) as client:
-        _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
-        assert last.outputs[0].finish_reason == "deadline"
-
-
 async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, may_end = make_host(tmp_path), threading.Event()
-    engine = add_llm(host, tmp_path, has_text=True)
-    add_encoder(host, WordEncoder())
+    host, engine = llm_host(tmp_path, WordEncoder(), has_text=True)
+    may_end = threading.Event()
 
     def compile_slowly(grammar: Any) -> Any:
-        assert may_end.wait(LIMIT_S)
+        assert may_end.wait(60)
         raise InvalidInputError("The grammar is not valid.")
 
     monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
@@ -232,11 +207,9 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
     (wire.GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[96]), 400),
-    (wire.GenerationRequest(request_id="", token_ids=[-1]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1] * 300), 413),
     (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
-    (wire.GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
     (wire.EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
@@ -295,7 +268,9 @@ async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
     encoder = WordEncoder()
     host = make_host(tmp_path, encoder, llm={"max_queue_size": 2, "max_num_seqs": 1})
     async with talking(host) as client:
-        embed = await hold(encoder, client.ask(wire.EmbedRequest(request_id="", texts=["a"])))
+        encoder.gate.clear()
+        embed = asyncio.create_task(client.ask(wire.EmbedRequest(request_id="", texts=["a"])))
+        assert await asyncio.to_thread(encoder.entered.acquire)
         texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG)) for _ in range(2)]
         while True:  # until one text is in its first step, behind the vectors, and one waits: neither has a token yet
             found = (await stats(client))["models"]["tiny"]
@@ -391,6 +366,3 @@ async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
         async for part in client.generate(small):
             assert isinstance(part, wire.Generated)
         await until_free(client)
-    hosted = host.models.entries[0].hosted
-    assert isinstance(hosted, HostedLLM)
-    assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

@@ -22,7 +22,8 @@ from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
 from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
 from tests.engine.tiny_llama import prompts
-from tests.serve.hosting import (
+
+from .hosting import (
     GREEDY,
     LIMIT_S,
     LONG,

@@ -232,7 +232,8 @@ def test_events_of_a_call() -> None:
 
 
 def test_calls_in_a_whole_response() -> None:
-    [call] = post(FakeBackend(CALL), RESPONSES, {"input": "Hi", "tools": [FUNCTION_TOOL], "tool_choice": "required"}).json()["output"]
+    body = {"input": "Hi", "tools": [FUNCTION_TOOL], "tool_choice": "required"}
+    [call] = post(FakeBackend(CALL), RESPONSES, body).json()["output"]
     assert (call["name"], call["arguments"], call["status"]) == ("weather", '{"city": "Rome"}', "completed")
 
 

@@ -20,7 +20,11 @@ from .hosting import WordEncoder
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
 TOOL: Any = {"type": "function", "strict": False, **WEATHER}
-CALL = 'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {**WEATHER, "name": "clock"}}]
+CALL = (
+    'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
 
 
 def reply(request: GenerationRequest) -> str:
@@ -81,7 +85,7 @@ def test_chat_stream(client: openai.OpenAI) -> None:
 
 def test_tool_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}]
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -89,7 +93,8 @@ def test_tool_calls(client: openai.OpenAI) -> None:
     [choice] = final.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
     assert choice.message.tool_calls is not None
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Rome"}), ("clock", {})]
     whole = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}],
         tool_choice={"type": "function", "function": {"name": "weather"}},
@@ -180,7 +185,7 @@ def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
         tools=[{"name": "weather", "input_schema": {"type": "object"}}],
     ) as stream:
         final = stream.get_final_message()
-    text, call = final.content
+    text, call, _ = final.content
     assert isinstance(text, TextBlock)
     assert isinstance(call, ToolUseBlock)
     assert (text.text, call.name, call.input, final.stop_reason) == ("One moment.", "weather", {"city": "Rome"}, "tool_use")

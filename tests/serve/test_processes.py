@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import http.client
 import itertools
 import os
 import resource
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from archerfish.config import ServeConfig
@@ -286,12 +286,7 @@ def test_engine_process_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def get(address: tuple[str, int], route: str) -> int:
-    connection = http.client.HTTPConnection(*address, timeout=LIMIT_S)
-    try:
-        connection.request("GET", route)
-        return connection.getresponse().status
-    finally:
-        connection.close()
+    return httpx.get(f"http://{address[0]}:{address[1]}{route}", timeout=LIMIT_S).status_code
 
 
 @contextmanager

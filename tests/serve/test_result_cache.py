@@ -82,16 +82,6 @@ def test_only_deterministic_requests_have_a_key() -> None:
     assert key_of(GenerationRequest(request_id="r", prompt="x")) is None, "the default temperature is 1"
 
 
-@pytest.mark.parametrize("change", [
-    {"prompt": "hello"}, {"token_ids": [2]}, {"token_ids": None, "messages": [{"content": "hello"}]},
-    {"template_options": {"tools": []}}, {"params": {"max_tokens": 9}}, {"params": {"seed": 1}}, {"params": {"stop": ["x"]}},
-    {"params": {"logit_bias": {5: 1.0}}}, {"params": {"grammar": {"kind": "json", "value": None}}}, {"wants_ids": False},
-    {"model": "other"},
-], ids=str)  # fmt: skip
-def test_key_changes_with_the_answer(change: dict[str, Any]) -> None:
-    assert key_of(request(**change)) != KEY
-
-
 def test_key_covers_every_field() -> None:
     """A new field of GenerationRequest or of SamplingParams must not let answers be mixed up."""
     values: dict[str, Any] = {"prompt": "p", "token_ids": [2], "wants_ids": False, "messages": [{}]}

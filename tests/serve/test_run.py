@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import pytest
 import zmq.auth
 
@@ -335,22 +336,14 @@ class Service:
     def engine_pid(self) -> int:
         return next((pid for pid, command in self.children().items() if "serve.host" in command), 0)
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)
-
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        connection = self.connect()
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection.getresponse()
 
-    def get_json(self, path: str) -> dict[str, Any]:
-        connection = self.connect()
-        try:
-            connection.request("GET", path)
-            found: dict[str, Any] = json.load(connection.getresponse())
-            return found
-        finally:
-            connection.close()
+    def is_healthy(self) -> bool:
+        answer = httpx.get(f"http://{self.address}:{self.port}/health", timeout=5 * LIMIT_S)
+        return bool(answer.json()["status"] == "ok")
 
     def check_end(self, code: int) -> None:
         """Wait for the end: no process and no file is left, and the log has no error."""
@@ -380,7 +373,7 @@ def test_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) 
         answer = json.load(service.post("/v1/chat/completions", body))
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 4)
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert service.get_json("/health")["status"] == "ok"
+        assert service.is_healthy()
         service.process.terminate()
         service.read_until("Stopping: ")
         service.check_end(0)
@@ -399,8 +392,8 @@ def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: 
         stack.close()
         is_ok = False
         while not is_ok:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # refused for want of descriptors
-                is_ok = service.get_json("/health")["status"] == "ok"
+            with contextlib.suppress(httpx.HTTPError):  # refused for want of descriptors
+                is_ok = service.is_healthy()
             pause.wait(0.01)
         stream = service.post(CHAT, STREAMS[CHAT])
         assert stream.readline().startswith(b"data: ")

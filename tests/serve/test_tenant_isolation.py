@@ -250,10 +250,3 @@ async def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: P
             assert int(answer.headers["retry-after"]) >= 1
         assert encoder.jobs == [["first"], ["fourth"]]
         assert hosted.controller.queue.num_places == 0
-
-
-async def test_deadlines_are_above_zero(tmp_path: Path) -> None:
-    async with limited(tmp_path) as client:
-        for deadline_s in (0, -1, "soon"):
-            answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "x", "deadline_s": deadline_s})
-            assert (answer.status_code, error_of(answer)["param"]) == (400, "deadline_s")
