@@ -132,7 +132,7 @@ async def test_leaving_cancels_the_request(address: str, start: Start, way: str)
         assert engine.received[-1] == wire.Cancel(v=1, request_id="7")
 
 
-async def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address: str, start: Start) -> None:
+async def test_client_refuses_a_request_id_in_use(address: str, start: Start) -> None:
     engine = start(lambda message: [wire.Pong(request_id="7")] if isinstance(message, wire.Ping) else [])
     async with AsyncClient(address) as client:
         message = wire.Query(request_id="7")
@@ -147,7 +147,7 @@ async def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address:
         await asyncio.gather(pinging, return_exceptions=True)
 
 
-async def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_found(address: str, start: Start) -> None:
+async def test_dead_engine_fails_requests_and_the_next_is_found(address: str, start: Start) -> None:
     engine = start(lambda message: [wire.Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
     async with AsyncClient(address, retry_after_s=4.0) as client:
         stream = client.generate(wire.GenerationRequest(request_id="s", stream=True))

@@ -294,8 +294,8 @@ loads = "idle"
 
 
 async def test_models_of_the_configuration_file_are_served(tmp_path: Path) -> None:
-    for name in ("first", "second", "third"):
-        tiny_spec(tmp_path / name)
+    for directory in ("first", "second", "third"):
+        tiny_spec(tmp_path / directory)
     config_file = tmp_path / "config.toml"
     config_file.write_text(TOML.format(directory=tmp_path))
     engine = EngineConfig(max_num_seqs=4, max_cache_tokens=2048, dtype="float32", load_format="dummy")

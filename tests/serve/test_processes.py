@@ -85,7 +85,7 @@ def wait_for_start(child: KeptProcess, num_starts: int) -> None:
         pause.wait(0.005)
 
 
-def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Path) -> None:
+def test_killed_engine_is_restarted(tmp_path: Path) -> None:
     shared_before = set(Path("/dev/shm").iterdir())
 
     async def main(child: KeptProcess, address: str) -> list[int]:
@@ -113,7 +113,7 @@ def test_killed_engine_is_restarted_and_no_request_is_lost_silently(tmp_path: Pa
 
 
 @pytest.mark.parametrize("grace_s", [30.0, 0.0])
-def test_stopping_lets_requests_finish_within_the_grace_time(tmp_path: Path, grace_s: float) -> None:
+def test_engine_process_has_a_grace_time(tmp_path: Path, grace_s: float) -> None:
     async def main(child: KeptProcess, address: str) -> None:
         async with asyncio.timeout(LIMIT_S), AsyncClient(address) as client:
             running = await start_streams(client, 3, LONG if grace_s else ENDLESS)
@@ -153,7 +153,7 @@ CONFIG = HostConfig(address="ipc:///nowhere", silence_s=10.0)
 
 
 @pytest.mark.parametrize("command", [("false",), (sys.executable, "-c", "print('hello')")])
-def test_process_that_ends_before_it_serves_is_a_start_error(command: tuple[str, ...]) -> None:
+def test_early_end_is_a_start_error(command: tuple[str, ...]) -> None:
     with pytest.raises(ProcessStartError, match="ended while it started"), engine_process(CONFIG, command=command):
         pass
 
@@ -186,7 +186,7 @@ def no_free_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_process_is_watched_without_a_free_descriptor_and_restarted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_waits_for_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
     monkeypatch.setattr(processes.logger, "error", lambda text, *_: failed.set() if "could not be started" in text else None)
     monkeypatch.setattr(processes, "backoff_s", lambda num_short_lives: 0.01)
@@ -240,7 +240,7 @@ HEEDING = f"import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: sys.exit
 
 
 @pytest.mark.parametrize(("script", "last_s", "code"), [(DEAF, 0.01, -signal.SIGKILL), (HEEDING, LIMIT_S, 7)])
-def test_killed_front_ends_get_a_moment_and_are_not_replaced(
+def test_killed_front_ends_are_not_replaced(
     script: str, last_s: float, code: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "LAST_S", last_s)
@@ -304,7 +304,7 @@ def front_ends(directory: Path, number: int) -> Iterator[tuple[list[KeptProcess]
             processes.stop_all(children)
 
 
-def test_every_front_end_accepts_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+def test_dead_front_end_is_replaced(tmp_path: Path) -> None:
     with front_ends(tmp_path, 2) as (children, address):
         assert get(address, "/health") == 200
         for paused in children:

@@ -62,7 +62,7 @@ def test_options_choose_the_models(options: dict[str, Any], expected: list[tuple
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
 
 
-def test_story_model_is_served_on_demand_with_the_default_model() -> None:
+def test_story_model_is_added_to_the_default_model() -> None:
     engine = EngineConfig(num_threads=3, max_model_len=64, load_format="dummy", enable_prefix_caching=False)
     for config, others in ((ServeConfig(), 2), (ServeConfig(kinds="generation", loads="idle"), 1)):
         *usual, story = run.models_of(config, engine, EMBED)
@@ -107,7 +107,7 @@ def spec(kind: Any, model: str) -> ModelSpec:
     ],
 )  # fmt: skip
 def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
-    kinds = {spec.kind for spec in models}
+    kinds: set[str] = {spec.kind for spec in models}
     text = run.ready_text("http://x", tuple(models), ServeConfig(), kinds)
     assert text.startswith(begins)
     assert f"curl http://x{call}" in text
@@ -205,7 +205,7 @@ def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monk
     assert not Path(host.address.removeprefix("ipc://")).parent.exists()
 
 
-def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> None:
+def test_service_stops_in_order_with_a_broken_pipe(parts: Parts) -> None:
     def announce(text: str) -> None:
         if text == run.STOPPING:
             raise BrokenPipeError
@@ -214,7 +214,7 @@ def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> 
     assert parts.calls[-2:] == ["stop front end", "stop engine"]
 
 
-def test_errors_in_the_configuration_show_before_models_are_loaded(parts: Parts, tmp_path: Path) -> None:
+def test_configuration_errors_show_before_loading(parts: Parts, tmp_path: Path) -> None:
     with run.bind(ServeConfig(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
@@ -226,7 +226,7 @@ def test_errors_in_the_configuration_show_before_models_are_loaded(parts: Parts,
     assert parts.fetched == parts.engines == []
 
 
-def test_signal_while_models_are_loaded_stops_all_processes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_while_loading_stops_all_processes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "wait", lambda child: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -366,7 +366,7 @@ class Service:
         self.process.stdout.close()
 
 
-def test_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_whole_service_leaves_nothing_behind(tmp_path: Path) -> None:
     with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error") as service:
         assert [path.name.startswith("archerfish-") for path in service.scratch.iterdir()] == [True]
         body = {"messages": [{"role": "user", "content": "the cats"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -380,7 +380,7 @@ def test_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) 
         assert not {"ERROR", "Traceback"} & set(service.log.read_text().split())
 
 
-def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: Path) -> None:
+def test_engine_restarts_while_descriptors_are_used_up(tmp_path: Path) -> None:
     pause = threading.Event()
     with Service(tmp_path, max_files=64) as service, contextlib.ExitStack() as stack:
         for _ in range(100):

@@ -124,7 +124,7 @@ def test_request_may_arrive_byte_by_byte() -> None:
         assert text_of(answer_on(slow)) == "Hello there"
 
 
-def test_unfinished_requests_cost_no_thread_and_delay_no_other() -> None:
+def test_unfinished_requests_cost_no_thread() -> None:
     payload, backend = request(chat()), FakeBackend()
     head_end = payload.index(b"\r\n\r\n") + 4
     cuts = [0, 1, head_end // 2, head_end - 1, head_end, len(payload) - 1]
@@ -167,7 +167,7 @@ def test_time_limits_do_not_apply_to_a_slow_answer() -> None:
         wait_for(lambda: backend.num_sent == 1)
         with connect(served) as silent:
             assert rest_of(silent)  # the time limits are over
-        loop: Any = next(iter(served.server.server_state.connections)).loop  # type: ignore[union-attr]
+        loop: Any = next(iter(served.server.server_state.connections)).loop
         loop.call_soon_threadsafe(backend.gate.set)
         assert answer_on(patient).read().endswith(b"data: [DONE]\n\n")
 
@@ -216,6 +216,7 @@ def test_closed_socket_cancels_the_request() -> None:
 
 
 def test_head_is_get_without_a_body() -> None:
+    threads = set(threading.enumerate())
     with words_host() as host, host, running(app_of(host)) as served:
         connection = http.client.HTTPConnection(*served.address, timeout=LIMIT_S)
         for path in ("/", "/health", "/ready", "/metrics", "/stats", "/v1/models", f"/v1/models/{WORDS}", "/openapi.json"):
@@ -230,6 +231,7 @@ def test_head_is_get_without_a_body() -> None:
         answer = connection.getresponse()
         assert (answer.status, answer.read()) == (404, b"")
         connection.close()
+    assert set(threading.enumerate()) <= threads  # host and server have ended theirs
 
 
 # The end
@@ -282,7 +284,7 @@ def check_error_event(path: str, rest: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["at a second signal", "when the grace is over"])
-def test_running_streams_get_an_error_in_the_form_of_their_route(
+def test_stopped_streams_get_an_error_event(
     cut: str, served: Running, monkeypatch: pytest.MonkeyPatch, warnings: Warnings
 ) -> None:
     if cut == "when the grace is over":
@@ -353,7 +355,7 @@ def test_sigterm_stops_and_sigint_forces() -> None:
         assert (server.should_exit, server.force_exit) == (True, is_forced)
 
 
-def test_requests_finish_within_the_grace_time_and_new_ones_are_refused(served: Running) -> None:
+def test_requests_finish_within_the_grace_time(served: Running) -> None:
     body = {**STREAMS["/v1/completions"], "max_tokens": 200}
     answer = served.post("/v1/completions", body).getresponse()
     assert answer.readline().startswith(b"data: ")

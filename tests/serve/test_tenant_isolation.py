@@ -217,7 +217,7 @@ async def test_tokens_that_a_front_end_counts_are_set_right(tmp_path: Path) -> N
         assert (await client.post("/detokenize", json={**ids, "tokens": [5] * left})).status_code == 200
 
 
-async def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path: Path) -> None:
+async def test_texts_over_a_limit_are_not_tokenised(tmp_path: Path) -> None:
     encoder = WordEncoder(WORDS)
     async with limited(tmp_path, encoder, tokens_per_minute=100) as client:
         tokenized: list[Any] = []
@@ -227,7 +227,7 @@ async def test_texts_over_a_limit_are_refused_before_they_are_tokenised(tmp_path
         assert not tokenized
 
 
-async def test_texts_that_would_miss_their_deadline_are_not_computed(tmp_path: Path) -> None:
+async def test_late_texts_are_not_computed(tmp_path: Path) -> None:
     """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job ends."""
     clock, encoder = FakeClock(), WordEncoder(WORDS)
     host = host_with(tmp_path, encoder, clock=clock)

@@ -103,7 +103,8 @@ def test_wrong_type_error_says_what_was_expected() -> None:
     for values, param, said in WRONG:
         answer = post(FakeBackend(), ROUTE, {"text": "a", **values})
         error = error_of(answer)
-        assert (answer.status_code, error["param"]) == (400, param) and said in error["message"], (values, error)
+        statuses = (400, 413) if len(str(values.get("text"))) > 99 else (400,)
+        assert answer.status_code in statuses and error["param"] == param and said in error["message"], (values, error)
     assert error_of(post(FakeBackend(), ROUTE, {"text": "a", "model": "nobody"}))["code"] == "model_not_found"
 
 
