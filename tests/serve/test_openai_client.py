@@ -116,7 +116,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert (answer.output_text, answer.status) == ("Hello thére", "completed")
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == 3
-    with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL]) as stream:
+    with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL, {**TOOL, "name": "clock"}]) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds.count("response.function_call_arguments.delta") > 5
@@ -182,7 +182,7 @@ def test_messages(claude: anthropic.Anthropic) -> None:
 def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(
         model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}],
-        tools=[{"name": "weather", "input_schema": {"type": "object"}}],
+        tools=[{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "clock")],
     ) as stream:
         final = stream.get_final_message()
     text, call, _ = final.content
