@@ -19,7 +19,7 @@ from .fake_backend import KEY, LIMIT_S, MODEL, FakeBackend, fake_app, keyed_app
 from .hosting import WordEncoder
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
-TOOL: Any = {"type": "function", "strict": False, **WEATHER}
+RESPONSE_TOOLS: Any = [{"type": "function", "strict": False, **WEATHER, "name": name} for name in ("weather", "clock")]
 TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {**WEATHER, "name": "clock"}}]
 CALL = (
     'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
@@ -116,7 +116,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert (answer.output_text, answer.status) == ("Hello thére", "completed")
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == 3
-    with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL, {**TOOL, "name": "clock"}]) as stream:
+    with client.responses.stream(model=MODEL, input="Hi", tools=RESPONSE_TOOLS) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds.count("response.function_call_arguments.delta") > 5
