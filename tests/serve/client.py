@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import http.client
+import json
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,17 @@ from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_encoder import HostedEncoder
 from archerfish.serve.tenants import Tenants
 
-from .fake_backend import error_of, until
-from .hosting import WordEncoder, add_encoder, make_host
+from .fake_backend import LIMIT_S, client_of, error_of, until
+from .hosting import WordEncoder, make_host
 
-__all__ = ["error_of", "until"]
-LIMIT_S = 20
+__all__ = ["LIMIT_S", "client_of", "error_of", "until"]
 PASS = "the-pass-of-the-front-ends"
 WORDS = "fake/words"
-Test = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
-def host_with(directory: Path, *encoders: WordEncoder, aliases: tuple[str, ...] = (), **options: Any) -> EngineHost:
+def host_with(directory: Path, *encoders: WordEncoder, **options: Any) -> EngineHost:
     """An engine host that is not started yet; front ends use the password PASS."""
-    host = make_host(directory, **{"front_end_pass": PASS, **options})
-    for encoder in encoders:
-        add_encoder(host, encoder)
-        host.models.entries[-1].aliases = aliases
-    return host
+    return make_host(directory, *encoders, **{"front_end_pass": PASS, **options})
 
 
 @contextmanager
@@ -57,50 +53,52 @@ def app_of(
 
 
 @asynccontextmanager
-async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an app, inside of the app's lifespan, which httpx does not run."""
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield client
+async def serving(host: EngineHost | None = None, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a fresh app over a host, which serves meanwhile. options: those of `app_of`."""
+    with words_host() if host is None else nullcontext(host) as served, served:
+        async with client_of(app_of(served, **options)) as client:
+            yield client
 
 
-def with_app(test: Test, app: Starlette) -> None:
-    """Run a test against an app; no task may be left over."""
+@dataclass
+class Running:
+    """A server in a thread."""
 
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), client_of(app) as client:
-            await test(client)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+    server: front.Server
+    address: tuple[str, int]
+    thread: threading.Thread
 
-    asyncio.run(main())
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
 
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(*self.address, timeout=LIMIT_S)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return connection
 
-def with_client(test: Test, host: EngineHost | None = None, **options: Any) -> None:
-    """Run a test against a fresh app over a host, which serves meanwhile. options: those of `app_of`."""
-    if host is None:
-        with words_host() as made:
-            with_client(test, made, **options)
-        return
-    with host:
-        with_app(test, app_of(host, **options))
+    def join(self) -> None:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
 
 
 @contextmanager
-def running(app: Starlette, **options: Any) -> Iterator[tuple[str, int]]:
-    """Host and port of a server of an app in a thread."""
-    config = ServeConfig(**{"port": 0, "log_level": "error", **options})
-    ready = threading.Event()
+def running(app: Starlette, *socket_options: tuple[int, int, int], log_level: str = "error") -> Iterator[Running]:
+    """A server of an app. socket_options: those of its socket, which its connections have too."""
+    config, ready = ServeConfig(port=0, log_level=log_level), threading.Event()
     with run.bind(config) as listener:
+        for option in socket_options:
+            listener.setsockopt(*option)
         server = front.make_server(app, config, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        made = Running(server, listener.getsockname(), thread)
         try:
             assert ready.wait(LIMIT_S)
-            yield listener.getsockname()
+            yield made
         finally:
-            server.should_exit = True
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
+            server.should_exit = server.force_exit = True
+            made.join()
 
 
 def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
@@ -112,8 +110,3 @@ def hosted(host: EngineHost, name: str = WORDS) -> HostedEncoder:
 def num_waiting(host: EngineHost, name: str = WORDS) -> int:
     """Texts that have been tokenized and wait for a job."""
     return sum(len(encoding.texts) for encoding in list(hosted(host, name)._queue))
-
-
-async def entered(encoder: WordEncoder) -> None:
-    """Waits until an encoder has begun a pass."""
-    assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)

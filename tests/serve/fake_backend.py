@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -19,26 +19,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from archerfish.config import EngineConfig
 from archerfish.engine.request_maker import RUNNING_OPTIONS
 from archerfish.engine.tts import VOCAB_SIZE
+from archerfish.serve import wire
 from archerfish.serve.app import create_app
 from archerfish.serve.client import Answer, Part, Question, RemoteError
 from archerfish.serve.tenants import Tenants
-from archerfish.serve.wire import (
-    Chunk,
-    Configure,
-    EmbedRequest,
-    ExplainRequest,
-    Generated,
-    GenerationRequest,
-    Output,
-    Ping,
-    Pong,
-    Query,
-    Report,
-    ScoreRequest,
-    Vectors,
-)
 from archerfish.text.text_tokenizer import byte_alphabet
 
+LIMIT_S = 20
 END, START = 256, 257  # <|end|> and <|start|>
 MODEL = "lab/writer"
 KEY = "a-key-of-the-tenant-acme"
@@ -74,13 +61,6 @@ def model_directory() -> Path:
     return save_model(Path(kept_directory().name))
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def ids(text: str) -> list[int]:
     return list(text.encode())
 
@@ -88,12 +68,15 @@ def ids(text: str) -> list[int]:
 class FakeBackend:
     """Answers each request with `reply` of it, a token per chunk; the end token comes unless max_tokens does first."""
 
-    def __init__(self, reply: str | Callable[[GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
+    def __init__(self, reply: str | Callable[[wire.GenerationRequest], str] = "Hello there", *, max_length: int = 1000) -> None:
         self.directory, self.max_length = model_directory(), max_length
         self.max_prompt_bytes = 0
         self.vocab_size = VOCAB_SIZE  # of TTS, whose tokens are these bytes as well
         self.reply = reply
-        self.requests: list[GenerationRequest] = []
+        self.requests: list[wire.GenerationRequest] = []
+        self.asked: list[Question] = []
+        self.ask_error: RemoteError | None = None
+        self.cards: list[dict[str, Any]] | None = None  # instead of those of the usual models
         self.left: list[str] = []  # requests that were left before their end
         self.ended: list[tuple[str, int]] = []  # sequences of several that came to their end before
         self.num_sent = 0
@@ -109,7 +92,7 @@ class FakeBackend:
     def params(self) -> dict[str, Any]:
         return self.requests[-1].params
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Part, None]:
+    async def generate(self, request: wire.GenerationRequest) -> AsyncGenerator[Part, None]:
         self.requests.append(request)
         assert request.token_ids is not None
         assert request.wants_ids
@@ -124,13 +107,13 @@ class FakeBackend:
                 if number >= self.num_before_gate:
                     await self.gate.wait()
                 self.num_sent += 1
-                is_done = isinstance(part, Generated)
+                is_done = isinstance(part, wire.Generated)
                 yield part
         finally:
             if not is_done:
                 self.left.append(request.request_id)
 
-    def _parts(self, request: GenerationRequest) -> list[Part]:
+    def _parts(self, request: wire.GenerationRequest) -> list[Part]:
         outputs = [self._output(request, index) for index in range(request.params.get("n", 1))]
         chunks: list[Part] = []
         for output in outputs:
@@ -140,7 +123,7 @@ class FakeBackend:
                 is_last = end >= len(output.token_ids)
                 logprobs = None if output.logprobs is None else output.logprobs[place:end]
                 chunks.append(
-                    Chunk(
+                    wire.Chunk(
                         request_id=request.request_id, index=output.index, token_ids=output.token_ids[place:end],
                         finish_reason=output.finish_reason if is_last else None, logprobs=logprobs,
                         stop_reason=output.stop_reason if is_last else None, num_cached_tokens=0 if chunks else self.num_cached,
@@ -150,45 +133,49 @@ class FakeBackend:
         prompt_logprobs = None
         if request.params.get("prompt_logprobs") is not None:
             prompt_logprobs = [logprob_of(i, request.params["prompt_logprobs"]) for i in prompt_ids[1:]]
-        final = Generated(
+        final = wire.Generated(
             request_id=request.request_id, model=request.model, outputs=[] if request.stream else outputs,
             num_prompt_tokens=len(prompt_ids), num_output_tokens=sum(len(output.token_ids) for output in outputs),
             num_cached_tokens=self.num_cached, prompt_logprobs=prompt_logprobs,
         )
         return [*chunks, final]
 
-    def _output(self, request: GenerationRequest, index: int) -> Output:
+    def _output(self, request: wire.GenerationRequest, index: int) -> wire.Output:
         text = self.reply if isinstance(self.reply, str) else self.reply(request)
         token_ids = [*ids(text + (f" {index}" if index else "")), END]
         most = request.params.get("max_tokens", 16)
         is_cut = most is not None and len(token_ids) > most
         token_ids = token_ids[:most]
         wanted = request.params.get("logprobs")
-        return Output(
+        return wire.Output(
             index=index, token_ids=token_ids, finish_reason=self.finish_reason or ("length" if is_cut else "stop"),
             stop_reason=None if is_cut or self.finish_reason else END,
             logprobs=None if wanted is None else [logprob_of(i, wanted) for i in token_ids],
         )
 
     async def ask(self, message: Question) -> Answer:
-        if isinstance(message, Query):
-            return Report(request_id=message.request_id, values=self._report(message.about))
-        if isinstance(message, Ping):
-            return Pong(request_id=message.request_id, seconds=0.001)
-        if isinstance(message, Configure):
+        self.asked.append(message)
+        if self.ask_error is not None:
+            raise self.ask_error
+        if isinstance(message, wire.Query):
+            return wire.Report(request_id=message.request_id, values=self._report(message.about))
+        if isinstance(message, wire.Ping):
+            return wire.Pong(request_id=message.request_id, seconds=0.001)
+        if isinstance(message, wire.Configure):
             self.config = self.config.replace(**message.options)
             values = {name: getattr(self.config, name) for name in RUNNING_OPTIONS}
-            return Report(request_id=message.request_id, values=values)
-        if isinstance(message, (EmbedRequest, ScoreRequest)):
-            texts = message.texts if isinstance(message, EmbedRequest) else message.documents
-            rows = np.full((len(texts), 4 if isinstance(message, EmbedRequest) else 1), 0.5, "<f4")
-            return Vectors(
+            return wire.Report(request_id=message.request_id, values=values)
+        if isinstance(message, (wire.EmbedRequest, wire.ScoreRequest)):
+            texts = message.texts if isinstance(message, wire.EmbedRequest) else message.documents
+            rows = np.full((len(texts), 4 if isinstance(message, wire.EmbedRequest) else 1), 0.5, "<f4")
+            return wire.Vectors(
                 request_id=message.request_id, num_rows=rows.shape[0], num_columns=rows.shape[1], data=rows.tobytes(),
                 num_tokens=len(texts),
             )
-        assert isinstance(message, ExplainRequest)
+        assert isinstance(message, wire.ExplainRequest)
         assert message.token_ids is not None
-        return Report(request_id=message.request_id, values={"num_tokens": len(message.token_ids), "tenant": message.tenant})
+        values = {"num_tokens": len(message.token_ids), "tenant": message.tenant}
+        return wire.Report(request_id=message.request_id, values=values)
 
     def end_sequence(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))
@@ -196,6 +183,8 @@ class FakeBackend:
     def _report(self, about: str) -> dict[str, Any]:
         if about != "models":
             return {}
+        if self.cards is not None:
+            return {"models": self.cards}
         card = {"id": MODEL, "kind": "generation", "directory": str(self.directory), "max_length": self.max_length}
         card |= {"vocab_size": self.vocab_size, "max_prompt_bytes": self.max_prompt_bytes}
         bare = {"id": "lab/bare", "kind": "generation", "directory": "", "max_length": 100}
@@ -223,29 +212,13 @@ def keyed_app(backend: FakeBackend) -> Starlette:
 
 
 @asynccontextmanager
-async def client_for(
-    backend: FakeBackend, app: Callable[[FakeBackend], Starlette] = fake_app
-) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app(backend), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+async def client_of(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app, inside of the app's lifespan, which httpx does not run. No task may be left over."""
+    before, transport = asyncio.all_tasks(), httpx.ASGITransport(app, raise_app_exceptions=False)
+    http = httpx.AsyncClient(transport=transport, base_url="http://test")
+    async with asyncio.timeout(LIMIT_S), app.router.lifespan_context(app), http as client:
         yield client
-
-
-LIMIT_S = 20
-
-
-def with_backend(
-    backend: FakeBackend, test: Callable[[httpx.AsyncClient], Awaitable[None]],
-    app: Callable[[FakeBackend], Starlette] = fake_app,
-) -> None:
-    """Run a test against the routes over a backend; no task may be left over."""
-
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), client_for(backend, app) as client:
-            await test(client)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
+    assert asyncio.all_tasks() == before
 
 
 def post(
@@ -253,15 +226,14 @@ def post(
     headers: dict[str, str] | None = None,
 ) -> httpx.Response:
     """One answer. body: an object for JSON, or the bytes themselves."""
-    answers: list[httpx.Response] = []
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **(headers or {})}
 
-    async def test(client: httpx.AsyncClient) -> None:
-        answers.append(await client.post(route, content=content, headers=sent))
+    async def main() -> httpx.Response:
+        async with client_of(app(backend)) as client:
+            return await client.post(route, content=content, headers=sent)
 
-    with_backend(backend, test, app)
-    return answers[0]
+    return asyncio.run(main())
 
 
 def events(answer: httpx.Response) -> list[dict[str, Any]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from tests.engine.tiny_llama import save_tiny_llama, tiny_config
 from tests.text.tiny_tokenizers import byte_fallback
 
 LIMIT_S = 60
+T = TypeVar("T")
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 3000}  # for a model of max_len 4096
@@ -96,9 +97,17 @@ class WordEncoder:
         self.is_closed = True
 
 
-def make_host(directory: Path, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> EngineHost:
-    """A host without models, at a socket in a directory. The options are those of HostConfig."""
-    return EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
+def make_host(
+    directory: Path, *encoders: WordEncoder, llm: dict[str, Any] | None = None, clock: Callable[[], float] = time.monotonic,
+    **options: Any,
+) -> EngineHost:
+    """A host at a socket in a directory. llm: options of `add_llm`, or None without one. options: those of HostConfig."""
+    host = EngineHost(HostConfig(**{"address": f"ipc://{directory}/socket", **options}), clock=clock)
+    for encoder in encoders:
+        add_encoder(host, encoder)
+    if llm is not None:
+        add_llm(host, directory, **llm)
+    return host
 
 
 def add_llm(
@@ -121,6 +130,20 @@ def add_llm(
     return made[0]
 
 
+async def hold(encoder: WordEncoder, asking: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a request whose job does not end before the gate of the encoder is set."""
+    encoder.gate.clear()
+    task = asyncio.create_task(asking)
+    assert await asyncio.to_thread(encoder.entered.acquire, timeout=LIMIT_S)
+    return task
+
+
+def llm_host(directory: Path, *encoders: WordEncoder, **options: Any) -> tuple[EngineHost, LLMEngine]:
+    """A host of a tiny Llama, and its engine. options: those of `add_llm`."""
+    host = make_host(directory, *encoders)
+    return host, add_llm(host, directory, **options)
+
+
 def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") -> None:
     kind = "cross-encoder" if encoder.is_cross_encoder else "embedding"
     host.models.add(ModelEntry(encoder.model_name, kind, lambda lane: HostedEncoder(cast(Any, encoder), lane, host), loads))
@@ -130,24 +153,8 @@ def add_encoder(host: EngineHost, encoder: WordEncoder, loads: str = "start") ->
 async def talking(host: EngineHost) -> AsyncIterator[AsyncClient]:
     """A client of a host, which serves meanwhile."""
     with host:
-        async with asyncio.timeout(LIMIT_S), client_of(host) as client:
+        async with asyncio.timeout(LIMIT_S), AsyncClient(host.config.address) as client:
             yield client
-
-
-def talk(host: EngineHost, test: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    """Run a test against a host that serves meanwhile."""
-
-    async def main() -> None:
-        async with talking(host) as client:
-            await test(client)
-
-    asyncio.run(main())
-
-
-@asynccontextmanager
-async def client_of(host: EngineHost, **options: Any) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(host.config.address, **options) as client:
-        yield client
 
 
 async def whole(client: AsyncClient, **fields: Any) -> tuple[list[Chunk], Generated]:
@@ -179,6 +186,38 @@ async def until_free(client: AsyncClient, model: str = "tiny") -> dict[str, Any]
         found = await stats(client)
         if not found["models"][model]["num_blocks_in_use"] and not found["models"][model]["concurrent_requests"]:
             return found
+
+
+class Scripted:
+    """An engine process of a thread: `act` gets every request and returns the answers to it, or None to die."""
+
+    def __init__(self, address: str, act: Callable[[Any], list[Message] | None]) -> None:
+        self.address, self.act = address, act
+        self.received: list[Any] = []
+        self.has_received = threading.Semaphore(0)
+        self._stop = threading.Event()
+        self._socket = open_socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(10):
+                continue
+            client, _, payload = self._socket.recv_multipart()
+            self.received.append(wire.decode_request(payload))
+            answers = self.act(self.received[-1])
+            if answers is None:
+                break
+            for answer in answers:
+                self._socket.send_multipart([client, b"", wire.encode(answer)])
+            self.has_received.release()
+        self._socket.close(1000)
+
+    def die(self) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 class Raw:

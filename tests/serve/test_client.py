@@ -4,53 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from archerfish.errors import InvalidInputError, InvalidOptionError, StoppedError
 from archerfish.serve import wire
-from archerfish.serve.client import AsyncClient, Client, RemoteError, open_socket
+from archerfish.serve.client import AsyncClient, Client, RemoteError
+
+from .hosting import Scripted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
-
-
-class Scripted:
-    """An engine process of a thread: `act` gets every request and returns the answers to it."""
-
-    def __init__(self, address: str, act: Callable[[Any], list[wire.Message]]) -> None:
-        self.address, self.act = address, act
-        self.received: list[Any] = []
-        self.has_received = threading.Semaphore(0)
-        self._stop = threading.Event()
-        self._socket = open_socket(zmq.ROUTER)
-        self._socket.bind(address)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            if not self._socket.poll(10):
-                continue
-            client, _, payload = self._socket.recv_multipart()
-            message = wire.decode_request(payload)
-            self.received.append(message)
-            for answer in self.act(message):
-                self._socket.send_multipart([client, b"", wire.encode(answer)])
-            self.has_received.release()
-        self._socket.close(1000)
-
-    def die(self) -> None:
-        self._stop.set()
-        self._thread.join()
+Start = Callable[[Callable[[Any], Any]], Scripted]
 
 
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/socket"
+
+
+@pytest.fixture
+def start(address: str) -> Iterator[Start]:
+    """Starts scripted engine processes, which die at the end of the test."""
+    engines: list[Scripted] = []
+
+    def made(act: Any) -> Scripted:
+        engines.append(Scripted(address, act))
+        return engines[-1]
+
+    yield made
+    for engine in engines:
+        engine.die()
 
 
 def echo(message: Any) -> list[wire.Message]:
@@ -66,18 +52,17 @@ async def texts_of(client: AsyncClient, prompt: str, request_id: str = "") -> st
     return "".join(part.text for part in parts if isinstance(part, wire.Chunk))
 
 
-async def test_each_request_gets_its_own_answers(address: str) -> None:
-    engine = Scripted(address, echo)
+async def test_each_request_gets_its_own_answers(address: str, start: Start) -> None:
+    engine = start(echo)
     async with AsyncClient(address) as client:
         words = ["one", "two", "three"] * 10
         assert await asyncio.gather(*(texts_of(client, word) for word in words)) == words
         assert [message.prompt for message in engine.received] == words  # sent in order
         assert isinstance(await client.ask(wire.Ping(request_id="mine")), wire.Pong)
         assert engine.received[-1].request_id == "mine"
-    engine.die()
 
 
-async def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> None:
+async def test_bundles_are_split_and_unknown_answers_ignored(address: str, start: Start) -> None:
     held: list[str] = []
 
     def act(message: Any) -> list[wire.Message]:
@@ -92,7 +77,7 @@ async def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> No
             ]),
             wire.Bundle(request_id="", answers=[wire.Chunk(request_id=second, text="c"), wire.Generated(request_id=second)]),
         ]  # fmt: skip
-    engine = Scripted(address, act)
+    engine = start(act)
     async with AsyncClient(address) as client:
         asking = [texts_of(client, "", str(number)) for number in range(3)]
         first, second, third = await asyncio.gather(*asking, return_exceptions=True)
@@ -100,14 +85,13 @@ async def test_bundles_are_split_and_unknown_answers_ignored(address: str) -> No
         assert isinstance(third, RemoteError)
         assert (third.status, third.code) == (418, "broken")
         assert all(message.takes_bundles for message in engine.received)
-    engine.die()
 
 
-async def test_failed_answer_is_raised_with_all_its_fields(address: str) -> None:
+async def test_failed_answer_is_raised_with_all_its_fields(address: str, start: Start) -> None:
     def act(message: Any) -> list[wire.Message]:
         told: dict[str, Any] = {"code": "c", "message": "m", "status": 429, "hint": "h", "param": "p", "retry_after_s": 2.5}
         return [wire.Failed(request_id=message.request_id, **told)]
-    engine = Scripted(address, act)
+    engine = start(act)
     async with AsyncClient(address) as client:
         with pytest.raises(RemoteError) as caught:
             await client.ask(wire.EmbedRequest(request_id="", texts=[]))
@@ -118,15 +102,14 @@ async def test_failed_answer_is_raised_with_all_its_fields(address: str) -> None
         with pytest.raises(RemoteError):
             await texts_of(client, "x")
         await asyncio.to_thread(engine.has_received.acquire)
-    engine.die()
     assert not any(isinstance(message, wire.Cancel) for message in engine.received)
 
 
 @pytest.mark.parametrize("way", ["leave", "cancel", "ask", "timeout"])
-async def test_leaving_cancels_the_request(address: str, way: str) -> None:
+async def test_leaving_cancels_the_request(address: str, start: Start, way: str) -> None:
     def act(message: Any) -> list[wire.Message]:
         return [wire.Chunk(request_id=message.request_id, text="a")] if isinstance(message, wire.GenerationRequest) else []
-    engine = Scripted(address, act)
+    engine = start(act)
     async with AsyncClient(address) as client:
         if way == "leave":
             stream = client.generate(wire.GenerationRequest(request_id="7", stream=True))
@@ -147,11 +130,10 @@ async def test_leaving_cancels_the_request(address: str, way: str) -> None:
         for _ in range(2):
             await asyncio.to_thread(engine.has_received.acquire)
         assert engine.received[-1] == wire.Cancel(v=1, request_id="7")
-    engine.die()
 
 
-async def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address: str) -> None:
-    engine = Scripted(address, lambda message: [wire.Pong(request_id="7")] if isinstance(message, wire.Ping) else [])
+async def test_client_refuses_a_request_id_in_use(address: str, start: Start) -> None:
+    engine = start(lambda message: [wire.Pong(request_id="7")] if isinstance(message, wire.Ping) else [])
     async with AsyncClient(address) as client:
         message = wire.Query(request_id="7")
         task = asyncio.create_task(client.ask(message))
@@ -163,11 +145,10 @@ async def test_request_id_in_use_is_refused_and_messages_stay_unchanged(address:
         assert await task == wire.Pong(v=1, request_id="7")  # which the second one with this name has not taken away
         pinging.cancel()
         await asyncio.gather(pinging, return_exceptions=True)
-    engine.die()
 
 
-async def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_found(address: str) -> None:
-    engine = Scripted(address, lambda message: [wire.Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
+async def test_dead_engine_fails_requests_and_the_next_is_found(address: str, start: Start) -> None:
+    engine = start(lambda message: [wire.Chunk(request_id=message.request_id)] if message.request_id == "s" else [])
     async with AsyncClient(address, retry_after_s=4.0) as client:
         stream = client.generate(wire.GenerationRequest(request_id="s", stream=True))
         await anext(stream)
@@ -181,16 +162,15 @@ async def test_death_of_the_engine_fails_all_requests_and_the_next_engine_is_fou
             assert (answer.status, answer.retry_after_s) == (503, 4.0)
         with pytest.raises(RemoteError, match="is not there"):
             await client.ask(wire.Ping(request_id=""))
-        engine = Scripted(address, echo)
+        engine = start(echo)
         while not client.is_connected:
             await asyncio.sleep(0)
         assert await texts_of(client, "again") == "again"
         assert [message.request_id for message in engine.received] == ["#6"]  # nothing of before has been sent again
-    engine.die()
 
 
-async def test_answers_received_before_the_disconnect_are_kept(address: str) -> None:
-    engine = Scripted(address, lambda message: [wire.Report(request_id=message.request_id, values={"a": 1})])
+async def test_answers_received_before_the_disconnect_are_kept(address: str, start: Start) -> None:
+    engine = start(lambda message: [wire.Report(request_id=message.request_id, values={"a": 1})])
     async with AsyncClient(address) as client:
         await client.ask(wire.Query(request_id=""))
         task = asyncio.create_task(client.ask(wire.Query(request_id="")))
@@ -209,27 +189,25 @@ async def test_first_request_times_out_without_an_engine(address: str) -> None:
         assert not client._answers
 
 
-async def test_first_request_waits_for_the_engine(address: str) -> None:
+async def test_first_request_waits_for_the_engine(address: str, start: Start) -> None:
     async with AsyncClient(address) as client:
         task = asyncio.create_task(client.ask(wire.Ping(request_id="")))
         await asyncio.sleep(0)
-        engine = Scripted(address, echo)
+        start(echo)
         assert isinstance(await task, wire.Pong)
-    engine.die()
 
 
-async def test_unknown_answer_type_is_an_error(address: str) -> None:
+async def test_unknown_answer_type_is_an_error(address: str, start: Start) -> None:
     class Nonsense(wire.Message, tag="nonsense"):
         pass
-    engine = Scripted(address, lambda message: [Nonsense(request_id=message.request_id)])
+    start(lambda message: [Nonsense(request_id=message.request_id)])
     async with AsyncClient(address) as client:
         with pytest.raises(RemoteError, match="no message of the protocol"):
             await client.ask(wire.Ping(request_id=""))
-    engine.die()
 
 
-async def test_closing_fails_waiting_requests(address: str) -> None:
-    engine = Scripted(address, lambda message: [])
+async def test_closing_fails_waiting_requests(address: str, start: Start) -> None:
+    engine = start(lambda message: [])
     client = AsyncClient(address)
     task = asyncio.create_task(client.ask(wire.Query(request_id="")))
     await asyncio.to_thread(engine.has_received.acquire)
@@ -239,7 +217,6 @@ async def test_closing_fails_waiting_requests(address: str) -> None:
     with pytest.raises(StoppedError):
         await client.ask(wire.Ping(request_id=""))
     await client.close()
-    engine.die()
 
 
 async def test_bad_options_are_refused(address: str) -> None:
@@ -252,8 +229,8 @@ async def test_bad_options_are_refused(address: str) -> None:
         await AsyncClient(address, server_key="short").ask(wire.Ping(request_id=""))
 
 
-def test_client_without_an_event_loop(address: str) -> None:
-    engine = Scripted(address, lambda message: echo(message) or [wire.Vectors(request_id=message.request_id, num_rows=2)])
+def test_client_without_an_event_loop(address: str, start: Start) -> None:
+    start(lambda message: echo(message) or [wire.Vectors(request_id=message.request_id, num_rows=2)])
     with Client(address) as client:
         parts = list(client.generate(wire.GenerationRequest(request_id="", prompt="abc", stream=True)))
         assert [part.text for part in parts if isinstance(part, wire.Chunk)] == ["a", "b", "c"]
@@ -273,14 +250,13 @@ def test_client_without_an_event_loop(address: str) -> None:
             thread.join(30)
         assert sorted(found) == ["one", "three", "two"]
     client.close()
-    engine.die()
 
 
-def test_closing_the_iterator_of_the_client_cancels(address: str) -> None:
+def test_closing_the_iterator_of_the_client_cancels(address: str, start: Start) -> None:
     def act(message: Any) -> list[wire.Message]:
         return [wire.Chunk(request_id=message.request_id)] if isinstance(message, wire.GenerationRequest) else []
 
-    engine = Scripted(address, act)
+    engine = start(act)
     with Client(address) as client:
         stream = client.generate(wire.GenerationRequest(request_id="7", stream=True))
         next(stream)
@@ -288,4 +264,3 @@ def test_closing_the_iterator_of_the_client_cancels(address: str) -> None:
         for _ in range(2):
             assert engine.has_received.acquire(timeout=30)
         assert engine.received[-1] == wire.Cancel(v=1, request_id="7")
-    engine.die()

@@ -1,6 +1,5 @@
 """Wrong bodies, wrong routes and limits: each answer says what was wrong."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from archerfish.serve.client import Answer, Question, RemoteError
-from archerfish.serve.tenants import Tenants, add_key
+from archerfish.serve.client import RemoteError
 
-from .client import WORDS, app_of, error_of, host_with, with_client, words_host
-from .fake_backend import FakeBackend, post, with_backend
-from .hosting import add_llm
+from .client import WORDS, app_of, client_of, error_of, host_with, serving, words_host
+from .fake_backend import FakeBackend, fake_app, post
+
+pytestmark = pytest.mark.anyio
 
 JSON = {"Content-Type": "application/json"}
 EMBEDDINGS, RERANK, SIMILARITY = "/v1/embeddings", "/v1/rerank", "/similarity"
@@ -31,18 +30,17 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "x", "\ud800": 1}, "\\ud800", "Unknown parameter '\\ud800'."),
         (EMBEDDINGS, {"input": []}, "input", "not an empty list."),
         (EMBEDDINGS, {"input": None}, "input", "not null."),
-        (EMBEDDINGS, {"input": {"a": 1}}, "input", "not an object."),
         (EMBEDDINGS, {"input": ["a", 3]}, "input", "input[1] must be a string, not a number."),
-        (EMBEDDINGS, {"input": ["a", True]}, "input", "input[1] must be a string, not a boolean."),
         (EMBEDDINGS, {"input": [1, "a"]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [1, -1]}, "input", "input[1] must be a token id."),
         (EMBEDDINGS, {"input": [[1], []]}, "input", "input[1] must be a list of token ids"),
         (EMBEDDINGS, {"input": "\ud800"}, "input", "not valid Unicode"),
         (EMBEDDINGS, {"input": "x", "dimensions": 0}, "dimensions", "dimensions must be at least 1, not 0."),
+        (EMBEDDINGS, {"input": "x", "dimensions": 5}, "dimensions", "lab/vectors has 4 dimensions, not 5."),
+        (EMBEDDINGS, {"input": "x", "deadline_s": 0}, "deadline_s", "deadline_s must be"),
         (EMBEDDINGS, {"input": "x", "dimensions": "3"}, "dimensions", "dimensions must be a whole number, not '3'."),
         (EMBEDDINGS, {"input": "x", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64', not 'int8'."),
         (EMBEDDINGS, {"input": "x", "model": 3}, "model", "model must be a string, not 3."),
-        (RERANK, {"query": "x", "texts": ["y"]}, "texts", "Unknown parameter 'texts'."),
         (RERANK, {"query": "x", "documents": []}, "documents", "not empty"),
         (RERANK, {"query": "x", "documents": [{"txt": "y"}]}, "documents", "documents[0] must be a string, not an object."),
         (RERANK, {"query": "x", "documents": ["y"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "is not supported here."),
@@ -50,18 +48,13 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (EMBEDDINGS, {"input": "x", "truncate_prompt_tokens": 8}, "truncate_prompt_tokens", "is not supported here."),
         (RERANK, {"query": "x", "documents": [{"text": 1}]}, "documents", "documents[0].text must be a string"),
         (RERANK, {"query": ["x"], "documents": ["y"]}, "query", "query must be a string, not an array."),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": 0}, "top_n", "top_n must be at least 1, not 0."),
         (RERANK, {"query": "x", "documents": ["y"], "return_documents": "yes"}, "return_documents", "true or false, not"),
         (RERANK, {"query": "x", "documents": ["y"], "top_n": "a" * 99}, "top_n", "not 'aaaaaaaaaaaaaaaaaaaaaaa..."),
-        (RERANK, {"query": "x", "documents": ["y"], "top_n": [1]}, "top_n", "must be a whole number, not an array."),
         (TEXT, {"prompt": "a", "guided_json": 3}, "guided_json", "must be a JSON schema, which is an object,"),
         (SIMILARITY, {"source": "x", "sentences": "y"}, "sentences", "list of strings"),
         (SIMILARITY, {"source": [], "sentences": ["y"]}, "source", "not empty"),
-        (SIMILARITY, {"source": 1, "sentences": ["y"]}, "source", "source must be a string, not a number."),
-        (TEXT, {"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id"),
         (TEXT, {"prompt": ""}, "prompt", "The prompt is empty"),
         (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only allowed with echo"),
-        (TEXT, {"prompt": "a", "messages": []}, "messages", "Unknown parameter 'messages'."),
         (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "not streamed"),
         (TEXT, {"prompt": "a", "logprobs": 65}, "logprobs", "from 0 to 64"),
         (TEXT, {"prompt": "a" * 1000}, "prompt", "context length is 1,000 tokens, answer included; the prompt has 1,000."),
@@ -91,12 +84,8 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),
         (CHAT, {"messages": HI, "max_token": 5}, "max_token", "Did you mean 'max_tokens'?"),
         (CHAT, {"messages": HI, "temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1.0."),
-        (CHAT, {"messages": HI, "temperature": "1"}, "temperature", "must be a number, not '1'."),
-        (CHAT, {"messages": HI, "max_tokens": 0}, "max_tokens", "at least 1"),
         (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-        (CHAT, {"messages": HI, "top_logprobs": 65, "logprobs": True}, "top_logprobs", "from 0 to 64"),
-        (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         (CHAT, {"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
         (CHAT, {"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias", "from -100 to 100"),
         (CHAT, {"messages": HI, "stop": [""]}, "stop", "not empty"),
@@ -104,7 +93,6 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
         (CHAT, {"messages": HI, "top_k": 10**30}, "top_k", "top_k cannot be sent to the engine"),
         (CHAT, {"messages": HI, "stop_token_ids": [10**30]}, "stop_token_ids", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "model": "bare", "stop_token_ids": [10**30]}, "stop_token_ids", "cannot be sent to the engine"),
-        (CHAT, {"messages": HI, "stop_token_ids": [10**9]}, "stop_token_ids", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "logit_bias": {"999999999": 1}}, "logit_bias", "outside of the vocabulary"),
         (CHAT, {"messages": HI, "priority": 10**30}, "priority", "priority must be below 2,147,483,648"),
         (CHAT, {"messages": HI, "deadline_s": -1}, "deadline_s", "deadline_s must be at least 0"),
@@ -147,7 +135,6 @@ def test_wrong_value_names_its_parameter(route: str, body: dict[str, Any], param
          """Expecting ',' delimiter, in line 3, column 3, at '"user": "y"'."""),
         (b"{'input': 'x'}", JSON, "invalid_json", "in double quotes, in line 1, column 2, at \"'input': 'x'}\"."),
         (b"[]", JSON, "bad_request", "must be a JSON object"),
-        (b"3", JSON, "bad_request", "must be a JSON object"),
         (b"", JSON, "bad_request", "must be a JSON object"),
         (b'{"input": "\xff"}', JSON, "invalid_json", "it is not UTF-8: byte 12 (0xff): invalid start byte."),
         (b'{"input": [' + b"1" * 5000 + b"]}", JSON, "invalid_json", "a whole number has more than 4,300 digits."),
@@ -165,8 +152,8 @@ def test_body_that_is_not_a_json_object(content: bytes, headers: dict[str, str],
         assert said in error_of(answer)["message"]
 
 
-def test_unknown_routes_and_methods() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_unknown_routes_and_methods() -> None:
+    async with serving() as client:
         answer = await client.post("/v1/audio/speech", json={})
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
         assert error_of(answer)["message"] == "There is no route POST /v1/audio/speech. GET /openapi.json lists all."
@@ -182,30 +169,23 @@ def test_unknown_routes_and_methods() -> None:
         assert error_of(answer)["message"] == "/v1/models/a/b does not take DELETE; it takes GET, HEAD."
         assert answer.headers["Allow"] == "GET, HEAD"
 
-    with_client(test)
 
-
-def test_route_without_its_kind_of_model_gives_400() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_route_without_its_kind_of_model_gives_400() -> None:
+    async with serving() as client:
         for named in ({}, {"model": WORDS}):
             answer = await client.post(CHAT, json={"messages": HI, **named})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
             assert "GET /v1/models" in error_of(answer)["message"]
 
-    with_client(test)
 
+async def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
+    host = host_with(tmp_path, llm={"has_text": True})
 
-def test_model_without_chat_template_gives_400(tmp_path: Path) -> None:
-    host = host_with(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         answer = await client.post(CHAT, json={"messages": HI})
         assert (answer.status_code, error_of(answer)["param"]) == (400, "model")
         assert "/v1/completions" in error_of(answer)["message"]
         assert str(tmp_path) not in answer.text
-
-    with_client(test, host)
 
 
 @pytest.mark.parametrize("body", [{"input": "x", "y" * 5000: 1}, {"input": "x", "model": "y" * 5000}], ids=["name", "value"])
@@ -219,40 +199,25 @@ def test_trailing_slash_is_not_redirected() -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")
 
 
-def claude_error(answer: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which must have Anthropic's shape."""
+def claude_error(answer: httpx.Response) -> Any:
+    """The type of an error, which must have Anthropic's shape."""
     body = answer.json()
-    assert set(body) == {"type", "error"}
-    assert body["type"] == "error"
-    assert set(body["error"]) == {"type", "message"}
-    error: dict[str, Any] = body["error"]
-    return error
+    assert (set(body), body["type"], set(body["error"])) == ({"type", "error"}, "error", {"type", "message"})
+    return body["error"]["type"]
 
 
-def test_errors_before_a_route_have_its_shape(tmp_path: Path) -> None:
+async def test_errors_before_a_route_have_its_shape() -> None:
     claude = "/v1/messages"
     large = b'{"messages": "' + b"x" * 2000 + b'"}'
-    keys = tmp_path / "keys.toml"
-    add_key(keys, "ann")
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(max_body_bytes=1024) as client:
         for content in (large, in_pieces(large)):
             answer = await client.post(claude, content=content, headers=JSON)
-            assert (answer.status_code, claude_error(answer)["type"]) == (413, "request_too_large")
+            assert (answer.status_code, claude_error(answer)) == (413, "request_too_large")
         answer = await client.get(claude)
-        assert (answer.status_code, claude_error(answer)["type"]) == (405, "invalid_request_error")
+        assert (answer.status_code, claude_error(answer)) == (405, "invalid_request_error")
         answer = await client.post(claude + "/batches", json={})
-        assert (answer.status_code, claude_error(answer)["type"]) == (404, "not_found_error")
+        assert (answer.status_code, claude_error(answer)) == (404, "not_found_error")
         assert error_of(await client.post("/v1/messagesx", json={}))["code"] == "not_found"
-
-    async def locked(client: httpx.AsyncClient) -> None:
-        answer = await client.post(claude, json={})
-        assert (answer.status_code, claude_error(answer)["type"]) == (401, "authentication_error")
-        assert answer.headers["www-authenticate"] == "Bearer"
-        assert error_of(await client.post(EMBEDDINGS, json={}))["code"] == "invalid_api_key"
-
-    with_client(test, max_body_bytes=1024)
-    with_client(locked, tenants=Tenants.from_file(keys))
 
 
 async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
@@ -260,8 +225,8 @@ async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
         yield data[start : start + 500]
 
 
-def test_too_large_body_gives_413() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_too_large_body_gives_413() -> None:
+    async with serving(max_body_bytes=1024) as client:
         for num_bytes, status in ((2000, 413), (1025, 413), (1024, 200)):
             body = b'{"input": "' + b"x" * (num_bytes - 13) + b'"}'
             for content in (body, in_pieces(body)):
@@ -269,11 +234,9 @@ def test_too_large_body_gives_413() -> None:
                 assert answer.status_code == status
                 assert status == 200 or error_of(answer)["code"] == "input_too_large"
 
-    with_client(test, max_body_bytes=1024)
 
-
-def test_too_many_texts_give_413() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_too_many_texts_give_413() -> None:
+    async with serving(max_texts_per_request=3) as client:
         for route, body in (
             (EMBEDDINGS, {"input": ["x"] * 4}),
             (RERANK, {"query": "x", "documents": ["x"] * 4}),
@@ -283,42 +246,30 @@ def test_too_many_texts_give_413() -> None:
             assert answer.status_code == 413
             assert "at most 3" in error_of(answer)["message"]
 
-    with_client(test, max_texts_per_request=3)
 
-
-def test_text_refused_by_the_engine_gives_400() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_text_refused_by_the_engine_gives_400() -> None:
+    async with serving() as client:
         answer = await client.post(EMBEDDINGS, json={"input": ["ok", "an unreadable one"]})
         error = error_of(answer)
         assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_input", "input")
         assert error["message"] == "A text is unreadable."
 
-    with_client(test)
+
+async def test_stopped_service_gives_503() -> None:
+    with words_host() as host, host:
+        app = app_of(host)
+        async with app.router.lifespan_context(app):
+            pass
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            answer = await client.post(EMBEDDINGS, json={"input": "x"})
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
+    assert "retry-after" in answer.headers
 
 
-def test_stopped_service_gives_503() -> None:
-    async def main() -> None:
-        with words_host() as host, host:
-            app = app_of(host)
-            async with app.router.lifespan_context(app):
-                pass
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                answer = await client.post(EMBEDDINGS, json={"input": "x"})
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "stopped")
-        assert "retry-after" in answer.headers
-
-    asyncio.run(main())
-
-
-class Broken(FakeBackend):
-    async def ask(self, message: Question) -> Answer:
-        raise RemoteError("Broken.", status=500)
-
-
-def test_paths_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_paths_cannot_forge_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FakeBackend()
+    backend.ask_error = RemoteError("Broken.", status=500)
+    async with client_of(fake_app(backend)) as client:
         assert (await client.get("/v1/models/x%0D%1B[2KERROR%20all%20is%20lost")).status_code == 500
-
-    with_backend(Broken(), test)
     [told] = [record.getMessage() for record in caplog.records if "all is lost" in record.getMessage()]
     assert told.isprintable()

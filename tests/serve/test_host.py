@@ -14,73 +14,37 @@ from archerfish.errors import InvalidInputError
 from archerfish.params import SamplingParams
 from archerfish.serve import wire
 from archerfish.serve.client import AsyncClient
-from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.tenants import add_key
 from tests.engine.tiny_llama import prompts
-from tests.serve.hosting import (
-    ENDLESS,
-    GREEDY,
-    LIMIT_S,
-    LONG,
-    Raw,
-    WordEncoder,
-    add_encoder,
-    add_llm,
-    client_of,
-    failure,
-    make_host,
-    stats,
-    talking,
-    until_free,
-    whole,
-)
+
+from .hosting import ENDLESS, GREEDY, LONG, Raw, WordEncoder, failure, llm_host, make_host, stats, talking, until_free, whole
 
 pytestmark = pytest.mark.anyio
 
 # Generation
 
 
-async def test_streamed_and_whole_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
-    many = prompts(6, least=4)
-    expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-    async with talking(host) as client:
-        for prompt, tokens in zip(many, expected, strict=True):
-            chunks, last = await whole(client, token_ids=prompt, stream=True)
-            assert [token for chunk in chunks for token in chunk.token_ids] == tokens
-            assert chunks[-1].finish_reason == "length"
-            assert last.outputs[0].token_ids == []
-            chunks, last = await whole(client, token_ids=prompt)
-            assert not chunks
-            assert last.outputs[0].token_ids == tokens
-            assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
-            assert last.prompt_token_ids is None
-            assert last.metrics["ttft_ms"] >= 0
-
-
-def test_concurrent_clients_get_their_own_answers(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
+async def test_concurrent_answers_equal_those_of_the_engine(tmp_path: Path) -> None:
+    """Three clients use the same request ids; every second answer is streamed."""
+    host, engine = llm_host(tmp_path)
     many = prompts(24)
     expected = [output.token_ids for output in engine.generate(many, SamplingParams(**GREEDY))]
-
-    async def test(first: AsyncClient) -> None:
-        async with client_of(host) as second, client_of(host) as third:
-            clients = [first, second, third] * 8
-            answers = await asyncio.gather(
-                *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
-                  for i, (client, prompt) in enumerate(zip(clients, many, strict=True)))
-            )  # fmt: skip
-        found = [
-            [token for chunk in chunks for token in chunk.token_ids] or last.outputs[0].token_ids for chunks, last in answers
-        ]
-        assert found == expected
+    async with talking(host) as first, AsyncClient(host.address) as second, AsyncClient(host.address) as third:
+        answers = await asyncio.gather(
+            *(whole(client, request_id=str(i // 3), token_ids=prompt, stream=i % 2 == 0)
+              for i, (client, prompt) in enumerate(zip([first, second, third] * 8, many, strict=True)))
+        )  # fmt: skip
+    for i, (prompt, (chunks, last)) in enumerate(zip(many, answers, strict=True)):
+        streamed = [token for chunk in chunks for token in chunk.token_ids]
+        assert (streamed, last.outputs[0].token_ids) == ((expected[i], []) if i % 2 == 0 else ([], expected[i]))
+        assert (last.num_prompt_tokens, last.num_output_tokens) == (len(prompt), 8)
+        assert last.outputs[0].finish_reason == "length"
+        assert last.prompt_token_ids is None
+        assert last.metrics["ttft_ms"] >= 0
 
 
 async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+    host, engine = llm_host(tmp_path, has_text=True)
     expected = engine.generate("the cats", SamplingParams(**GREEDY))[0]
     async with talking(host) as client:
         chunks, last = await whole(client, prompt="the cats", stream=True)
@@ -93,9 +57,8 @@ async def test_text_prompt_gets_a_text_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wants_ids", [False, True])
-async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+async def test_stop_string_is_the_stop_reason(tmp_path: Path, wants_ids: bool) -> None:
+    host, engine = llm_host(tmp_path, has_text=True)
     plain = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40}))[0]
     stop = plain.text[4:7]
     expected = engine.generate("the cats", SamplingParams(**{**LONG, "max_tokens": 40, "stop": stop}))[0]
@@ -111,8 +74,7 @@ async def test_stop_string_ends_a_sequence_and_is_its_stop_reason(tmp_path: Path
 
 
 async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, llm={})
     async with talking(host) as client:
         params: dict[str, Any] = {"n": 3, "max_tokens": 5, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         params |= {"logprobs": 2, "prompt_logprobs": 1}
@@ -132,8 +94,7 @@ async def test_several_sequences_with_logprobs(tmp_path: Path) -> None:
 
 
 async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, has_text=True)
+    host, engine = llm_host(tmp_path, has_text=True)
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{% if loud %} cats{% endif %}")
     messages = [{"role": "user", "content": "the cat"}]
     async with talking(host) as client:
@@ -148,8 +109,7 @@ async def test_messages_are_rendered_with_the_chat_template(tmp_path: Path) -> N
 
 
 async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096)
+    host, engine = llm_host(tmp_path, max_len=4096)
     async with talking(host) as client:
         for _ in range(3):
             request = wire.GenerationRequest(request_id="", token_ids=prompts(1)[0], params=ENDLESS, stream=True)
@@ -164,8 +124,7 @@ async def test_closing_a_stream_frees_its_blocks(tmp_path: Path) -> None:
 
 
 async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
+    host = make_host(tmp_path, llm={"has_text": True})
     gate = threading.Event()
     for _ in range(2):
         host.reader.submit(gate.wait)
@@ -185,8 +144,7 @@ async def test_request_cancelled_before_tokenizing_never_runs(tmp_path: Path) ->
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed: bool) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096, max_cache_tokens=16384)
+    host, engine = llm_host(tmp_path, max_len=4096, max_cache_tokens=16384)
     async with talking(host) as client:
         raw = Raw(host.config.address)
         for number, prompt in enumerate(prompts(4)):
@@ -202,21 +160,12 @@ async def test_disconnected_client_frees_its_blocks(tmp_path: Path, is_streamed:
     engine.scheduler.cache.check([])
 
 
-async def test_deadline_ends_a_request(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
-    async with talking(host) as client:
-        _, last = await whole(client, token_ids=[5, 6], params=LONG, deadline_s=0.0)
-        assert last.outputs[0].finish_reason == "deadline"
-
-
 async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, may_end = make_host(tmp_path), threading.Event()
-    engine = add_llm(host, tmp_path, has_text=True)
-    add_encoder(host, WordEncoder())
+    host, engine = llm_host(tmp_path, WordEncoder(), has_text=True)
+    may_end = threading.Event()
 
     def compile_slowly(grammar: Any) -> Any:
-        assert may_end.wait(LIMIT_S)
+        assert may_end.wait(60)
         raise InvalidInputError("The grammar is not valid.")
 
     monkeypatch.setattr(engine.grammars, "compile", compile_slowly)
@@ -231,12 +180,10 @@ async def test_slow_grammars_do_not_delay_other_requests(tmp_path: Path, monkeyp
         assert {error.status for error in await asyncio.gather(*slow)} == {400}
 
 
-async def test_stop_finishes_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, max_len=4096)
+async def test_stop_finishes_running_requests(tmp_path: Path) -> None:
+    host = make_host(tmp_path, llm={"max_len": 4096})
     async with talking(host) as client:
-        params = {**LONG, "max_tokens": 200}
-        stream = client.generate(wire.GenerationRequest(request_id="", token_ids=[5, 6], params=params, stream=True))
+        stream = client.generate(wire.GenerationRequest(request_id="", token_ids=[5, 6], params=LONG, stream=True))
         await anext(stream)
         host.stop()
         error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
@@ -259,11 +206,9 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
     (wire.GenerationRequest(request_id="", messages=[{"role": "user", "content": "no template here"}]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[96]), 400),
-    (wire.GenerationRequest(request_id="", token_ids=[-1]), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1] * 300), 413),
     (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperatur": 1}), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], params={"temperature": "hot"}), 400),
-    (wire.GenerationRequest(request_id="", token_ids=[1], params={"cls": 1}), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], deadline_s=-1.0), 400),
     (wire.GenerationRequest(request_id="", token_ids=[1], tenant="alice"), 403),
     (wire.EmbedRequest(request_id="", model="tiny", texts=["a"]), 400),
@@ -281,10 +226,7 @@ BAD_REQUESTS: list[tuple[Any, int]] = [
 
 
 async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
-    add_encoder(host, WordEncoder())
-    add_encoder(host, WordEncoder("pairs", is_cross_encoder=True))
+    host = make_host(tmp_path, WordEncoder(), WordEncoder("pairs", is_cross_encoder=True), llm={})
     async with talking(host) as client:
         for message, status in BAD_REQUESTS:
             error = await failure(client, message)
@@ -293,8 +235,7 @@ async def test_bad_requests_fail_with_the_right_status(tmp_path: Path) -> None:
 
 
 async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_encoder(host, WordEncoder())
+    host = make_host(tmp_path, WordEncoder())
     host.models.entries[-1].aliases = ("/home/ann/.cache/words-float32-1a2b",)
     async with talking(host) as client:
         error = await failure(client, wire.EmbedRequest(request_id="", model="wrods", texts=["a"]))
@@ -303,10 +244,9 @@ async def test_unknown_model_error_lists_only_visible_models(tmp_path: Path) -> 
         assert (await failure(client, wire.EmbedRequest(request_id="", model="gpt-4", texts=["a"]))).hint == "Known: words."
 
 
-async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
+async def test_host_refuses_a_request_id_in_use(tmp_path: Path) -> None:
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder)
     async with talking(host):
         raw = Raw(host.config.address)
         encoder.gate.clear()
@@ -324,46 +264,35 @@ async def test_request_id_in_use_is_refused_until_the_request_ends(tmp_path: Pat
 
 
 async def test_full_queue_error_has_retry_after(tmp_path: Path) -> None:
-    host = make_host(tmp_path, max_queue_texts=3)
-    add_llm(host, tmp_path, max_queue_size=2, max_num_seqs=1)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder, llm={"max_queue_size": 2, "max_num_seqs": 1})
     async with talking(host) as client:
         encoder.gate.clear()
-        embeds = [asyncio.create_task(client.ask(wire.EmbedRequest(request_id="", texts=["a"]))) for _ in range(3)]
+        embed = asyncio.create_task(client.ask(wire.EmbedRequest(request_id="", texts=["a"])))
         assert await asyncio.to_thread(encoder.entered.acquire)
-        texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG))]
-        while not (await stats(client))["models"]["tiny"]["num_running"]:
-            pass
-        texts.append(asyncio.create_task(whole(client, token_ids=[5], params=LONG)))
-        while not (await stats(client))["models"]["tiny"]["queue_size"]:
-            pass
-        # One text is in its first step, behind the vectors, and one waits: two that have no token yet.
-        wanted: list[tuple[Any, int]] = [
-            (wire.EmbedRequest(request_id="", texts=["b"]), 503),
-            (wire.GenerationRequest(request_id="", token_ids=[7], params=LONG), 503),
-        ]
-        for message, status in wanted:
-            error = await failure(client, message)
-            assert (error.status, error.code) == (status, "overloaded")
-            assert error.retry_after_s is not None
-            assert error.retry_after_s >= 1
+        texts = [asyncio.create_task(whole(client, token_ids=[5], params=LONG)) for _ in range(2)]
+        while True:  # until one text is in its first step, behind the vectors, and one waits: neither has a token yet
+            found = (await stats(client))["models"]["tiny"]
+            if found["num_running"] and found["queue_size"]:
+                break
+        error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[7], params=LONG))
+        assert (error.status, error.code) == (503, "overloaded")
+        assert error.retry_after_s is not None and error.retry_after_s >= 1
         encoder.gate.set()
         for text in texts:
             text.cancel()
-        await asyncio.gather(*embeds)
-        await client.ask(wire.EmbedRequest(request_id="", texts=["a"] * 3))
+        await embed
         await until_free(client)
 
 
 async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
+    host, engine = llm_host(tmp_path)
     forward = engine.runner._forward
 
     def break_once(*_: Any) -> Any:
         monkeypatch.setattr(engine.runner, "_forward", forward)
         raise RuntimeError("the secret is 1234")
+
     async with talking(host) as client:
         monkeypatch.setattr(engine.runner, "_forward", break_once)
         error = await failure(client, wire.GenerationRequest(request_id="", token_ids=[5, 6]))
@@ -377,8 +306,7 @@ async def test_failing_step_fails_only_its_own_requests(tmp_path: Path, monkeypa
 
 
 async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
-    host = make_host(tmp_path, front_end_pass="the pass")
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, front_end_pass="the pass", llm={})
     prompt = prompts(1, least=50)[0]
     async with talking(host) as client:
         async def ask(**fields: Any) -> wire.Generated:
@@ -401,9 +329,8 @@ async def test_tenants_share_no_cached_tokens(tmp_path: Path) -> None:
         assert (await ask(credentials="the pass", tenant="c")).num_cached_tokens > 40
 
 
-async def test_only_front_ends_may_read_statistics_and_name_tenants(tmp_path: Path) -> None:
-    host = make_host(tmp_path, front_end_pass="the pass")
-    add_llm(host, tmp_path)
+async def test_only_front_ends_may_read_statistics(tmp_path: Path) -> None:
+    host = make_host(tmp_path, front_end_pass="the pass", llm={})
     async with talking(host) as client:
         for credentials in ("", "the pas", "the pass "):
             for message in (
@@ -425,8 +352,7 @@ async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
     """Tokens are settled when a request ends, and a cancelled request gives its reservation back."""
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", tokens_per_minute=100)
-    host = make_host(tmp_path, api_keys_file=str(file))
-    add_llm(host, tmp_path)
+    host = make_host(tmp_path, api_keys_file=str(file), llm={})
     async with talking(host) as client:
         big = wire.GenerationRequest(request_id="", token_ids=[5] * 40, params={**GREEDY, "max_tokens": 50}, credentials=key)
         assert (await failure(client, replace(big, credentials="another"))).status == 401
@@ -439,6 +365,3 @@ async def test_token_limits_of_a_tenant_are_enforced(tmp_path: Path) -> None:
         async for part in client.generate(small):
             assert isinstance(part, wire.Generated)
         await until_free(client)
-    hosted = host.models.entries[0].hosted
-    assert isinstance(hosted, HostedLLM)
-    assert (hosted.controller.queue.num_requests, len(hosted.controller.running)) == (0, 0)

@@ -13,85 +13,51 @@ import zmq
 
 from archerfish.errors import InvalidOptionError, MachineError
 from archerfish.params import SamplingParams
-from archerfish.serve import wire
-from archerfish.serve.client import AsyncClient, RemoteError
-from archerfish.serve.compute import NEW_FACTOR, Lane
+from archerfish.serve.client import AsyncClient
+from archerfish.serve.compute import Lane
 from archerfish.serve.hosted_encoder import MIN_JOB_TOKENS, HostedEncoder
-from archerfish.serve.metrics import family_of, read_metrics
+from archerfish.serve.metrics import read_metrics
 from archerfish.serve.models import GENERATION, SCORES, Hosted, ModelEntry
 from archerfish.serve.processes import BEAT_S
 from archerfish.serve.tenants import add_key
-from archerfish.serve.wire import Configure, EmbedRequest, GenerationRequest, Ping, Pong, Query, ScoreRequest, Vectors
-from tests.engine.tiny_llama import prompts
-from tests.serve.hosting import (
-    GREEDY,
-    LIMIT_S,
-    LONG,
-    FakeClock,
-    WordEncoder,
-    add_encoder,
-    add_llm,
-    cards,
-    failure,
-    make_host,
-    report_of,
-    stats,
-    talking,
-    until_free,
-    whole,
+from archerfish.serve.wire import (
+    Configure,
+    EmbedRequest,
+    GenerationRequest,
+    Ping,
+    Pong,
+    Query,
+    ScoreRequest,
+    UnservedModelError,
+    Vectors,
 )
+from tests.engine.tiny_llama import prompts
+
+from .hosting import LONG, FakeClock, WordEncoder, add_llm, failure, hold, llm_host, make_host, report_of, stats, talking, whole
 
 pytestmark = pytest.mark.anyio
 
 # Vectors
 
 
-async def test_vectors_and_scores(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_encoder(host, WordEncoder())
+async def test_empty_lists_have_no_rows(tmp_path: Path) -> None:
+    host = make_host(tmp_path, WordEncoder())
     async with talking(host) as client:
-        answer = await client.ask(EmbedRequest(request_id="", texts=["a b", "c"]))
-        assert isinstance(answer, Vectors)
-        assert (answer.num_rows, answer.num_columns, answer.num_tokens) == (2, 8, 3)
-        rows = np.frombuffer(answer.data, "<f4").reshape(2, 8)
-        np.testing.assert_array_equal(rows, [WordEncoder.vector("a b"), WordEncoder.vector("c")])
-        answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["a", "b", "a b"]))
-        assert isinstance(answer, Vectors)
-        scores = np.frombuffer(answer.data, "<f4")
-        assert scores[0] == pytest.approx(1, abs=1e-5)
-        assert scores.argmin() == 1
         for empty in (EmbedRequest(request_id="", texts=[]), ScoreRequest(request_id="", query="a", documents=[])):
             answer = await client.ask(empty)
             assert isinstance(answer, Vectors)
             assert (answer.num_rows, answer.data) == (0, b"")
 
 
-async def test_scores_come_from_the_cross_encoder_if_there_is_one(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    words, pairs = WordEncoder(), WordEncoder("pairs", is_cross_encoder=True)
-    add_encoder(host, words)
-    add_encoder(host, pairs)
-    async with talking(host) as client:
-        answer = await client.ask(ScoreRequest(request_id="", query="a", documents=["b", "c d"]))
-        assert isinstance(answer, Vectors)
-        assert np.frombuffer(answer.data, "<f4").tolist() == [2.0, 3.0]
-        await client.ask(ScoreRequest(request_id="", model="words", query="a", documents=["b"]))
-    assert pairs.jobs == [["a b", "a c d"]]
-    assert words.jobs == [["a", "b"]]
-
-
-async def test_waiting_texts_share_a_job_and_short_requests_pass_long_ones(
+async def test_short_requests_pass_long_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for bound in ("MIN_JOB_TOKENS", "MAX_JOB_TOKENS"):
         monkeypatch.setattr(f"archerfish.serve.hosted_encoder.{bound}", 4)
-    host = make_host(tmp_path)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder)
     async with talking(host) as client:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
-        assert await asyncio.to_thread(encoder.entered.acquire)
+        first = await hold(encoder, client.ask(EmbedRequest(request_id="", texts=["first"])))
         long = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=[f"long{i}" for i in range(9)])))
         await reached(client, "words", 10)
         short = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["short0", "short1"])))
@@ -112,45 +78,21 @@ async def reached(client: AsyncClient, model: str, num_texts: int) -> None:
         pass
 
 
-async def test_text_that_breaks_a_job_fails_only_its_request(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    encoder = WordEncoder()
-    add_encoder(host, encoder)
-    async with talking(host) as client:
-        encoder.gate.clear()
-        first = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
-        assert await asyncio.to_thread(encoder.entered.acquire)
-        texts = [["a", "b"], ["poison", "c"], ["d"]]
-        asking = [asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=list(some)))) for some in texts]
-        await reached(client, "words", 6)
-        encoder.gate.set()
-        await first
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-        assert isinstance(answers[0], Vectors) and isinstance(answers[2], Vectors)
-        assert isinstance(answers[1], RemoteError)
-        np.testing.assert_array_equal(np.frombuffer(answers[2].data, "<f4"), WordEncoder.vector("d"))
-        assert (await stats(client))["models"]["words"]["queue_texts"] == 0
-
-
 async def test_embeddings_and_generation_alternate(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder, llm={})
     order: list[str] = []
     for lane in host.compute.lanes:
         spy_on(lane, order)
     async with talking(host) as client:
-        encoder.gate.clear()
-        blocker = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["first"])))
-        assert await asyncio.to_thread(encoder.entered.acquire)
+        blocker = await hold(encoder, client.ask(EmbedRequest(request_id="", texts=["first"])))
         hosted = next(one for one in host.models.loaded if isinstance(one, HostedEncoder))
         hosted.latency_s = 0.0
         hosted.job_tokens = MIN_JOB_TOKENS
         texts: list[str | list[int]] = [f"{i} " * MIN_JOB_TOKENS for i in range(200)]  # a job each
         burst = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=texts)))
         await reached(client, "words", 201)
-        chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**GREEDY, "max_tokens": 20}))
+        chat = asyncio.create_task(whole(client, token_ids=[5, 6], params={**LONG, "max_tokens": 20}))
         while (await stats(client))["models"]["tiny"]["total_requests"] < 1:
             pass
         order.clear()
@@ -183,10 +125,8 @@ def spy_on(lane: Any, order: list[str]) -> None:
 
 async def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> None:
     clock = FakeClock()
-    host = make_host(tmp_path, clock=clock)
-    add_llm(host, tmp_path)
     encoder = WordEncoder()
-    add_encoder(host, encoder)
+    host = make_host(tmp_path, encoder, clock=clock, llm={})
     async with talking(host) as client:
         async def num_steps() -> int:
             found: int = (await stats(client))["models"]["tiny"]["num_steps"]
@@ -205,73 +145,11 @@ async def test_probe_makes_a_real_step_unless_one_is_recent(tmp_path: Path) -> N
         assert (await num_steps(), len(encoder.jobs)) == (2, 1)
 
 
-async def test_probe_fails_when_a_job_takes_too_long(tmp_path: Path) -> None:
-    clock = FakeClock()
-    host = make_host(tmp_path, clock=clock)
-    encoder = WordEncoder()
-    add_encoder(host, encoder)
-    async with talking(host) as client:
-        encoder.gate.clear()
-        job = asyncio.create_task(client.ask(EmbedRequest(request_id="", texts=["long"])))
-        assert await asyncio.to_thread(encoder.entered.acquire)
-        clock.now += NEW_FACTOR * host.config.hang_s - 1
-        assert isinstance(await client.ask(Ping(request_id="", probe="")), Pong)
-        clock.now += 2
-        assert (await failure(client, Ping(request_id="", probe=""))).status == 503
-        encoder.gate.set()
-        await job
-
-
-async def test_probe_of_a_broken_model_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = make_host(tmp_path)
-    encoder = WordEncoder()
-    add_encoder(host, encoder)
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError
-    async with talking(host) as client:
-        monkeypatch.setattr(encoder, "compute", broken)
-        assert (await failure(client, Ping(request_id="", probe=""))).status == 500
-
-
 # Figures and options
 
 
-async def test_model_cards_have_the_facts_for_front_ends(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path, has_text=True)
-    add_encoder(host, WordEncoder())
-    async with talking(host) as client:
-        tiny, words = (await cards(client)).values()
-        assert (tiny["id"], tiny["kind"], tiny["max_length"], tiny["vocab_size"]) == ("tiny", "generation", 256, 288)
-        assert (tiny["directory"], tiny["has_chat_template"]) == (str(tmp_path / "tiny"), False)
-        assert (words["id"], words["kind"], words["dimension"]) == ("words", "embedding", 8)
-
-
-async def test_metrics_in_the_form_of_prometheus(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    add_llm(host, tmp_path)
-    add_encoder(host, WordEncoder())
-    async with talking(host) as client:
-        for _ in range(3):
-            await whole(client, token_ids=list(range(5, 45)), stream=True)
-        await client.ask(EmbedRequest(request_id="", texts=["a", "b c"]))
-        families = await metric_families(client)
-        assert value(families["vllm:generation_tokens"], model_name="tiny") == 24
-        assert value(families["vllm:prompt_tokens"], model_name="tiny") == 120
-        assert value(families["vllm:prefix_cache_hits"], model_name="tiny") > 0
-        assert value(families["vllm:request_success"], finished_reason="length", model_name="tiny") == 3
-        assert value(families["archerfish_encoded_tokens"], model_name="words") == 3
-        counts = {name: value(families[name], "_count", model_name="tiny") for name in (
-            "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:request_queue_time_seconds",
-            "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-        )}  # fmt: skip
-        assert list(counts.values()) == [3, 21, 3, 3, 3]
-
-
 async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096)
+    host, engine = llm_host(tmp_path, max_len=4096)
     params = {"max_tokens": 3000, "temperature": 0.0, "ignore_eos": True}
     async with talking(host) as client:
         for number in range(2):
@@ -280,30 +158,15 @@ async def test_sequence_ended_by_the_client_counts_as_stopped(tmp_path: Path) ->
             if number:
                 client.end_sequence(str(number), 0)
             await parts.aclose()
-        families = await metric_families(client)
-        assert value(families["vllm:request_success"], finished_reason="stop", model_name="tiny") == 1
+        metrics = read_metrics(await report_of(client, Query(request_id="", about="metrics")))
+        [ended] = [metric for metric in metrics if metric.name == "vllm:request_success"]
+        assert [(one.labels, one.value) for one in ended.samples()] == [(("tiny", "stop"), 1)]
     assert engine.scheduler.stats().aborted_requests == 1
     assert engine.scheduler.stats().num_running == 0
 
 
-async def metric_families(client: AsyncClient) -> dict[str, Any]:
-    values = await report_of(client, Query(request_id="", about="metrics"))
-    return {family.name: family for family in map(family_of, read_metrics(values))}
-
-
-def value(family: Any, suffix: str = "", **labels: str) -> float:
-    wanted = f"{family.name}{suffix}"
-    found: float = next(
-        sample.value for sample in family.samples
-        if sample.name in (wanted, f"{wanted}_total") and sample.labels == labels
-    )  # fmt: skip
-    return found
-
-
 async def test_options_change_while_requests_run(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path)
-    add_encoder(host, WordEncoder())
+    host, engine = llm_host(tmp_path, WordEncoder())
     prompt = prompts(1, least=40)[0]
     expected = engine.generate([prompt], SamplingParams(**LONG))[0].token_ids
     async with talking(host) as client:
@@ -320,7 +183,6 @@ async def test_options_change_while_requests_run(tmp_path: Path) -> None:
         assert (await running)[1].outputs[0].token_ids == expected
         values = await report_of(client, Configure(request_id="", model="words", options={"latency_budget_ms": 20}))
         assert values["latency_budget_ms"] == 20
-        await until_free(client)
     assert engine.scheduler.max_queue_size == 7
     engine.scheduler.cache.check([])
 
@@ -345,13 +207,12 @@ async def test_fair_share_weights_follow_the_file_of_keys(tmp_path: Path) -> Non
 
 
 async def test_failed_load_fails_the_request(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
+    host = make_host(tmp_path, WordEncoder())
 
     def load(_: Any) -> Any:
         raise OSError("the disk is on fire")
 
     host.models.add(ModelEntry("gone", "embedding", load, "demand"))
-    add_encoder(host, WordEncoder())
     async with talking(host) as client:
         for _ in range(2):
             error = await failure(client, EmbedRequest(request_id="", model="gone", texts=["x"]))
@@ -363,19 +224,16 @@ async def test_failed_load_fails_the_request(tmp_path: Path) -> None:
 # Addresses and keys
 
 
-@pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://192.0.2.1:5555", "tcp://example.org:1"]
-)
-def test_address_beyond_this_machine_needs_keys(tmp_path: Path, address: str) -> None:
-    with pytest.raises(InvalidOptionError, match="CURVE"):
-        make_host(tmp_path, address=address)
+OUTSIDE = ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://192.0.2.1:5555", "tcp://example.org:1")
 
 
 @pytest.mark.parametrize(
-    "options", [{"address": "nonsense"}, {"address": "http://a"}, {"client_keys": ("x",)}]
-)
-def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOptionError):
+    ("options", "said"),
+    [*(({"address": address}, "CURVE") for address in OUTSIDE), ({"address": "nonsense"}, "no address"),
+     ({"address": "http://a"}, "no address"), ({"client_keys": ("x",)}, "key")],
+)  # fmt: skip
+def test_bad_addresses_and_keys_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidOptionError, match=said):
         make_host(tmp_path, **options)
 
 
@@ -384,14 +242,12 @@ def keys() -> tuple[str, str]:
     return public.decode(), secret.decode()
 
 
-def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path) -> None:
+async def test_open_address_admits_only_known_clients(tmp_path: Path) -> None:
     server, friend, stranger = keys(), keys(), keys()
-    host = make_host(tmp_path, open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],))
-    add_encoder(host, WordEncoder())
-
-    async def main() -> None:
+    host = make_host(tmp_path, WordEncoder(), open_address="tcp://127.0.0.1:*", secret_key=server[1], client_keys=(friend[0],))
+    with host:
         address = host.open_address
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(60):
             async with AsyncClient(host.address) as client:  # front ends need no keys
                 assert isinstance(await client.ask(EmbedRequest(request_id="", texts=["a"])), Vectors)
             async with AsyncClient(address, server_key=server[0], own_keys=friend) as client:
@@ -402,9 +258,6 @@ def test_open_address_is_encrypted_and_only_known_clients_connect(tmp_path: Path
             for wrong in ({}, {"server_key": stranger[0], "own_keys": friend}):
                 async with AsyncClient(address, connect_s=0.3, **wrong) as client:  # type: ignore[arg-type]
                     assert (await failure(client, Ping(request_id=""))).status in (403, 503)
-
-    with host:
-        asyncio.run(main())
 
 
 def test_taken_address_is_an_error(tmp_path: Path) -> None:
@@ -421,7 +274,7 @@ def test_model_is_found_by_its_names_or_its_kind(tmp_path: Path) -> None:
         raise AssertionError("not to be loaded")
 
     table = make_host(tmp_path).models
-    with pytest.raises(wire.UnservedModelError, match="No generation model"):
+    with pytest.raises(UnservedModelError, match="No generation model"):
         table.find("", GENERATION)
     models = (("words", "embedding"), ("lab/writer", "generation"), ("writer", "generation"))
     table.entries += [ModelEntry(name, kind, never) for name, kind in models]

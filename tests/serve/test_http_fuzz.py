@@ -1,7 +1,4 @@
-"""Requests with wrong bytes and headers: every answer is a success or an error that names the caller, in the right shape.
-
-test_schema.py makes requests whose values are wrong.
-"""
+"""Fuzzed requests: wrong bytes and headers, and requests that schemathesis makes from our OpenAPI document."""
 
 from __future__ import annotations
 
@@ -11,18 +8,33 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from pydantic import ValidationError
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
 from starlette.applications import Starlette
 from starlette.types import Message
 
 from archerfish.config import ServeConfig
 from archerfish.serve.app import create_app
+from archerfish.serve.bodies import Body
 from archerfish.serve.http import BodyRoute
+from archerfish.serve.openapi import ANSWERS, openapi_document
 
 from .client import WORDS, app_of, host_with
 from .fake_backend import MODEL, TEMPLATE, FakeBackend
@@ -213,3 +225,70 @@ def test_fuzzed_requests_leave_no_blocks_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10, 14))
 def test_many_fuzzed_requests(tmp_path: Path, seed: int) -> None:
     assert fuzz_host(tmp_path, seed, 8_000).total() >= 8_000
+
+
+# The OpenAPI document
+
+
+# Not among them: that valid data is accepted. Models, templates and grammars have rules that no schema can state.
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
+    response_headers_conformance, negative_data_rejection, unsupported_method,
+]  # fmt: skip
+GENERATED = [phase for phase in Phase if phase != Phase.explicit]  # the explicit ones are those of the short test
+APP = create_app(FakeBackend())
+DOCUMENT = openapi_document(APP.routes)
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+@pytest.mark.no_cover
+@schema.parametrize()
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+def test_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=GENERATED)
+def test_many_answers_match_the_document(case: schemathesis.Case[Any]) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+def test_document_has_the_answers_of_every_route() -> None:
+    stated = {(method, path) for path, operations in DOCUMENT["paths"].items() for method in operations}
+    assert stated == ANSWERS.keys() | {("post", path) for path in LEAST}
+    for operations in DOCUMENT["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+
+
+LEAST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI}, "/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": HI, "max_tokens": 1}, "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/embeddings": {"input": "a"}, "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/similarity": {"source": "a", "sentences": ["b"]}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
+    "/v1/cache/explain": {"prompt": "a"}, "/v1/tts/tokens": {"text": "a"},
+}  # fmt: skip
+
+
+def bodies(kind: type[Body]) -> dict[str, type[Body]]:
+    return {kind.__name__: kind} | {name: each for child in kind.__subclasses__() for name, each in bodies(child).items()}
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_document_marks_nullable_parameters(path: str) -> None:
+    reference = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    name = reference.rpartition("/")[2]
+    model = bodies(Body)[name]
+    members = DOCUMENT["components"]["schemas"][name]["properties"]
+    may_be, say_so = set[str](), {key for key, member in members.items() if not member.get("type") and admits_null(member)}
+    for key in members:
+        with suppress(ValidationError):
+            model.model_validate({**LEAST[path], key: None})
+            may_be.add(key)
+    assert may_be == say_so
+
+
+def admits_null(member: dict[str, Any]) -> bool:
+    return {"type": "null"} in member.get("anyOf", [{"type": "null"}])

@@ -7,20 +7,18 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
-import httpx
-import openai
 import pytest
-from anthropic.types import TextBlock
 from starlette.applications import Starlette
 
+from archerfish.config import EngineConfig
 from archerfish.serve.app import create_app
-from archerfish.serve.client import Answer, Question
 from archerfish.serve.tenants import Tenants
 from archerfish.serve.wire import EmbedRequest, ExplainRequest, ScoreRequest
 
-from .client import LIMIT_S, PASS, error_of, running, with_app
+from .client import PASS, client_of, error_of
 from .fake_backend import MODEL, FakeBackend
+
+pytestmark = pytest.mark.anyio
 
 ALICE, BOB, OPERATOR, STRANGER = (f"{name}-{'0123456789' * 3}" for name in ("alice", "bob", "operator", "stranger"))
 KEYS = Tenants.from_text(f"alice={ALICE}, bob={BOB}, operator={OPERATOR}")
@@ -34,28 +32,17 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-class Recorder(FakeBackend):
-    """A backend that keeps all messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Question] = []
-
-    async def ask(self, message: Question) -> Answer:
-        self.asked.append(message)
-        return await super().ask(message)
-
-    def callers(self) -> set[tuple[str, str]]:
-        """Tenant and credentials of the requests since the last call."""
-        owned = [one for one in self.asked if isinstance(one, EmbedRequest | ScoreRequest | ExplainRequest)]
-        found = {(one.tenant, one.credentials) for one in [*self.requests, *owned]}
-        self.requests.clear()
-        self.asked.clear()
-        return found
+def callers(backend: FakeBackend) -> set[tuple[str, str]]:
+    """Tenant and credentials of the requests since the last call."""
+    owned = [one for one in backend.asked if isinstance(one, EmbedRequest | ScoreRequest | ExplainRequest)]
+    found = {(one.tenant, one.credentials) for one in [*backend.requests, *owned]}
+    backend.requests.clear()
+    backend.asked.clear()
+    return found
 
 
 def app_with_keys(backend: FakeBackend | None = None, tenants: Tenants = KEYS) -> Starlette:
-    return create_app(backend or Recorder(), credentials=PASS, tenants=tenants)
+    return create_app(backend or FakeBackend(), credentials=PASS, tenants=tenants)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -70,10 +57,10 @@ def shown(value: object) -> str:
 
 
 @pytest.mark.parametrize(("route", "body"), [*POSTS, ("/nowhere", {})], ids=shown)
-def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
-    backend = Recorder()
+async def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
+    backend = FakeBackend()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         for headers in (
             {}, bearer(STRANGER), {"x-api-key": STRANGER}, {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"},
             bearer(""), bearer(ALICE.upper()), bearer(ALICE[:-1]), bearer("x" * 100_000), {"api-key": ALICE},
@@ -89,56 +76,49 @@ def test_every_route_needs_a_key(route: str, body: dict[str, Any]) -> None:
             assert "Authorization: Bearer <key>" in answer.text
             assert STRANGER not in answer.text
             assert ALICE not in answer.text
-        assert not backend.callers()
+        assert not callers(backend)
         for headers in (bearer(ALICE), {"Authorization": f"bearer  {ALICE} "}, {"x-api-key": ALICE}):
             answer = await client.post(route, json=body, headers=headers)
             assert answer.status_code == (404 if route == "/nowhere" else 200), answer.text
 
-    with_app(test, app_with_keys(backend))
-
 
 @pytest.mark.parametrize("route", ["/", "/health", "/ready", "/openapi.json"])
-def test_open_paths_need_no_key(route: str) -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_open_paths_need_no_key(route: str) -> None:
+    async with client_of(app_with_keys()) as client:
         for headers in ({}, bearer(STRANGER)):
             assert (await client.get(route, headers=headers)).status_code == 200
-
-    with_app(test, app_with_keys())
 
 
 @pytest.mark.parametrize(
     "route",
     ["/stats", "/metrics", "/%6detrics", "/metrics/", "/stats?about=models", "/admin/optimization", "/admin/anything"],
 )
-def test_figures_and_options_need_an_operator_key(route: str) -> None:
-    backend = Recorder()
+async def test_figures_and_options_need_an_operator_key(route: str) -> None:
+    backend = FakeBackend()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         assert (await client.get(route)).status_code == 401
         answer = await client.get(route, headers=bearer(ALICE))
         assert (answer.status_code, error_of(answer)["code"]) == (403, "not_an_operator")
+        assert "'alice'" in error_of(answer)["message"]
         assert "www-authenticate" not in answer.headers
         assert backend.asked == []
         allowed = await client.get(route, headers=bearer(OPERATOR))
         assert allowed.status_code not in (401, 403)
 
-    with_app(test, app_with_keys(backend))
 
+async def test_server_without_keys_has_one_anonymous_tenant() -> None:
+    backend = FakeBackend()
 
-def test_server_without_keys_has_one_anonymous_tenant() -> None:
-    backend = Recorder()
-
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend, Tenants())) as client:
         for headers in ({}, bearer(ALICE), {"x-api-key": STRANGER}):
             for route, body in POSTS:
                 assert (await client.post(route, json=body, headers=headers)).status_code == 200, route
             assert (await client.get("/stats", headers=headers)).status_code == 200
-        assert backend.callers() == {("", PASS)}
-
-    with_app(test, app_with_keys(backend, Tenants()))
+        assert callers(backend) == {("", PASS)}
 
 
-def test_key_is_checked_before_the_body_is_read() -> None:
+async def test_key_is_checked_before_the_body_is_read() -> None:
     was_read = False
 
     async def body() -> AsyncIterator[bytes]:
@@ -146,7 +126,7 @@ def test_key_is_checked_before_the_body_is_read() -> None:
         was_read = True
         yield b"{}"
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys()) as client:
         json_type = {"Content-Type": "application/json"}
         answer = await client.post("/v1/embeddings", content=body(), headers={**bearer(STRANGER), **json_type})
         assert answer.status_code == 401
@@ -154,56 +134,34 @@ def test_key_is_checked_before_the_body_is_read() -> None:
         assert (await client.post("/v1/embeddings", content=body(), headers={**bearer(BOB), **json_type})).status_code == 400
         assert was_read
 
-    with_app(test, app_with_keys())
-
 
 # As whom
 
 
 @pytest.mark.parametrize(("route", "body"), POSTS[:-1], ids=shown)
-def test_engine_process_gets_the_tenant_of_a_request(route: str, body: dict[str, Any]) -> None:
-    backend = Recorder()
+async def test_engine_process_gets_the_tenant_of_a_request(route: str, body: dict[str, Any]) -> None:
+    backend = FakeBackend()
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with client_of(app_with_keys(backend)) as client:
         for name, key in (("alice", ALICE), ("bob", BOB)):
             claims = {"x-tenant": "operator", "tenant": "operator"}
             assert (await client.post(route, json=body, headers={**bearer(key), **claims})).status_code == 200
-            assert backend.callers() == {(name, PASS)}
-
-    with_app(test, app_with_keys(backend))
-
-
-def test_openai_and_anthropic_packages_send_keys() -> None:
-    backend = Recorder()
-    with running(app_with_keys(backend)) as (host, port):
-        address = f"http://{host}:{port}"
-        with openai.OpenAI(base_url=f"{address}/v1", api_key=ALICE, max_retries=0, timeout=LIMIT_S) as client:
-            answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
-            assert answer.choices[0].message.content == "Hello there"
-            with pytest.raises(openai.AuthenticationError) as caught:
-                client.with_options(api_key=STRANGER).models.list()
-            assert caught.value.code == "invalid_api_key"
-        with anthropic.Anthropic(base_url=address, api_key=BOB, max_retries=0, timeout=LIMIT_S) as claude:
-            said = claude.messages.create(model=MODEL, max_tokens=20, messages=[{"role": "user", "content": "Hi"}])
-            assert isinstance(said.content[0], TextBlock)
-            with pytest.raises(anthropic.AuthenticationError) as refused:
-                claude.with_options(api_key=STRANGER).messages.create(
-                    model=MODEL, max_tokens=20, messages=[{"role": "user", "content": "Hi"}]
-                )
-            assert isinstance(refused.value.body, dict)
-            assert refused.value.body["error"]["type"] == "authentication_error"
-    assert backend.callers() == {("alice", PASS), ("bob", PASS)}
+            assert callers(backend) == {(name, PASS)}
 
 
 # What is never told
 
 
-def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> None:
-    backend = Recorder()
+async def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    backend = FakeBackend()
     told: list[str] = []
     secrets = (ALICE, OPERATOR, STRANGER, PASS)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    def broken(request: object) -> str:
+        raise RuntimeError(f"a fault that shows its request: {request}")
+
+    caplog.set_level(logging.DEBUG)
+    async with client_of(app_with_keys(backend)) as client:
         for key in (ALICE, OPERATOR, STRANGER):
             for headers in (bearer(key), {"x-api-key": key}):
                 for route, body in [*POSTS, ("/nowhere", {}), ("/v1/embeddings", {"inptu": 1}), ("/metrics", {})]:
@@ -216,12 +174,6 @@ def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> No
         failed = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(ALICE))
         assert failed.status_code == 500
         told.extend((failed.text, str(failed.headers)))
-
-    def broken(request: object) -> str:
-        raise RuntimeError(f"a fault that shows its request: {request}")
-
-    with caplog.at_level(logging.DEBUG):
-        with_app(test, app_with_keys(backend))
     for secret in secrets:
         assert not [text for text in told if secret in text]
     for key in (ALICE, OPERATOR, STRANGER):
@@ -229,3 +181,31 @@ def test_no_answer_or_log_contains_a_key(caplog: pytest.LogCaptureFixture) -> No
     messages = json.dumps([repr(message) for message in [*backend.requests, *backend.asked]])
     assert PASS in messages
     assert ALICE not in messages
+
+
+# Options of a running service, changed by an operator
+
+
+ADMIN = "/admin/optimization"
+
+
+async def test_operator_reads_and_changes_options() -> None:
+    backend = FakeBackend()
+    async with client_of(create_app(backend)) as client:
+        assert (await client.get(ADMIN)).json()["logits_cache_mib"] == 64
+        answer = await client.patch(ADMIN, json={"cache_size_mb": 16, "result_cache_mib": 4, "max_queue_size": 4096})
+    assert answer.status_code == 200
+    assert backend.config.logits_cache_mib == 16
+    assert answer.json()["changed"] == {
+        "logits_cache_mib": {"before": 64, "now": 16}, "result_cache_mib": {"before": 0, "now": 4}
+    }
+
+
+@pytest.mark.parametrize("content", [b'{"logits_cache_mib": -1}', b'{"no_such": 1}', b"[1]", b"{"])
+async def test_wrong_option_changes_nothing(content: bytes) -> None:
+    backend = FakeBackend()
+    async with client_of(create_app(backend)) as client:
+        answer = await client.patch(ADMIN, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert backend.config == EngineConfig()

@@ -1,3 +1,7 @@
+"""The routes /v1/messages and /v1/responses."""
+
+from __future__ import annotations
+
 import re
 from typing import Any
 
@@ -128,12 +132,10 @@ def test_output_config_becomes_a_grammar() -> None:
     [
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens must be a whole number"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-        ({"max_token": 3}, 400, "invalid_request_error", "Did you mean 'max_tokens'?"),
         ({"messages": []}, 400, "invalid_request_error", "not empty"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "goes into system"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image', which"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "a string or a list of parts"),
-        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "'thinking' is not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "only tools of the caller"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "there are no tools"),
         ({"stop_sequences": "x"}, 400, "invalid_request_error", "list of strings"),
@@ -164,3 +166,111 @@ def test_refusals_and_failures(status: int, kind: str) -> None:
 def test_cut_off_call_has_empty_input() -> None:
     body = post(FakeBackend(CALL[:-24]), MESSAGES, asked(tools=[TOOL])).json()
     assert [(block["type"], block.get("input")) for block in body["content"]] == [("tool_use", {})]
+
+
+# Responses
+
+
+RESPONSES = "/v1/responses"
+FUNCTION_TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def test_whole_response() -> None:
+    backend = FakeBackend("Good day")
+    body = post(backend, RESPONSES, {"input": "Hi", "instructions": "Be kind", "metadata": {"a": "b"}, "model": MODEL}).json()
+    assert (body["object"], body["status"], body["store"], body["metadata"]) == ("response", "completed", False, {"a": "b"})
+    [item] = body["output"]
+    part = {"type": "output_text", "text": "Good day", "annotations": [], "logprobs": []}
+    assert item == {"type": "message", "id": item["id"], "status": "completed", "role": "assistant", "content": [part]}
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 3
+    assert body["usage"]["output_tokens"] == len("Good day") + 1
+    assert prompt_of(backend) == "<|start|>system\nBe kind<|end|><|start|>user\nHi<|end|><|start|>assistant\n"
+
+
+def test_prompt_has_items_of_every_kind() -> None:
+    backend = FakeBackend()
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "message", "id": "m", "status": "completed", "role": "assistant",
+         "content": [{"type": "output_text", "text": "I ask", "annotations": []}]},
+        {"type": "function_call", "id": "f", "call_id": "c", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+    ]
+    assert post(backend, RESPONSES, {"input": items}).status_code == 200
+    assert prompt_of(backend) == (
+        '<|start|>user\nWeather?<|end|><|start|>assistant\nI ask[weather {"city": "Rome"}]<|end|>'
+        "<|start|>tool\nsunny<|end|><|start|>assistant\n"
+    )
+
+
+def test_events_of_a_text() -> None:
+    answer = post(FakeBackend("Hé"), RESPONSES, {"input": "Hi", "stream": True})
+    names = re.findall(r"^event: (.*)$", answer.text, re.MULTILINE)
+    found = events(answer)
+    assert names == [event["type"] for event in found] == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.delta", "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.completed",
+    ]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert found[6]["text"] == "".join(event["delta"] for event in found[4:6]) == "Hé"
+    assert found[-1]["response"]["output"] == [found[8]["item"]]
+    assert found[-1]["response"]["id"] == found[0]["response"]["id"]
+    assert len({event["item_id"] for event in found[3:8]}) == 1
+
+
+def test_events_of_a_call() -> None:
+    found = events(post(FakeBackend("Wait." + CALL), RESPONSES, {"input": "Hi", "stream": True, "tools": [FUNCTION_TOOL]}))
+    kinds = [event["type"] for event in found]
+    deltas = [event for event in found if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(event["delta"] for event in deltas) == '{"city": "Rome"}'
+    assert {event["output_index"] for event in deltas} == {1}
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
+    message, call = found[-1]["response"]["output"]
+    assert message["content"][0]["text"] == "Wait."
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"city": "Rome"}')
+
+
+def test_calls_in_a_whole_response() -> None:
+    body = {"input": "Hi", "tools": [FUNCTION_TOOL], "tool_choice": "required"}
+    [call] = post(FakeBackend(CALL), RESPONSES, body).json()["output"]
+    assert (call["name"], call["arguments"], call["status"]) == ("weather", '{"city": "Rome"}', "completed")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reply", "max_tokens", "items"),
+    [
+        ("abcdef", 3, [("message", "incomplete")]), ("", 3, [("message", "completed")]),
+        (f"Wait.{CALL}", CALL.index("Rome") + 5, [("message", "completed"), ("function_call", "incomplete")]),
+    ],
+)  # fmt: skip
+def test_only_the_last_item_is_incomplete(reply: str, max_tokens: int, items: Any, stream: bool) -> None:
+    body = {"input": "Hi", "tools": [FUNCTION_TOOL], "max_output_tokens": max_tokens, "stream": stream}
+    answer = post(FakeBackend(reply), RESPONSES, body)
+    shown = events(answer)[-1]["response"] if stream else answer.json()
+    assert [(item["type"], item["status"]) for item in shown["output"]] == items
+    assert shown["output"][0]["content"][0]["text"] == reply[: min(max_tokens, 5)]
+    assert shown["status"] == items[-1][1]
+    if shown["status"] == "incomplete":
+        assert shown["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_formats_and_logprobs() -> None:
+    backend = FakeBackend("y")
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    body = {"input": "Hi", "text": wanted, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    answer = post(backend, RESPONSES, body).json()
+    assert backend.params()["grammar"] == {"kind": "json_schema", "value": {"type": "object"}}
+    assert backend.params()["logprobs"] == 1
+    [entry] = answer["output"][0]["content"][0]["logprobs"]
+    likely = {"token": "y", "logprob": -0.5, "bytes": [121]}
+    assert entry == {**likely, "top_logprobs": [likely]}
+
+
+def test_error_during_a_response() -> None:
+    backend = FakeBackend("abc")
+    backend.fails[2] = RemoteError("It died.", code="unavailable", status=503)
+    found = events(post(backend, RESPONSES, {"input": "Hi", "stream": True}))
+    assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
+    assert found[-1]["response"]["error"] == {"code": "unavailable", "message": "It died."}

@@ -10,24 +10,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ServeConfig
-from archerfish.errors import ModelNotFoundError
+from archerfish.cli.main import find_command, make_parser
+from archerfish.cli.serve import add_serve_arguments, take_models
+from archerfish.config import EmbedConfig, EngineConfig, HubConfig, ModelConfig, ServeConfig, read_models
+from archerfish.errors import InvalidOptionError, ModelNotFoundError, UnknownOptionError
+from archerfish.serve import run
 from archerfish.serve.client import AsyncClient
 from archerfish.serve.host import EngineHost
 from archerfish.serve.hosted_encoder import MAX_INLINE_SIZE
 from archerfish.serve.hosted_llm import HostedLLM
 from archerfish.serve.models import describe
 from archerfish.serve.processes import ModelSpec
-from archerfish.serve.run import models_of
 from archerfish.serve.wire import EmbedRequest, Ping, Vectors
 from archerfish.text.tokenizer import TokenizedText
 from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
-from .client import PASS, app_of, client_of
+from .client import PASS, error_of, serving
 from .hosting import LIMIT_S, FakeClock, WordEncoder, add_encoder, cards, failure, make_host, stats, talking, whole
 
 pytestmark = pytest.mark.anyio
@@ -66,13 +67,14 @@ async def test_card_is_complete_before_and_after_loading(tmp_path: Path) -> None
         assert after["is_loaded"]
         same = ("id", "kind", "max_length", "max_prompt_bytes", "vocab_size", "is_tts", "directory", "device", "dtype")
         assert [before[name] for name in same] == [after[name] for name in same]
-        assert (after["max_length"], after["directory"]) == (512, str(tmp_path / "tiny"))
+        assert (after["max_length"], after["vocab_size"], after["directory"]) == (512, 288, str(tmp_path / "tiny"))
+        assert not after["has_chat_template"]
     [entry] = host.models.entries
     assert describe(spec, HubConfig())[1] == entry.num_bytes > 0
 
 
 async def test_story_model_is_loaded_on_demand(tmp_path: Path) -> None:
-    story = models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
+    story = run.models_of(ServeConfig(kinds="generation"), EngineConfig(num_threads=1), EmbedConfig())[-1]
     host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"), story))
     host.load_models()
     params = {"max_tokens": 12, "temperature": 0.0}
@@ -95,22 +97,6 @@ def test_missing_model_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         host.load_models()
     host.stop(0)
-
-
-def test_http_request_loads_its_model(tmp_path: Path) -> None:
-    host = make_host(tmp_path, models=(tiny_spec(tmp_path / "tiny"),), front_end_pass=PASS)
-    host.load_models()
-
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S), client_of(app_of(host)) as client:
-            models = (await client.get("/v1/models")).json()["data"]
-            assert [(model["id"], model["max_length"]) for model in models] == [("tiny", 512)]
-            body = {"model": "tiny", "prompt": "the cats", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-            answer: httpx.Response = await client.post("/v1/completions", json=body)
-            assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
-
-    with host:
-        asyncio.run(main())
 
 
 # When
@@ -284,3 +270,83 @@ async def test_single_model_may_exceed_the_limit(tmp_path: Path, monkeypatch: py
             await client.ask(EmbedRequest(request_id="", texts=["x"]))
             await client.ask(Ping(request_id=""))
     assert host.models.num_unloaded == 0
+
+
+# Several models, named by flags or by the TOML file
+
+
+TOML = """
+[engine]
+max_num_seqs = 4
+max_cache_tokens = 2048
+dtype = "float32"
+load_format = "dummy"
+[[models]]
+model = "{directory}/first"
+max_num_seqs = 2
+[[models]]
+model = "{directory}/second"
+loads = "demand"
+[[models]]
+model = "{directory}/third"
+loads = "idle"
+"""
+
+
+async def test_models_of_the_configuration_file_are_served(tmp_path: Path) -> None:
+    for directory in ("first", "second", "third"):
+        tiny_spec(tmp_path / directory)
+    config_file = tmp_path / "config.toml"
+    config_file.write_text(TOML.format(directory=tmp_path))
+    engine = EngineConfig(max_num_seqs=4, max_cache_tokens=2048, dtype="float32", load_format="dummy")
+    specs = run.models_of(ServeConfig(kinds="generation"), engine, EmbedConfig(), read_models(config_file))
+    host = make_host(tmp_path, front_end_pass=PASS, models=specs, hub={"offline": True})
+    host.load_models()
+    assert [entry.hosted is not None for entry in host.models.entries] == [True, False, False]
+
+    async with serving(host) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["max_length"]) for model in listed] == [(n, 512) for n in ("first", "second", "third")]
+        for name in ("first", "second", "third", None):
+            body: dict[str, Any] = {"prompt": "a b", "max_tokens": 3, "temperature": 0} | ({"model": name} if name else {})
+            answer = await client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["model"]) == (200, name or "first"), answer.text
+        unknown = await client.post("/v1/completions", json={"model": "fourth", "prompt": "a"})
+        assert unknown.status_code == 404 and "first" in error_of(unknown)["message"]
+    engines = [entry.hosted.engine for entry in host.models.entries if isinstance(entry.hosted, HostedLLM)]
+    assert [engine.config.max_num_seqs for engine in engines] == [2, 4, 4]
+
+
+def test_repeated_flags_name_more_models(tmp_path: Path) -> None:
+    config_file = tmp_path / "config.toml"
+    config_file.write_text('[[models]]\nmodel = "pairs"\nkind = "cross-encoder"\nnum_threads = 2\n')
+    flags = ["--model", "a", "--model", "b", "--embed-model", "c", "--config", str(config_file)]
+    parser = make_parser(find_command(["serve"])[0])
+    add_serve_arguments(parser)
+    arguments = parser.parse(flags)
+    models = take_models(arguments)
+    assert models == [ModelConfig(model="b"), ModelConfig(model="pairs", kind="cross-encoder", options={"num_threads": 2})]
+    specs = run.models_of(ServeConfig(), EngineConfig(model="a"), EmbedConfig(model="c"), models)
+    assert [(spec.model, spec.kind) for spec in specs] == [
+        ("a", "generation"), ("c", "embedding"), ("b", "generation"), ("pairs", "cross-encoder"),
+    ]  # fmt: skip
+    assert specs[3].options["num_threads"] == 2
+
+
+def test_listed_models_replace_the_default_of_their_kind() -> None:
+    specs = run.models_of(ServeConfig(), EngineConfig(), EmbedConfig(), [ModelConfig(model="own", loads="idle")])
+    assert [(spec.model, spec.loads) for spec in specs] == [(EmbedConfig.model, "start"), ("own", "idle")]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("models = 3", InvalidOptionError), ("[[models]]\nkind = 'generation'", InvalidOptionError),
+     ("[[models]]\nmodel = 'a'\nkind = 'poem'", InvalidOptionError),
+     ("[[models]]\nmodel = 'a'\nlods = 'idle'", UnknownOptionError),
+     ("[[models]]\nmodel = 'a'\nloads = 'never'", InvalidOptionError)],
+)  # fmt: skip
+def test_faulty_tables_are_refused(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    config_file = tmp_path / "config.toml"
+    config_file.write_text(text)
+    with pytest.raises(error):
+        read_models(config_file)

@@ -1,14 +1,12 @@
 """The real packages of OpenAI and Anthropic against a real socket."""
 
-import asyncio
+import base64
 import json
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
@@ -16,43 +14,41 @@ from anthropic.types import TextBlock, ToolUseBlock
 from archerfish.serve.client import RemoteError
 from archerfish.serve.wire import GenerationRequest
 
-from .client import running
-from .fake_backend import LIMIT_S, MODEL, FakeBackend, fake_app
+from .client import WORDS, app_of, running, words_host
+from .fake_backend import KEY, LIMIT_S, MODEL, FakeBackend, fake_app, keyed_app
+from .hosting import WordEncoder
 
 WEATHER: Any = {"name": "weather", "description": "The weather now", "parameters": {"type": "object", "properties": {}}}
-TOOL: Any = {"type": "function", "strict": False, **WEATHER}
-CALL = 'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@contextmanager
-def serving(backend: FakeBackend) -> Iterator[str]:
-    """The address of a server in a thread."""
-    with running(fake_app(backend)) as (host, port):
-        yield f"http://{host}:{port}"
+RESPONSE_TOOLS: Any = [{"type": "function", "strict": False, **WEATHER, "name": name} for name in ("weather", "clock")]
+TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {**WEATHER, "name": "clock"}}]
+CALL = (
+    'One moment.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
 
 
 def reply(request: GenerationRequest) -> str:
     text = bytes(i for i in request.token_ids or [] if i < 256).decode()
     if "tools" in text:
         return CALL
-    return '{"answer": 42}' if "grammar" in request.params else "Hello thére"
+    return "Hello thére"
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving(FakeBackend(reply)) as url:
-        yield url
+    with running(keyed_app(FakeBackend(reply))) as served:
+        yield served.url
 
 
 @pytest.fixture
 def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as made:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as made:
         yield made
 
 
 @pytest.fixture
 def claude(address: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=LIMIT_S) as made:
+    with anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0, timeout=LIMIT_S) as made:
         yield made
 
 
@@ -89,7 +85,7 @@ def test_chat_stream(client: openai.OpenAI) -> None:
 
 def test_tool_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}]
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -97,20 +93,13 @@ def test_tool_calls(client: openai.OpenAI) -> None:
     [choice] = final.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
     assert choice.message.tool_calls is not None
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    calls = [call.function for call in choice.message.tool_calls]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Rome"}), ("clock", {})]
     whole = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], tools=[{"type": "function", "function": WEATHER}],
         tool_choice={"type": "function", "function": {"name": "weather"}},
     )
     assert whole.choices[0].message.tool_calls is not None
-
-
-def test_json_schema(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "Hi"}],
-        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
-    )
-    assert json.loads(answer.choices[0].message.content or "") == {"answer": 42}
 
 
 def test_completions(client: openai.OpenAI) -> None:
@@ -127,7 +116,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert (answer.output_text, answer.status) == ("Hello thére", "completed")
     assert answer.usage is not None
     assert answer.usage.input_tokens_details.cached_tokens == 3
-    with client.responses.stream(model=MODEL, input="Hi", tools=[TOOL]) as stream:
+    with client.responses.stream(model=MODEL, input="Hi", tools=RESPONSE_TOOLS) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds.count("response.function_call_arguments.delta") > 5
@@ -138,7 +127,16 @@ def test_responses(client: openai.OpenAI) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_package_raises_its_error_classes(client: openai.OpenAI) -> None:
+def test_packages_raise_their_error_classes(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client.with_options(api_key="another").models.list()
+    assert caught.value.code == "invalid_api_key"
+    with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+        claude.with_options(api_key="another").messages.create(
+            model=MODEL, max_tokens=20, messages=[{"role": "user", "content": "Hi"}]
+        )
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "Hi"}])
     assert missing.value.code == "model_not_found"
@@ -153,8 +151,8 @@ def test_package_raises_its_error_classes(client: openai.OpenAI) -> None:
 def test_refusals_and_broken_streams() -> None:
     backend = FakeBackend()
     backend.fails[0] = RemoteError("Too much waits.", code="overloaded", status=429, retry_after_s=3)
-    with serving(backend) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    with running(fake_app(backend)) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=MODEL, prompt="a", stream=True)
         assert caught.value.response.headers["retry-after"] == "3"
@@ -162,27 +160,12 @@ def test_refusals_and_broken_streams() -> None:
         with pytest.raises(openai.APIError, match="It died"):
             list(client.completions.create(model=MODEL, prompt="a", stream=True))
         client.close()
-        claude = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
+        claude = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
         with pytest.raises(anthropic.APIStatusError, match="It died"), claude.messages.stream(
             model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
         ) as stream:
             list(stream)
         claude.close()
-
-
-def test_concurrent_async_streams(address: str) -> None:
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
-
-            async def one() -> str:
-                stream = await client.chat.completions.create(
-                    model=MODEL, messages=[{"role": "user", "content": "Hi"}], stream=True
-                )
-                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-            assert await asyncio.gather(*(one() for _ in range(20))) == ["Hello thére"] * 20
-
-    asyncio.run(main())
 
 
 def test_messages(claude: anthropic.Anthropic) -> None:
@@ -199,37 +182,25 @@ def test_messages(claude: anthropic.Anthropic) -> None:
 def test_tool_use_in_messages(claude: anthropic.Anthropic) -> None:
     with claude.messages.stream(
         model=MODEL, max_tokens=500, messages=[{"role": "user", "content": "Hi"}],
-        tools=[{"name": "weather", "input_schema": {"type": "object"}}],
+        tools=[{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "clock")],
     ) as stream:
         final = stream.get_final_message()
-    text, call = final.content
+    text, call, _ = final.content
     assert isinstance(text, TextBlock)
     assert isinstance(call, ToolUseBlock)
     assert (text.text, call.name, call.input, final.stop_reason) == ("One moment.", "weather", {"city": "Rome"}, "tool_use")
-    with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="claude", max_tokens=5, messages=[{"role": "user", "content": "Hi"}])
 
 
-def test_closed_socket_cancels_the_request() -> None:
-    backend = FakeBackend("abc")
-    left = threading.Event()
-
-    class Left(list[str]):
-        def append(self, request_id: str) -> None:
-            super().append(request_id)
-            left.set()
-
-    backend.left = Left()
-    backend.num_before_gate = 2
-    backend.gate.clear()
-    with serving(backend) as address:
-        host, port = address.removeprefix("http://").split(":")
-        body = json.dumps({"prompt": "a", "stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection((host, int(port)), LIMIT_S) as connection:
-            connection.sendall(head.encode() + body)
-            received = b""
-            while b'"text":"b"' not in received:
-                received += connection.recv(4096)
-        assert left.wait(LIMIT_S)
+@pytest.mark.parametrize("encoding_format", ["float", "base64", None])
+def test_embeddings(encoding_format: str | None) -> None:
+    with words_host() as host, host, running(app_of(host)) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        # Without encoding_format the package itself asks for base64 and decodes it.
+        chosen: dict[str, Any] = {"encoding_format": encoding_format} if encoding_format else {}
+        answer = client.embeddings.create(model="words", input=["one", "two words"], **chosen)
+        embedding: Any = answer.data[0].embedding
+        if encoding_format == "base64":
+            embedding = np.frombuffer(base64.b64decode(embedding), "<f4")
+        np.testing.assert_array_equal(np.asarray(embedding, np.float32), WordEncoder.vector("one"))
+        assert [model.id for model in client.models.list()] == [WORDS] == [client.models.retrieve(WORDS).id]
+        client.close()

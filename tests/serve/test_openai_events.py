@@ -19,15 +19,15 @@ from archerfish.config import ServeConfig
 from archerfish.observe.metrics import MetricRegistry
 from archerfish.serve.app import create_app
 from archerfish.serve.bodies import Body
-from archerfish.serve.client import AsyncClient, RemoteError
+from archerfish.serve.client import RemoteError
 from archerfish.serve.generation import KEEP_ALIVE
 from archerfish.serve.http import BodyRoute
 from archerfish.serve.wire import Chunk, GenerationRequest
 
 from .fake_backend import FakeBackend, events, ids, post, until
-from .hosting import add_llm, make_host, talk
+from .hosting import llm_host, talking
 
-LIMIT_S = 20
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_task_is_left")]
 STREAM = {"prompt": "p", "max_tokens": 50, "stream": True}
 
 
@@ -59,56 +59,39 @@ class Reader:
         await self.app(scope, self.receive, self.send)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            await test()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(("stream", "num_before"), [(True, 0), (True, 1), (False, 0)])
 @pytest.mark.parametrize("num_prompts", [1, 2])
-def test_disconnect_cancels_generation(stream: bool, num_before: int, num_prompts: int) -> None:
+async def test_disconnect_cancels_generation(stream: bool, num_before: int, num_prompts: int) -> None:
     """Before the first event of a stream, and afterwards."""
-
-    async def test() -> None:
-        backend, registry = FakeBackend(), MetricRegistry()
-        backend.gate.clear()
-        backend.num_before_gate = num_before
-        body = {**STREAM, "prompt": ["p"] * num_prompts, "stream": stream}
-        reader = Reader(create_app(backend, registry=registry), body=body)
-        reading = asyncio.create_task(reader.read())
-        await until(lambda: len(backend.requests) == num_prompts and len(reader.data) == num_before * num_prompts)
-        reader.gone.set()
-        await reading
-        assert len(backend.left) == num_prompts
-        [requests] = [metric for metric in registry if metric.name == "archerfish_requests_total"]
-        assert [sample.labels for sample in requests.samples()] == [("/v1/completions", "200" if num_before else "499")]
-
-    run(test)
+    backend, registry = FakeBackend(), MetricRegistry()
+    backend.gate.clear()
+    backend.num_before_gate = num_before
+    body = {**STREAM, "prompt": ["p"] * num_prompts, "stream": stream}
+    reader = Reader(create_app(backend, registry=registry), body=body)
+    reading = asyncio.create_task(reader.read())
+    await until(lambda: len(backend.requests) == num_prompts and len(reader.data) == num_before * num_prompts)
+    reader.gone.set()
+    await reading
+    assert len(backend.left) == num_prompts
+    [requests] = [metric for metric in registry if metric.name == "archerfish_requests_total"]
+    assert [sample.labels for sample in requests.samples()] == [("/v1/completions", "200" if num_before else "499")]
 
 
-def test_quiet_stream_sends_comments() -> None:
+async def test_quiet_stream_sends_comments() -> None:
     """Also before the first event; a later error is an event."""
-
-    async def test() -> None:
-        backend = FakeBackend()
-        backend.fails = {1: RemoteError("refused", status=400)}
-        backend.gate.clear()
-        reader = Reader(create_app(backend, ServeConfig(keep_alive_s=0.004)))
-        reading = asyncio.create_task(reader.read())
-        await until(lambda: reader.data.count(KEEP_ALIVE) >= 3)
-        backend.gate.set()
-        await reading
-        assert reader.sent[0]["status"] == 200
-        [first, last] = [data for data in reader.data if data != KEEP_ALIVE]
-        assert b'"text":"H"' in first
-        assert b'"message":"refused"' in last
-        assert [message.get("more_body") for message in reader.sent[-2:]] == [True, False]
-
-    run(test)
+    backend = FakeBackend()
+    backend.fails = {1: RemoteError("refused", status=400)}
+    backend.gate.clear()
+    reader = Reader(create_app(backend, ServeConfig(keep_alive_s=0.004)))
+    reading = asyncio.create_task(reader.read())
+    await until(lambda: reader.data.count(KEEP_ALIVE) >= 3)
+    backend.gate.set()
+    await reading
+    assert reader.sent[0]["status"] == 200
+    [first, last] = [data for data in reader.data if data != KEEP_ALIVE]
+    assert b'"text":"H"' in first
+    assert b'"message":"refused"' in last
+    assert [message.get("more_body") for message in reader.sent[-2:]] == [True, False]
 
 
 # Handlers
@@ -122,48 +105,41 @@ def app_with(handler: Callable[[], Awaitable[None]]) -> Starlette:
     return Starlette(routes=[BodyRoute("/", answer, Body, None)])
 
 
-def test_disconnect_cancels_a_handler() -> None:
-    async def test() -> None:
-        has_begun, is_cancelled = asyncio.Event(), False
+async def test_disconnect_cancels_a_handler() -> None:
+    has_begun, is_cancelled = asyncio.Event(), False
 
-        async def handler() -> None:
-            nonlocal is_cancelled
-            has_begun.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                is_cancelled = True
-                raise
+    async def handler() -> None:
+        nonlocal is_cancelled
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
 
-        for is_gone in (True, False):
-            reader = Reader(app_with(handler), "/", {})
-            task = asyncio.create_task(reader.read())
-            await has_begun.wait()
-            has_begun.clear()
-            if is_gone:
-                reader.gone.set()
-            else:
-                task.cancel()
-            with pytest.raises(ClientDisconnect if is_gone else asyncio.CancelledError):
-                await task
-            assert is_cancelled
-            is_cancelled = False
-
-    run(test)
+    for is_gone in (True, False):
+        reader = Reader(app_with(handler), "/", {})
+        task = asyncio.create_task(reader.read())
+        await has_begun.wait()
+        has_begun.clear()
+        if is_gone:
+            reader.gone.set()
+        else:
+            task.cancel()
+        with pytest.raises(ClientDisconnect if is_gone else asyncio.CancelledError):
+            await task
+        assert is_cancelled
+        is_cancelled = False
 
 
-def test_handler_may_raise_its_own_timeout() -> None:
+async def test_handler_may_raise_its_own_timeout() -> None:
     async def fail() -> None:
         raise TimeoutError("of the handler")
-
-    async def test() -> None:
-        with pytest.raises(TimeoutError, match="of the handler"):
-            await Reader(app_with(fail), "/", {}).read()
-        reader = Reader(app_with(lambda: asyncio.sleep(0)), "/", {})
-        await reader.read()
-        assert reader.data == [b"done"]
-
-    run(test)
+    with pytest.raises(TimeoutError, match="of the handler"):
+        await Reader(app_with(fail), "/", {}).read()
+    reader = Reader(app_with(lambda: asyncio.sleep(0)), "/", {})
+    await reader.read()
+    assert reader.data == [b"done"]
 
 
 # Chunks and stops
@@ -208,27 +184,21 @@ def test_stopped_choice_is_ended_in_the_engine(stream: bool) -> None:
         assert backend.ended == [(request.request_id, index) for index in range(num)]
 
 
-def test_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
-    host = make_host(tmp_path)
-    engine = add_llm(host, tmp_path, max_len=4096)
+async def test_ended_sequence_takes_no_more_steps(tmp_path: Path) -> None:
+    host, engine = llm_host(tmp_path, max_len=4096)
     params = {"n": 2, "max_tokens": 300, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-
-    async def test(client: AsyncClient) -> None:
-        num_tokens = [0, 0]
-        request = GenerationRequest(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)
+    num_tokens = [0, 0]
+    request = GenerationRequest(request_id="r", token_ids=[5, 6, 7], params=params, stream=True, wants_ids=True)
+    async with talking(host) as client:
         async for part in client.generate(request):
             if isinstance(part, Chunk):
                 num_tokens[part.index] += len(part.token_ids)
                 if part.index == 0 and num_tokens[0] == 3:
-                    client.end_sequence("r", 0)
-                    client.end_sequence("r", 0)
-                    client.end_sequence("r", 9)
-                    client.end_sequence("unknown", 0)
+                    for request_id, index in (("r", 0), ("r", 0), ("r", 9), ("unknown", 0)):
+                        client.end_sequence(request_id, index)
             else:
                 reasons = {output.index: output.finish_reason for output in part.outputs}
-        assert reasons == {0: "stop", 1: "length"}
-        assert num_tokens[1] == 300
-        assert num_tokens[0] < 300
-
-    talk(host, test)
+    assert reasons == {0: "stop", 1: "length"}
+    assert num_tokens[1] == 300
+    assert num_tokens[0] < 300
     assert engine.scheduler.stats().num_running == 0

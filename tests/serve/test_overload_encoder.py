@@ -139,7 +139,7 @@ def test_goodput_at_three_times_the_capacity(job_s: float, has_other_models: boo
     assert (machine.hosted.controller.queue.num_places, machine.hosted.has_work) == (0, False)
 
 
-def test_jobs_keep_the_latency_budget_while_other_models_compute() -> None:
+def test_jobs_keep_the_latency_budget() -> None:
     for has_other_models, factor in ((True, 1.0), (False, ALONE_FACTOR)):
         machine = SimulatedMachine(0.002, has_other_models=has_other_models)
         machine.serve_arrivals(600.0, 2.0)

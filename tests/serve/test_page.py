@@ -19,14 +19,15 @@ from starlette.applications import Starlette
 from archerfish.serve.answers import Model
 from archerfish.serve.app import create_app
 from archerfish.serve.client import RemoteError
-from archerfish.serve.page import EXAMPLES, MAX_TOKENS, curl, examples, page, template
+from archerfish.serve.page import EXAMPLES, MAX_TOKENS, curl, examples, page
 from archerfish.serve.tenants import Tenants
 
-from .client import LIMIT_S, PASS, WORDS, app_of, host_with, running, with_app, with_client, words_host
+from .client import LIMIT_S, PASS, WORDS, app_of, client_of, host_with, running, serving, words_host
 from .fake_backend import FakeBackend
-from .hosting import WordEncoder, add_llm
+from .hosting import WordEncoder
 
 NODE = shutil.which("node")
+pytestmark = pytest.mark.anyio
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 WRITER = Model(created=0, id="lab/writer", kind="generation", max_length=100)
 VECTORS = Model(created=0, id="lab/vectors", kind="embedding", max_length=64, dimension=8)
@@ -66,8 +67,8 @@ class Parts(HTMLParser):
 # What it shows
 
 
-def test_page_loads_nothing_from_elsewhere() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_page_loads_nothing_from_elsewhere() -> None:
+    async with serving() as client:
         answer = await client.get("/", headers={"Host": "<b>evil</b>"})
         assert answer.headers["content-type"].startswith("text/html")
         for text in ("/v1/embeddings", "/v1/rerank", "/similarity", WORDS, "8 dimensions", "up to 512 tokens"):
@@ -76,8 +77,6 @@ def test_page_loads_nothing_from_elsewhere() -> None:
             assert outside not in answer.text
         assert "/v1/chat/completions" not in re.sub(r"<script>.*</script>", "", answer.text, flags=re.DOTALL)
         assert "chat" in Parts(answer.text).hidden
-
-    with_client(test)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,6 @@ def test_all_placeholders_are_filled() -> None:
     text = page("http://here", [WRITER, VECTORS, PAIRS])
     assert "$$" not in text
     assert not re.findall(r"\$(?!\{)", text)
-    places = set(re.findall(r"\$(\w+)", template().template.replace("$$", "")))
-    assert places == {"models", "routes", "hide_chat", "hide_compare", "most_tokens"}
 
 
 def test_chat_max_tokens_fits_the_model() -> None:
@@ -135,28 +132,23 @@ def test_examples_fit_the_models(kinds: set[str], first: str, absent: set[str]) 
     assert {path for _, _, path, _ in EXAMPLES} - set(shown) == absent
 
 
-def test_page_shows_every_route() -> None:
-    async def test(client: httpx.AsyncClient) -> None:
+async def test_page_shows_every_route() -> None:
+    async with client_of(create_app(FakeBackend())) as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
         told = {(method.upper(), path) for path in paths for method in paths[path] if not path.startswith("/admin")}
         shown = {(method, path) for _, method, path, _ in EXAMPLES}
         assert told - shown == {("GET", "/v1/models/{model_id}"), ("POST", "/v1/messages/count_tokens")}
         assert shown <= told
 
-    with_app(test, create_app(FakeBackend()))
 
-
-def test_examples_are_answered(tmp_path: Path) -> None:
-    host = host_with(tmp_path, WordEncoder(WORDS))
-    add_llm(host, tmp_path, has_text=True)
+async def test_examples_are_answered(tmp_path: Path) -> None:
+    host = host_with(tmp_path, WordEncoder(WORDS), llm={"has_text": True})
     (tmp_path / "tiny" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         for method, path, body in examples({"generation", "embedding"}):
             answer = await client.request(method, path, json=body)
             assert answer.status_code == 200, (path, answer.text)
-
-    with_client(test, host)
 
 
 def test_examples_survive_shell_quoting() -> None:
@@ -200,11 +192,10 @@ by("words").fire("keydown", {key: "Enter", shiftKey: false});
 def play(app: Starlette, steps: str, tmp_path: Path) -> dict[str, Any]:
     """What the page shows after some steps of a user."""
     assert NODE is not None
-    with running(app) as (host, port):
-        address = f"http://{host}:{port}"
-        script = Parts(httpx.get(address, timeout=LIMIT_S).text).script
+    with running(app) as served:
+        script = Parts(httpx.get(served.url, timeout=LIMIT_S).text).script
         path = tmp_path / "play.mjs"
-        path.write_text(BROWSER.replace("ADDRESS", address) + script + 'by("key").hidden = true;\n' + steps + TELL)
+        path.write_text(BROWSER.replace("ADDRESS", served.url) + script + 'by("key").hidden = true;\n' + steps + TELL)
         done = subprocess.run([NODE, str(path)], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

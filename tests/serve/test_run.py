@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import pytest
 import zmq.auth
 
@@ -31,7 +32,7 @@ from tests.engine.tiny_llama import save_tiny_llama
 from tests.text.tiny_tokenizers import byte_fallback
 
 from .client import LIMIT_S
-from .test_end import STREAMS, check_error_event
+from .test_sockets import CHAT, STREAMS, check_error_event
 
 ENGINE, EMBED = EngineConfig(model="lab/writer"), EmbedConfig(model="lab/vectors")
 TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}"
@@ -61,7 +62,7 @@ def test_options_choose_the_models(options: dict[str, Any], expected: list[tuple
             assert EmbedConfig(**spec.options) == EMBED.replace(num_threads=3, model=spec.model)
 
 
-def test_story_model_is_served_on_demand_with_the_default_model() -> None:
+def test_story_model_is_added_to_the_default_model() -> None:
     engine = EngineConfig(num_threads=3, max_model_len=64, load_format="dummy", enable_prefix_caching=False)
     for config, others in ((ServeConfig(), 2), (ServeConfig(kinds="generation", loads="idle"), 1)):
         *usual, story = run.models_of(config, engine, EMBED)
@@ -106,16 +107,13 @@ def spec(kind: Any, model: str) -> ModelSpec:
     ],
 )  # fmt: skip
 def test_ready_text_names_models_and_a_call(models: list[ModelSpec], begins: str, call: str) -> None:
-    text = run.ready_text("http://x", tuple(models), ServeConfig(), {spec.kind for spec in models})
+    kinds: set[str] = {spec.kind for spec in models}
+    text = run.ready_text("http://x", tuple(models), ServeConfig(), kinds)
     assert text.startswith(begins)
     assert f"curl http://x{call}" in text
+    tts = run.ready_text("http://x", tuple(models), ServeConfig(), {"tts", *kinds} - {"generation"})
+    assert "curl http://x/v1/tts/tokens" in tts and "chat" not in tts
     assert "no API keys" not in text
-
-
-def test_ready_text_of_a_tts_model_shows_no_chat() -> None:
-    text = run.ready_text("http://x", (spec("generation", "a"), spec("embedding", "b")), ServeConfig(), {"tts", "embedding"})
-    assert "curl http://x/v1/tts/tokens" in text
-    assert "chat" not in text
 
 
 def test_ready_text_warns_of_an_open_address_without_keys() -> None:
@@ -207,12 +205,7 @@ def test_serve_starts_and_stops_all_processes(parts: Parts, tmp_path: Path, monk
     assert not Path(host.address.removeprefix("ipc://")).parent.exists()
 
 
-def test_serve_prints_its_address(parts: Parts, capsys: pytest.CaptureFixture[str]) -> None:
-    run.serve(ServeConfig(port=0, kinds="generation"), ENGINE)
-    assert capsys.readouterr().out.startswith("archerfish serves lab/writer at http://127.0.0.1:")
-
-
-def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> None:
+def test_service_stops_in_order_with_a_broken_pipe(parts: Parts) -> None:
     def announce(text: str) -> None:
         if text == run.STOPPING:
             raise BrokenPipeError
@@ -221,15 +214,19 @@ def test_service_stops_in_order_without_a_reader_of_its_output(parts: Parts) -> 
     assert parts.calls[-2:] == ["stop front end", "stop engine"]
 
 
-def test_errors_in_the_configuration_show_before_models_are_loaded(parts: Parts, tmp_path: Path) -> None:
-    with run.bind(ServeConfig(port=0)) as taken, pytest.raises(MachineError, match="Cannot listen"):
-        run.serve(ServeConfig(port=taken.getsockname()[1]), ENGINE, EMBED)
+def test_configuration_errors_show_before_loading(parts: Parts, tmp_path: Path) -> None:
+    with run.bind(ServeConfig(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
+            run.serve(ServeConfig(port=port), ENGINE, EMBED)
+    with pytest.raises(MachineError, match="no address of this machine"):
+        run.serve(ServeConfig(host="nowhere.invalid"), ENGINE, EMBED)
     with pytest.raises(InvalidOptionError, match="cannot be read"):
         run.serve(ServeConfig(port=0, api_keys_file=str(tmp_path / "none.toml")), ENGINE, EMBED)
     assert parts.fetched == parts.engines == []
 
 
-def test_signal_while_models_are_loaded_stops_all_processes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_while_loading_stops_all_processes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "wait", lambda child: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -240,15 +237,6 @@ def test_signal_while_models_are_loaded_stops_all_processes(parts: Parts, monkey
 
 
 # The socket
-
-
-def test_taken_port_is_named_in_the_error() -> None:
-    with run.bind(ServeConfig(port=0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(MachineError, match=f"Cannot listen on 127.0.0.1:{port}"):
-            run.bind(ServeConfig(port=port))
-    with pytest.raises(MachineError, match="no address of this machine"):
-        run.bind(ServeConfig(host="nowhere.invalid"))
 
 
 def test_url_can_be_used_for_any_listening_address() -> None:
@@ -348,22 +336,14 @@ class Service:
     def engine_pid(self) -> int:
         return next((pid for pid, command in self.children().items() if "serve.host" in command), 0)
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)
-
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        connection = self.connect()
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=5 * LIMIT_S)
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection.getresponse()
 
-    def get_json(self, path: str) -> dict[str, Any]:
-        connection = self.connect()
-        try:
-            connection.request("GET", path)
-            found: dict[str, Any] = json.load(connection.getresponse())
-            return found
-        finally:
-            connection.close()
+    def is_healthy(self) -> bool:
+        answer = httpx.get(f"http://{self.address}:{self.port}/health", timeout=5 * LIMIT_S)
+        return bool(answer.json()["status"] == "ok")
 
     def check_end(self, code: int) -> None:
         """Wait for the end: no process and no file is left, and the log has no error."""
@@ -386,21 +366,21 @@ class Service:
         self.process.stdout.close()
 
 
-def test_whole_service_starts_answers_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_whole_service_leaves_nothing_behind(tmp_path: Path) -> None:
     with Service(tmp_path, "--num-front-ends", "2", "--log-level", "error") as service:
         assert [path.name.startswith("archerfish-") for path in service.scratch.iterdir()] == [True]
         body = {"messages": [{"role": "user", "content": "the cats"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         answer = json.load(service.post("/v1/chat/completions", body))
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 4)
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert service.get_json("/health")["status"] == "ok"
+        assert service.is_healthy()
         service.process.terminate()
         service.read_until("Stopping: ")
         service.check_end(0)
         assert not {"ERROR", "Traceback"} & set(service.log.read_text().split())
 
 
-def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: Path) -> None:
+def test_engine_restarts_while_descriptors_are_used_up(tmp_path: Path) -> None:
     pause = threading.Event()
     with Service(tmp_path, max_files=64) as service, contextlib.ExitStack() as stack:
         for _ in range(100):
@@ -412,29 +392,13 @@ def test_killed_engine_is_restarted_while_all_descriptors_are_used_up(tmp_path: 
         stack.close()
         is_ok = False
         while not is_ok:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # refused for want of descriptors
-                is_ok = service.get_json("/health")["status"] == "ok"
+            with contextlib.suppress(httpx.HTTPError):  # refused for want of descriptors
+                is_ok = service.is_healthy()
             pause.wait(0.01)
-        service.process.terminate()
-        service.check_end(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_front_ends", ["1", "2"])
-@pytest.mark.parametrize("is_forced", [True, False])
-def test_streams_get_an_error_at_the_end_of_the_service(tmp_path: Path, num_front_ends: str, is_forced: bool) -> None:
-    """A second Ctrl+C ends the service at once; otherwise it ends after the grace time."""
-    with Service(tmp_path, "--num-front-ends", num_front_ends) as service:
-        streams = [(path, service.post(path, body)) for path, body in [*STREAMS.items()] * 2]
-        for _, answer in streams:
-            assert answer.readline().startswith((b"data: ", b"event: "))
+        stream = service.post(CHAT, STREAMS[CHAT])
+        assert stream.readline().startswith(b"data: ")
         service.process.send_signal(signal.SIGINT)
         assert "30 s to finish" in service.read_until("Stopping: ")
-        if is_forced:
-            assert all(answer.readline() for _, answer in streams)
-            service.process.send_signal(signal.SIGINT)
-        for path, answer in streams:
-            check_error_event(path, answer.read().decode())
-        service.check_end(130 if is_forced else 0)
-        for _, answer in streams:
-            answer.close()
+        service.process.send_signal(signal.SIGINT)  # a second Ctrl+C ends the service at once
+        check_error_event(CHAT, stream.read().decode())
+        service.check_end(130)

@@ -1,14 +1,16 @@
-"""Two tenants with equal prompts, through the whole stack: neither can detect the other.
+"""Tenants through the whole stack: none can detect another, and each has its limits.
 
-All answers to one tenant are compared with those of a service that no other tenant has used. Times and random ids are left
-out.
+All answers to one tenant are compared with those of a service that no other tenant has used, without times and random ids.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ import pytest
 
 from archerfish.serve.tenants import Tenants, add_key
 
-from .client import PASS, WORDS, app_of, with_app
+from .client import PASS, WORDS, error_of, host_with, serving
 from .fake_backend import TEMPLATE
-from .hosting import WordEncoder, add_encoder, add_llm, make_host
+from .hosting import FakeClock, WordEncoder, add_encoder, add_llm, hold, make_host
 
+pytestmark = pytest.mark.anyio
 PROMPT = "the same words of two tenants, long enough for several blocks of the cache: 0123456789 0123456789"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 STREAMED: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -93,14 +96,14 @@ class Stack:
         self.keys = {name: add_key(self.keys_file, name, **limits) for name in ("alice", "bob")}
         self.keys["operator"] = add_key(self.keys_file, "operator", is_operator=True)
 
-    def run(self, *callers: str, **options: Any) -> Run:
+    async def run(self, *callers: str, **options: Any) -> Run:
         """The answers to these callers of a fresh service."""
         name = f"{callers} {options}"
         if name not in self.runs:
-            self.runs[name] = self._run(callers, options)
+            self.runs[name] = await self._run(callers, options)
         return self.runs[name]
 
-    def _run(self, callers: tuple[str, ...], options: dict[str, Any]) -> Run:
+    async def _run(self, callers: tuple[str, ...], options: dict[str, Any]) -> Run:
         found = Run()
         with tempfile.TemporaryDirectory() as place:
             host = make_host(Path(place), front_end_pass=PASS, api_keys_file=str(self.keys_file))
@@ -108,14 +111,11 @@ class Stack:
             (self.directory / "tiny" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
             add_encoder(host, WordEncoder(WORDS))
 
-            async def test(client: httpx.AsyncClient) -> None:
+            async with serving(host, tenants=Tenants.from_file(self.keys_file), **options) as client:
                 for caller in callers:
                     found.seen[caller] = await look(client, self.keys[caller])
                 blocks = engine.scheduler.blocks
                 found.held = engine.cache_stats().total_cached, blocks.num_total - blocks.num_free
-
-            with host:
-                with_app(test, app_of(host, tenants=Tenants.from_file(self.keys_file), **options))
         return found
 
 
@@ -125,9 +125,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
 
 
 @pytest.mark.parametrize("options", [{}, {"result_cache_mib": 1}], ids=["plain", "with a result cache"])
-def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
-    alone = stack.run("bob", **options).seen["bob"]
-    both = stack.run(*EVERYONE, **options).seen
+async def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str, Any]) -> None:
+    alone = (await stack.run("bob", **options)).seen["bob"]
+    both = (await stack.run(*EVERYONE, **options)).seen
     for expected, found in zip(alone, both["bob"], strict=True):
         assert found == expected
     for first, second in zip(both["alice"], both["bob"], strict=True):  # and equal answers to equal questions
@@ -137,19 +137,116 @@ def test_answers_do_not_depend_on_other_tenants(stack: Stack, options: dict[str,
     }  # fmt: skip
 
 
-def test_tenants_share_no_blocks(stack: Stack) -> None:
-    one, three = stack.run("bob"), stack.run(*EVERYONE)
+async def test_tenants_share_no_blocks(stack: Stack) -> None:
+    one, three = await stack.run("bob"), await stack.run(*EVERYONE)
     assert one.held[0] > 0
     assert three.held == tuple(3 * number for number in one.held)
     cached = [usage_of(one.seen["bob"], number)["prompt_tokens_details"]["cached_tokens"] for number in (1, 3)]
     assert cached[0] == 0 < cached[1]  # the test would see a shared block, for it sees one's own
 
 
-def test_operator_figures_include_all_tenants(stack: Stack) -> None:
+async def test_operator_figures_include_all_tenants(stack: Stack) -> None:
     """The figures differ, so the test above could detect a leak."""
-    alone, both = stack.run("operator").seen, stack.run(*EVERYONE).seen
+    alone, both = (await stack.run("operator")).seen, (await stack.run(*EVERYONE)).seen
     places = [place for place, (_, path, _) in enumerate(REQUESTS) if path in ("/metrics", "/stats")]
     for place in places:
         assert alone["operator"][place][1] == both["operator"][place][1] == 200
         assert alone["operator"][place][3] != both["operator"][place][3]
         assert not re.search("alice|bob", both["operator"][place][3])  # figures are of all tenants together
+
+
+# Limits and deadlines of requests that generate nothing
+
+
+PAIRS = "fake/pairs"
+
+
+@asynccontextmanager
+async def limited(directory: Path, encoder: WordEncoder | None = None, **limits: float) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a tenant with limits, of a service of a generation model, an embedding model and a cross-encoder."""
+    keys = directory / "keys.toml"
+    key = add_key(keys, "alice", **limits)
+    encoders = encoder or WordEncoder(WORDS), WordEncoder(PAIRS, is_cross_encoder=True)
+    host = host_with(directory, *encoders, api_keys_file=str(keys), clock=FakeClock())
+    add_llm(host, directory, has_text=True)
+    async with serving(host, tenants=Tenants.from_file(keys)) as client:
+        client.headers["Authorization"] = f"Bearer {key}"
+        yield client
+
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"model": WORDS, "input": "some words"}),
+    ("/v1/rerank", {"model": PAIRS, "query": "a", "documents": ["b c"]}),
+    ("/v1/rerank", {"model": WORDS, "query": "a", "documents": ["b c"]}),
+    ("/similarity", {"model": WORDS, "source": "a", "sentences": ["b"]}),
+    ("/tokenize", {"model": "tiny", "prompt": "some words"}),
+    ("/detokenize", {"model": "tiny", "tokens": [5, 6]}),
+    ("/v1/cache/explain", {"model": "tiny", "prompt": "some words"}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), ROUTES, ids=lambda value: value if isinstance(value, str) else "")
+async def test_requests_are_counted_on_every_route(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
+    async with limited(tmp_path, requests_per_minute=2) as client:
+        for _ in range(2):
+            assert (await client.post(route, json=body)).status_code == 200
+        refused = await client.post(route, json=body)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert refused.headers["retry-after"] == "30"
+
+
+async def test_tokens_of_texts_are_corrected_after_tokenisation(tmp_path: Path) -> None:
+    async with limited(tmp_path, tokens_per_minute=100) as client:
+        body = {"model": WORDS, "input": " ".join(["extraordinarily"] * 10)}  # 10 tokens, estimated as 40
+        for _ in range(7):
+            answer = await client.post("/v1/embeddings", json=body)
+            assert (answer.status_code, answer.json()["usage"]["total_tokens"]) == (200, 10)
+        refused = await client.post("/v1/embeddings", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "6")
+
+
+async def test_tokens_that_a_front_end_counts_are_set_right(tmp_path: Path) -> None:
+    async with limited(tmp_path, tokens_per_minute=200) as client:
+        prompt = "some words, of which this tokenizer makes a token of each byte or so"
+        count = (await client.post("/tokenize", json={"model": "tiny", "prompt": prompt})).json()["count"]
+        assert count > len(prompt) // 4
+        left = 200 - count
+        ids = {"model": "tiny", "tokens": [5] * (left + 1)}
+        refused = await client.post("/detokenize", json=ids)
+        assert refused.status_code == 429, refused.text
+        assert (await client.post("/detokenize", json={**ids, "tokens": [5] * left})).status_code == 200
+
+
+async def test_texts_over_a_limit_are_not_tokenised(tmp_path: Path) -> None:
+    encoder = WordEncoder(WORDS)
+    async with limited(tmp_path, encoder, tokens_per_minute=100) as client:
+        tokenized: list[Any] = []
+        encoder.tokenize = lambda texts: tokenized.append(texts) or []  # type: ignore[method-assign, func-returns-value]
+        answer = await client.post("/v1/embeddings", json={"model": WORDS, "input": "word " * 1000})
+        assert (answer.status_code, error_of(answer)["code"]) == (413, "request_over_limit")
+        assert not tokenized
+
+
+async def test_late_texts_are_not_computed(tmp_path: Path) -> None:
+    """A job takes five seconds, as the first shows: one deadline has passed then, one would pass before the next job ends."""
+    clock, encoder = FakeClock(), WordEncoder(WORDS)
+    host = host_with(tmp_path, encoder, clock=clock)
+
+    async with serving(host) as client:
+        first = await hold(encoder, client.post("/v1/embeddings", json={"input": "first"}))
+        rest = [
+            asyncio.create_task(client.post("/v1/embeddings", json={"input": word, "deadline_s": deadline_s}))
+            for word, deadline_s in (("second", 4.0), ("third", 5.5), ("fourth", 60.0))
+        ]
+        hosted: Any = host.models.loaded[0]
+        while len(hosted._queue) < 3:
+            await asyncio.sleep(0)
+        clock.now += 5.0
+        encoder.gate.set()
+        answers = [await answer for answer in (first, *rest)]
+        assert [answer.status_code for answer in answers] == [200, 503, 503, 200]
+        for answer in answers[1:3]:
+            assert error_of(answer)["code"] == "deadline_unreachable"
+            assert int(answer.headers["retry-after"]) >= 1
+        assert encoder.jobs == [["first"], ["fourth"]]
+        assert hosted.controller.queue.num_places == 0

@@ -1,23 +1,32 @@
-"""Keys and tenants: lookup, changed files, and no secret in messages."""
+"""Keys and tenants: lookup, changed files, no secret in messages, and rate limits."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from archerfish.errors import ArcherfishError, InvalidOptionError, UnknownOptionError, WriteError
+from archerfish.serve import tenants as tenants_module
 from archerfish.serve.tenants import (
     ANONYMOUS,
     LEAST_KEY_CHARS,
-    ForbiddenError,
+    OverLimitError,
+    RateLimitedError,
+    RateLimits,
+    Tenant,
     Tenants,
     UnauthorizedError,
     add_key,
     bearer_key,
     digest_of,
+    retry_after,
 )
 
 from .hosting import FakeClock
@@ -58,13 +67,14 @@ def test_wrong_keys_get_the_same_error(path: Path) -> None:
             tenants.find(missing)
 
 
-def test_keys_file_can_be_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = KEYS[0]
-    monkeypatch.setenv("SERVICE_KEYS", f"alice={key}")
+def test_keys_in_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_KEYS", f"alice={KEYS[0]}, operator={KEYS[1]}\n{KEYS[2]}")
     one, other = Tenants.from_file("env:SERVICE_KEYS"), Tenants.from_file("env:SERVICE_KEYS")
-    assert one.find(key).name == "alice" and one.find(key) == other.find(key)
-    with pytest.raises(UnauthorizedError):
-        one.find(KEYS[1])
+    found = [one.find(key) for key in KEYS]
+    assert [(tenant.name, tenant.is_operator) for tenant in found] == [
+        ("alice", False), ("operator", True), ("default", False),
+    ]  # fmt: skip
+    assert found[0] == other.find(KEYS[0])
     for empty in ("", " , "):
         monkeypatch.setenv("SERVICE_KEYS", empty)
         with pytest.raises(InvalidOptionError, match="SERVICE_KEYS"):  # and not a service that is open to all
@@ -85,14 +95,6 @@ def test_two_keys_of_a_tenant(path: Path) -> None:
     first, second = add_key(path, "alice"), add_key(path, "alice")
     tenants = Tenants.from_file(path)
     assert tenants.find(second) == tenants.find(first)
-
-
-def test_operator_check(path: Path) -> None:
-    add_key(path, "alice")
-    (alice,) = Tenants.from_file(path).all()
-    with pytest.raises(ForbiddenError, match="alice"):
-        alice.require_operator()
-    ANONYMOUS.require_operator()
 
 
 # Reload
@@ -140,13 +142,6 @@ def test_faulty_file_is_ignored_until_repaired(path: Path, caplog: pytest.LogCap
 # The environment
 
 
-def test_keys_in_environment_text() -> None:
-    one, two, three = KEYS
-    tenants = Tenants.from_text(f"alice={one}, operator={two}\n{three}")
-    assert [tenants.find(key).name for key in (one, two, three)] == ["alice", "operator", "default"]
-    assert [tenants.find(key).is_operator for key in (one, two, three)] == [False, True, False]
-
-
 def test_short_keys_are_refused_without_showing_them() -> None:
     with pytest.raises(InvalidOptionError, match=f"7 characters; at least {LEAST_KEY_CHARS}") as caught:
         Tenants.from_text("alice=hunter2")
@@ -184,10 +179,15 @@ def test_add_key_keeps_the_rest_of_the_file(path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_unwritable_file(tmp_path: Path) -> None:
+def test_unwritable_and_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match=r"keys\.toml"):
         add_key(tmp_path / "file" / "keys.toml", "alice")
+    with pytest.raises(InvalidOptionError, match="cannot be read"):
+        Tenants.from_file(tmp_path / "none.toml")
+    (tmp_path / "file").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidOptionError, match="UTF-8"):
+        Tenants.from_file(tmp_path / "file")
 
 
 SECRET = "sk-this-is-a-secret-that-nobody-may-see"
@@ -209,14 +209,6 @@ def test_faulty_file_errors_show_no_secret(path: Path, text: str) -> None:
     with pytest.raises(InvalidOptionError) as caught:
         Tenants.from_file(path)
     assert SECRET not in str(caught.value) and SALT.hex() not in str(caught.value) and str(path) in str(caught.value)
-
-
-def test_unreadable_files(path: Path) -> None:
-    with pytest.raises(InvalidOptionError, match="cannot be read"):
-        Tenants.from_file(path)
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidOptionError, match="UTF-8"):
-        Tenants.from_file(path)
 
 
 # Secrets
@@ -245,3 +237,128 @@ def test_no_secret_in_repr_logs_or_errors(path: Path, caplog: pytest.LogCaptureF
     for text in told:
         for secret in (key, other, SECRET, key + "x", salt.hex(), digest_of(key, salt).hex()):
             assert secret not in text
+
+
+# Rate limits
+
+
+ALICE = Tenant(name="alice", requests_per_minute=3, tokens_per_minute=600)
+TOKENS = replace(ALICE, requests_per_minute=0.0)
+
+
+def make_limits() -> tuple[RateLimits, FakeClock]:
+    clock = FakeClock()
+    return RateLimits(clock), clock
+
+
+def try_to_take(rates: RateLimits, tenant: Tenant, num_tokens: int) -> float:
+    """0 if the tokens were taken, else the seconds until they can be."""
+    try:
+        rates.take(tenant, num_tokens)
+    except RateLimitedError as error:
+        return error.retry_after_s
+    return 0.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 600), st.integers(0, 600)), max_size=40))
+def test_no_period_gets_more_than_the_limit(requests: list[tuple[float, int, int]]) -> None:
+    rates, clock = make_limits()
+    taken: list[tuple[float, int]] = []
+    for pause, estimate, used in requests:
+        clock.now += pause
+        if not try_to_take(rates, TOKENS, estimate):
+            rates.give_back(TOKENS, max(0, estimate - used))
+            taken.append((clock.now, min(estimate, used)))
+    for start, end in itertools.combinations_with_replacement(range(len(taken)), 2):
+        seconds = taken[end][0] - taken[start][0]
+        assert sum(amount for _, amount in taken[start : end + 1]) <= 10 * seconds + 600 + 1e-6
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 600)), max_size=20), st.integers(1, 600))
+def test_wait_is_exact(requests: list[tuple[float, int]], wanted: int) -> None:
+    rates, clock = make_limits()
+    for pause, amount in requests:
+        clock.now += pause
+        try_to_take(rates, TOKENS, amount)
+    wait_s = try_to_take(rates, TOKENS, wanted)
+    if wait_s > 0.01:
+        clock.now += wait_s - 0.01
+        assert 0 < try_to_take(rates, TOKENS, wanted) < 0.011
+        clock.now += 0.01001
+        assert try_to_take(rates, TOKENS, wanted) == 0
+
+
+def test_requests_over_the_limit_get_retry_after() -> None:
+    rates, clock = make_limits()
+    for _ in range(3):
+        rates.take(ALICE, 10)
+    clock.now += 5
+    with pytest.raises(RateLimitedError, match="3 requests a minute") as caught:
+        rates.take(ALICE, 10)
+    assert caught.value.retry_after_s == pytest.approx(15)
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    assert str(caught.value).endswith("Try again in 15 seconds.")
+    clock.now += 15.001
+    rates.take(ALICE, 10)
+
+
+def test_refused_request_takes_nothing() -> None:
+    rates, _ = make_limits()
+    rates.take(ALICE, 400)
+    for _ in range(5):
+        with pytest.raises(RateLimitedError, match="tokens"):
+            rates.take(ALICE, 400)
+    rates.take(ALICE, 200)
+    rates.take(ALICE, 0)
+
+
+def test_request_above_the_limit_of_a_minute_is_an_error() -> None:
+    rates, _ = make_limits()
+    with pytest.raises(OverLimitError, match="601 tokens; 'alice' has 600") as caught:
+        rates.take(ALICE, 601)
+    assert caught.value.status == 413
+    rates.take(ALICE, 600)
+    rates.take(ANONYMOUS, 10**9)  # without limits
+
+
+def test_changed_limits_apply_at_once() -> None:
+    rates, _ = make_limits()
+    for _ in range(3):
+        rates.take(ALICE, 1)
+    assert try_to_take(rates, ALICE, 1) == pytest.approx(20)
+    assert try_to_take(rates, replace(ALICE, requests_per_minute=60.0), 1) == 0
+    slow = replace(ALICE, name="slow", requests_per_minute=0.5)
+    assert [try_to_take(rates, slow, 1) for _ in range(2)] == pytest.approx([0, 120])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 20), st.integers(1, 400)), max_size=60))
+def test_tenants_do_not_affect_each_other(requests: list[tuple[str, float, int]]) -> None:
+    def waits_of_a(names: str) -> list[float]:
+        rates, clock = make_limits()
+        found = []
+        for name, pause, num_tokens in requests:
+            clock.now += pause
+            if name in names:
+                wait_s = try_to_take(rates, replace(ALICE, name=name), num_tokens)
+                found += [wait_s] if name == "a" else []
+        return found
+
+    assert waits_of_a("ab") == waits_of_a("a")
+
+
+def test_paid_debts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants_module, "MAX_KNOWN_DEBTS", 8)
+    rates, clock = make_limits()
+    for number in range(200):
+        rates.take(replace(ALICE, name=f"t{number}"), 600)
+        clock.now += 1000
+        assert len(rates._debts) <= 9
+    rates.take(replace(ALICE, name="new"), 600)
+    assert try_to_take(rates, replace(ALICE, name="new"), 600) > 0
+
+
+def test_retry_after_is_in_whole_seconds() -> None:
+    assert [retry_after(seconds) for seconds in (0.0, 0.2, 1.0, 1.01, 59.5)] == ["1", "1", "1", "2", "60"]

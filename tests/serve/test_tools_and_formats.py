@@ -1,22 +1,22 @@
-"""Errors about wrong schemas and formats: they name the schema and its part, and show an example."""
+"""Tools and formats: errors name the part of a schema, and tools work with templates that do not support them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archerfish.serve.client import RemoteError
 from archerfish.serve.errors import InvalidParameterError
 from archerfish.serve.formats import TYPES, ToolUse, find_schema_problem, response_grammar
-from archerfish.text.tool_calls import grammar_for_tools, tool_at
+from archerfish.text.tool_calls import tool_prompt
+from tests.text.test_tool_prompts import SMOLLM2, WEATHER, WRITTEN
 
-from .client import host_with, with_client
-from .fake_backend import TEMPLATE, FakeBackend, error_of, post
+from .client import host_with, serving
+from .fake_backend import TEMPLATE, FakeBackend, error_of, ids, post, save_model
 from .hosting import add_llm
 
 CHAT, HI = "/v1/chat/completions", [{"role": "user", "content": "Hi"}]
@@ -82,31 +82,29 @@ def test_empty_members_of_a_format_are_ignored() -> None:
     [(CHAT, "[1].function.parameters"), ("/v1/responses", "[1].parameters"), ("/v1/messages", "[1].input_schema")],
 )
 def test_wrong_tool_schema_error_names_the_keyword(route: str, place: str, schema: dict[str, Any], said: str) -> None:
-    made: dict[str, Any] = {
-        CHAT: {"messages": HI, "tools": [
-            {"type": "function", "function": {"name": "f"}},
-            {"type": "function", "function": {"name": "g", "parameters": schema}},
-        ]},
-        "/v1/responses": {"input": "Hi", "tools": [
-            {"type": "function", "name": "f"}, {"type": "function", "name": "g", "parameters": schema},
-        ]},
-        "/v1/messages": {"messages": HI, "max_tokens": 5, "tools": [{"name": "f"}, {"name": "g", "input_schema": schema}]},
-    }  # fmt: skip
-    answer = post(FakeBackend(), route, made[route])
+    answer = post(FakeBackend(), route, with_tools(route, {}, schema))
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert message.startswith(f"The tool 'g': tools{place}.")
     assert said in message
 
 
+def with_tools(route: str, *schemas: dict[str, Any]) -> dict[str, Any]:
+    """A request of a route with tools f, g and so on."""
+    tools: list[dict[str, Any]]
+    if route == CHAT:
+        tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in zip("fg", schemas, strict=False)]
+        return {"messages": HI, "tools": tools}
+    if route == "/v1/responses":
+        tools = [{"type": "function", "name": n, "parameters": s} for n, s in zip("fg", schemas, strict=False)]
+        return {"input": "Hi", "tools": tools}
+    tools = [{"name": n, "input_schema": s} for n, s in zip("fg", schemas, strict=False)]
+    return {"messages": HI, "tools": tools, **({"max_tokens": 5} if route == "/v1/messages" else {})}
+
+
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses", CHAT])
 def test_surrogate_in_a_schema_gives_a_readable_error(route: str) -> None:
-    schema = {"type": "object", "properties": {"\ud800": ""}}
-    tool = function(parameters=schema) if route == CHAT else {"name": "f", "parameters": schema, "type": "function"}
-    tool = {"name": "f", "input_schema": schema} if route.startswith("/v1/messages") else tool
-    given = {"input": "Hi"} if route == "/v1/responses" else {"messages": HI}
-    limit = {"max_tokens": 5} if route == "/v1/messages" else {}
-    answer = post(FakeBackend(), route, {**given, **limit, "tools": [tool]})
+    answer = post(FakeBackend(), route, with_tools(route, {"type": "object", "properties": {"\ud800": ""}}))
     assert answer.status_code == 400
     assert "properties." in answer.json()["error"]["message"]
 
@@ -154,6 +152,7 @@ def schemas() -> st.SearchStrategy[Any]:
     }))  # fmt: skip
 
 
+@settings(max_examples=30, deadline=None)
 @given(schemas())
 def test_valid_schemas_have_no_problem(schema: Any) -> None:
     assert find_schema_problem(schema, "here") is None
@@ -173,18 +172,6 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
-def test_tool_at_maps_grammar_lines_to_tools() -> None:
-    names = ['say "it"', "b", "c"]
-    forced = grammar_for_tools("hermes", [tool(name) for name in names], "required")
-    assert forced is not None
-    lines = forced["value"].splitlines()
-    found = [tool_at(forced["value"], number) for number, line in enumerate(lines, 1) if line.startswith("arguments_")]
-    assert found == names
-    assert [tool_at(forced["value"], number) for number in (0, 1, 999)] == [None] * 3
-    one = grammar_for_tools("mistral", [tool(name) for name in names], {"name": "c"})
-    assert one is not None and tool_at(one["value"], 0) == "c"
-
-
 def test_errors_not_about_grammars_are_unchanged() -> None:
     error = RemoteError("The engine process died.", code="unavailable", status=503)
     assert ToolUse.choose("hermes", [tool("f")], "required", None, None).explain(error) is error
@@ -199,12 +186,13 @@ FORCED: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
     host = host_with(tmp_path)
     engine = add_llm(host, tmp_path, has_text=True, max_len=2048)
     (Path(engine.facts.directory) / "chat_template.jinja").write_text(TEMPLATE)
 
-    async def test(client: httpx.AsyncClient) -> None:
+    async with serving(host) as client:
         for wrong, choice, said in FORCED:
             body = {"messages": HI, "max_tokens": 5, "tools": [tool("f"), tool("g", a=wrong)], "tool_choice": choice}
             for stream in (False, True):
@@ -214,4 +202,89 @@ def test_error_of_a_forced_schema_names_its_tool(tmp_path: Path) -> None:
                 assert said in error["message"]
                 assert 'tool_choice "auto"' in error["message"]
 
-    with_client(test, host)
+
+# Tools with a chat template that does not support them
+
+
+FUNCTION = WEATHER["function"]
+CALL_ID = "call_1"
+WITH_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "tool_calls": [
+                {"id": CALL_ID, "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+            ]},
+            {"role": "tool", "content": "22 degrees", "tool_call_id": CALL_ID},
+        ],
+        "tools": [WEATHER],
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": "Hi"},
+            {"type": "function_call", "call_id": CALL_ID, "name": "weather", "arguments": '{"city": "Rome"}'},
+            {"type": "function_call_output", "call_id": CALL_ID, "output": "22 degrees"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+    },
+    "/v1/messages": {
+        "max_tokens": 200,
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": CALL_ID, "name": "weather", "input": {"city": "Rome"}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": CALL_ID, "content": "22 degrees"}]},
+        ],
+        "tools": [{
+            "name": "weather", "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"],
+        }],
+    },
+}  # fmt: skip
+HISTORY = (
+    f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{WRITTEN}<|im_end|>\n"
+    "<|im_start|>user\n<tool_response>\n22 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FakeBackend:
+    made = FakeBackend(f"I ask.\n{WRITTEN}", max_length=4000)
+    made.directory = save_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(SMOLLM2)
+    return made
+
+
+def text_prompt_of(backend: FakeBackend) -> str:
+    return bytes(backend.requests[-1].token_ids or []).decode()
+
+
+@pytest.mark.parametrize("route", WITH_TOOLS)
+def test_tools_are_described_and_calls_found(backend: FakeBackend, route: str) -> None:
+    answer = post(backend, route, WITH_TOOLS[route])
+    assert answer.status_code == 200, answer.text
+    assert '"weather"' in answer.text
+    assert "<tool_call>" not in answer.text
+    assert text_prompt_of(backend) == f"<|im_start|>system\n{tool_prompt([WEATHER])}<|im_end|>\n{HISTORY}"
+
+
+@pytest.mark.parametrize("route", WITH_TOOLS)
+def test_tool_choice_none_leaves_out_the_description(backend: FakeBackend, route: str) -> None:
+    choice: Any = {"type": "none"} if route == "/v1/messages" else "none"
+    answer = post(backend, route, {**WITH_TOOLS[route], "tool_choice": choice})
+    assert "<tool_call>" in answer.text
+    assert "# Tools" not in text_prompt_of(backend)
+    assert text_prompt_of(backend).endswith(HISTORY)
+
+
+def test_count_tokens_includes_the_description(backend: FakeBackend) -> None:
+    body = {key: value for key, value in WITH_TOOLS["/v1/messages"].items() if key != "max_tokens"}
+    count = post(backend, "/v1/messages/count_tokens", body).json()["input_tokens"]
+    post(backend, "/v1/messages", WITH_TOOLS["/v1/messages"])
+    assert count == len(backend.requests[-1].token_ids or []) > len(ids(tool_prompt([WEATHER])))
+
+
+def test_unknown_template_name_is_refused(backend: FakeBackend) -> None:
+    for name in ("other", ["default"], {"a": 1}):
+        body = {**WITH_TOOLS["/v1/chat/completions"], "chat_template_kwargs": {"template_name": name}}
+        assert post(backend, "/v1/chat/completions", body).status_code == 400
