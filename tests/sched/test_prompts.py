@@ -16,7 +16,7 @@ from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, World
 
 BUDGET = 64
-ROOM: dict[str, Any] = {"num_blocks": 40_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
+ROOM: dict[str, Any] = {"num_blocks": 13_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
 
 
 def make_world(depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, tokens_per_s: float = 0.0) -> World:
@@ -67,14 +67,11 @@ def test_a_long_prompt_gets_every_other_step_from_short_ones(depth: int) -> None
     assert num_steps <= 2 * 40 + 4
 
 
-def test_a_lone_prompt_gets_whole_steps() -> None:
+def test_lone_and_equal_prompts_get_whole_steps() -> None:
+    """Sharing steps between equal ones would make the first wait and help none."""
     world = make_world()
     (long,) = world.add(10 * (BUDGET + 32))
     assert steps_to_first_token(world, long) == 10
-
-
-def test_equal_prompts_go_one_after_the_other() -> None:
-    """Sharing steps between them would make the first wait and help none."""
     world = make_world()
     first, second = (world.add(480)[0] for _ in range(2))
     assert steps_to_first_token(world, first) == 5 and second.num_computed == 0
