@@ -208,7 +208,7 @@ def test_bounds_and_values_hold_whatever_happens(history: list[tuple[str, int]],
         assert len(cache._missed) <= 16
 
 
-def test_an_operation_costs_the_same_however_many_entries_there_are() -> None:
+def test_cost_does_not_grow_with_entries() -> None:
     """Counted, not timed: how often keys are hashed and compared."""
     num_uses = 0
 

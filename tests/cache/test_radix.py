@@ -80,7 +80,7 @@ def test_a_split_inside_a_block_shares_it() -> None:
     assert world.cache.match_prefix(RadixKey(range(10))).blocks == taken[:2]
 
 
-def test_a_sequence_that_goes_on_in_a_cached_block_counts_it_once() -> None:
+def test_a_cached_block_that_is_extended_counts_once() -> None:
     world = World()
     taken = world.blocks.allocate(2)
     world.cache.insert(RadixKey(range(3)), taken)
@@ -188,7 +188,7 @@ def test_both_parts_of_a_split_have_its_past() -> None:
     assert upper.num_hits == lower.num_hits == 3 and upper.created == lower.created
 
 
-def test_a_parent_goes_right_after_its_last_child_when_it_is_as_old() -> None:
+def test_a_parent_is_evicted_after_its_last_child() -> None:
     world = World()
     world.add([1, 1, 1, 1, 2, 2, 2, 2])
     world.add([1, 1, 1, 1])
@@ -222,7 +222,7 @@ def test_blocks_of_others_do_not_count_as_freed() -> None:
     assert world.blocks.num_free == 62
 
 
-def test_a_clear_makes_handles_stale_and_leaves_running_sequences_alone() -> None:
+def test_a_clear_makes_handles_stale() -> None:
     world = World()
     world.add(list(range(8)))
     match = world.cache.match_prefix(RadixKey(range(8)))

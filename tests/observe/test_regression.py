@@ -35,7 +35,7 @@ def test_the_ending_of_a_name_tells_which_way_is_bad(metric: str, direction: Dir
     assert str(found) == f"{metric}: 100 -> {worse:g} (20.0% worse, 1 in a row)"
 
 
-def test_a_metric_of_unknown_direction_is_refused_until_it_is_stated() -> None:
+def test_unknown_direction_must_be_stated() -> None:
     with pytest.raises(ValueError, match="which 'warmth' is worse is unknown"):
         RegressionDetector({"warmth": steady(1)})
     detector = RegressionDetector({}, directions={"warmth": "lower"})

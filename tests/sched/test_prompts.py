@@ -124,7 +124,7 @@ def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
     assert all(duration <= max(SHARED_STEP_S, least) * 1.01 for duration in durations[6:])
 
 
-def test_a_short_request_is_answered_in_seconds_on_a_slow_machine() -> None:
+def test_a_short_request_is_quick_on_a_slow_machine() -> None:
     """As a CPU that computes 250 tokens of prompts a second."""
     world = make_world(tokens_per_s=250, budget=512, depth=1)
     world.add(20_000, tenant="a")
@@ -149,7 +149,7 @@ def test_a_full_engine_refuses_requests_above_max_requests() -> None:
     world.run()
 
 
-def test_steps_of_few_prompt_tokens_do_not_lower_the_measured_speed() -> None:
+def test_small_steps_do_not_lower_the_measured_speed() -> None:
     prompts = World().scheduler._prompts
     prompts.measure(10_000, 0.25)
     for _ in range(10):  # many decodes and the end of a prompt

@@ -141,7 +141,7 @@ def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
     assert (seq.num_pending, len(seq.tokens), seq.num_computed) == (1, 7, 7)
 
 
-def test_a_sequence_with_its_last_token_in_flight_is_not_planned_again() -> None:
+def test_no_plan_follows_the_last_token() -> None:
     world = World()
     world.add(6, max_tokens=2)
     first, second = plan(world), plan(world)
@@ -152,7 +152,7 @@ def test_a_sequence_with_its_last_token_in_flight_is_not_planned_again() -> None
     assert not world.scheduler.has_work
 
 
-def test_a_sequence_that_needs_its_token_on_the_host_waits_for_it() -> None:
+def test_a_sequence_waits_for_its_token_on_the_host() -> None:
     world = World(depth=1)
     (grammar,) = world.add(6, needs_host_token=True)
     (plain,) = world.add(6)
@@ -261,7 +261,7 @@ def test_an_error_of_one_sequence_ends_that_one_alone() -> None:
 
 
 @DEPTHS
-def test_a_failed_step_ends_its_sequences_and_leaves_nothing_in_the_tree(depth: int) -> None:
+def test_a_failed_step_ends_its_sequences(depth: int) -> None:
     world = World()
     (bad,) = world.add(11, max_tokens=5)
     made = plan(world)
@@ -339,6 +339,6 @@ def calls_of(num_sequences: int, num_waiting: int) -> int:
     return run(60) - run(30)
 
 
-def test_calls_of_a_step_are_few_and_do_not_depend_on_waiting_requests() -> None:
+def test_a_step_makes_few_calls() -> None:
     assert calls_of(64, 0) < 30 * 64 * 4
     assert calls_of(16, 2000) < 2 * calls_of(16, 10)

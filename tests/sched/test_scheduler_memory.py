@@ -40,7 +40,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_takes_its_blocks() -> None:
     world.check_output(seq)
 
 
-def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
+def test_an_exact_repeat_needs_no_forward_pass() -> None:
     world = World()
     prompt = list(range(1, 12))
     world.add(prompt, max_tokens=3)
@@ -100,7 +100,7 @@ def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
 
 
 @DEPTHS
-def test_the_other_sequences_of_a_request_hit_the_prompt_of_the_first(depth: int) -> None:
+def test_sequences_of_a_request_share_its_prompt(depth: int) -> None:
     world = World(depth=depth)
     sequences = world.add(11, n=4, max_tokens=5)
     world.run()
@@ -111,7 +111,7 @@ def test_the_other_sequences_of_a_request_hit_the_prompt_of_the_first(depth: int
     assert len({tuple(world.outputs[seq.key]) for seq in sequences}) > 1
 
 
-def test_without_a_cache_all_sequences_of_a_request_start_at_once() -> None:
+def test_without_a_cache_sequences_start_at_once() -> None:
     world = World(has_cache=False)
     sequences = world.add(11, n=4, max_tokens=5)
     assert len(plan(world).sequences) == 4
@@ -129,7 +129,7 @@ def test_a_common_prefix_of_new_prompts_is_computed_once(depth: int) -> None:
         world.check_output(seq)
 
 
-def test_other_tenants_and_short_common_prefixes_make_no_sequence_wait() -> None:
+def test_no_wait_for_other_tenants_or_short_prefixes() -> None:
     world = World(num_blocks=64, max_num_batched_tokens=100)
     for tenant in ("a", "b"):
         world.add(list(range(1, 41)), tenant=tenant)
@@ -188,7 +188,7 @@ def test_a_preempted_sequence_waits_at_its_old_place() -> None:
     assert world.order_of_ends == ["r0", "r1", "r2"]
 
 
-def test_nothing_is_admitted_that_would_have_to_be_preempted_at_once() -> None:
+def test_admission_avoids_immediate_preemption() -> None:
     world = World(num_blocks=12, block_size=4, max_num_seqs=4)
     for _ in range(4):
         world.add(12, max_tokens=8)
