@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from archerfish.models import adapter
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
+from tests.models import recurring
 from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
+from tests.models.recurring import RecurrentDriver
 
 BACKENDS = [TorchOps, TorchCpuOps]
 # (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
@@ -204,3 +207,31 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
         model_class(Config({"model_type": "packaged"}))
     with pytest.raises(UnsupportedModelError, match="Did you mean 'packaged'"):
         model_class(Config({"model_type": "package"}))
+
+
+# Rows of the last layer that nobody asks for are not computed
+KEPT_STEPS = [[(0, 9)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(0, 20), (1, 3)], [(0, 1), (1, 1)]]  # (sequence, new tokens)
+
+
+def check_kept(plain: Driver | RecurrentDriver, kept: Driver | RecurrentDriver) -> None:
+    """What is behind a step may depend on rows that it left out: their keys and states must be there."""
+    assert kept.model.gives_kept_rows
+    for work in KEPT_STEPS:
+        expected = torch.cat([logits[-1:] for logits in plain.step(work)])
+        torch.testing.assert_close(torch.cat(kept.step(work, keeps_last=True)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
+def test_kept_rows(kind: str, backend: type[TorchOps]) -> None:
+    model, config = make(kind)
+    plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))
+    check_kept(plain, kept)
+
+
+def test_kept_rows_of_rwkv7(tmp_path: Path) -> None:
+    size = recurring.SIZES["tiny"]
+    config, weights = recurring.read_rwkv7(recurring.write_checkpoint(size, tmp_path / "model.pth"))
+    tokens = recurring.random_tokens(size, 2, 40)
+    plain, kept = (RecurrentDriver(TorchCpuOps(), weights, config, tokens) for _ in range(2))
+    check_kept(plain, kept)
