@@ -79,10 +79,7 @@ def test_lfu_counts_saturate() -> None:
 
 @pytest.mark.parametrize("make", [LRU, LFU, FIFO])
 def test_popping_an_empty_order_is_an_error(make: Callable[[], EvictionPolicy[Item]]) -> None:
-    order = make()
-    with pytest.raises(KeyError):
-        order.pop()
-    item = Item("a")
+    order, item = make(), Item("a")
     order.add(item)
     assert order.pop() is item and len(order) == 0 and item not in order
     with pytest.raises(KeyError):
@@ -114,23 +111,18 @@ def test_lfu_always_gives_one_of_the_least_used(steps: list[tuple[int, int]]) ->
         assert len(order) == len(standing)
 
 
-def test_policies_are_found_by_name() -> None:
-    assert type(eviction_policy("lru")) is LRU
-    assert type(eviction_policy("lfu")) is LFU
-    assert type(eviction_policy("fifo")) is FIFO
-    with pytest.raises(InvalidOptionError, match="Did you mean 'lru'"):
-        eviction_policy("lruu")
-
-
-def test_registering_ones_own() -> None:
+def test_policies_are_found_by_name_and_can_be_registered() -> None:
     class Newest(LRU[Any]):
         def pop(self) -> Any:
             return self._order.popitem()[0]
 
+    assert [type(eviction_policy(name)) for name in ("lru", "lfu", "fifo")] == [LRU, LFU, FIFO]
     register_eviction_policy("newest-first", Newest)
     order = eviction_policy("newest-first")
     filled(order)
     assert drain(order) == "dcba"
+    with pytest.raises(InvalidOptionError, match="Did you mean 'lru'"):
+        eviction_policy("lruu")
     with pytest.raises(InvalidOptionError, match="already"):
         register_eviction_policy("lru", Newest)
     with pytest.raises(InvalidOptionError, match="subclass"):

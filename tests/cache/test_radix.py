@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from archerfish.cache.block_manager import BlockManager
 from archerfish.cache.eviction import LFU
-from archerfish.cache.radix import Node, RadixCache, RadixKey
-from archerfish.cache.tree import PathHash, common_length
+from archerfish.cache.radix import HitRecord, Node, RadixCache, RadixKey
+from archerfish.cache.tree import PathHash
 from archerfish.errors import InvalidInputError, InvalidOptionError, InvariantError, StaleHandleError
 from archerfish.sequence import Namespace, pack_tokens
 
@@ -15,17 +17,24 @@ from archerfish.sequence import Namespace, pack_tokens
 class World:
     """A cache over blocks of four tokens, filled by sequences that end at once."""
 
-    def __init__(self, block_size: int = 4, policy: str = "lru", num_blocks: int = 64) -> None:
+    def __init__(self, block_size: int = 4, policy: str | LFU[Node] = "lru", **options: Any) -> None:
+        self.now = 100.0
         self.dropped: list[Node] = []
-        self.blocks = BlockManager(num_blocks, block_size)
-        self.cache = RadixCache(self.blocks, policy=policy, clock=lambda: 0.0, on_drop=self.dropped.append)
+        self.blocks = BlockManager(64, block_size)
+        self.cache = RadixCache(self.blocks, policy=policy, clock=lambda: self.now, on_drop=self.dropped.append, **options)
 
-    def add(self, tokens: list[int], namespace: str = "") -> tuple[Node, list[int]]:
+    def add(self, tokens: list[int], namespace: Namespace | str = "") -> tuple[Node, list[int]]:
         taken = self.blocks.allocate(-(-len(tokens) // self.blocks.block_size))
         node = self.cache.insert(RadixKey.with_namespace(tokens, namespace), taken)
         self.blocks.free(taken)
         self.cache.check()
         return node, taken
+
+    def record(self, tokens: list[int], namespace: Namespace | str = "", limit: int | None = None) -> HitRecord:
+        key = RadixKey.with_namespace(tokens, namespace)
+        told = self.cache.explain(key, limit=limit)
+        assert self.cache.match_prefix(key, limit=limit).record == told
+        return told
 
 
 def test_equal_tokens_in_two_namespaces_share_nothing() -> None:
@@ -71,15 +80,7 @@ def test_a_split_inside_a_block_shares_it() -> None:
     assert world.cache.match_prefix(RadixKey(range(10))).blocks == taken[:2]
 
 
-def test_a_split_at_a_block_border_shares_none() -> None:
-    world = World()
-    lower, taken = world.add(list(range(8)))
-    world.add([0, 1, 2, 3, 9])
-    assert (lower.start, lower.blocks, lower.shares_first) == (4, taken[1:], False)
-    assert world.blocks.ref_count(taken[0]) == world.blocks.ref_count(taken[1]) == 1
-
-
-def test_a_sequence_that_goes_on_in_a_cached_block_counts_it_once() -> None:
+def test_a_cached_block_that_is_extended_counts_once() -> None:
     world = World()
     taken = world.blocks.allocate(2)
     world.cache.insert(RadixKey(range(3)), taken)
@@ -102,7 +103,7 @@ def test_a_block_of_a_grandparent_counts_once() -> None:
 
 def test_a_split_keeps_handles_and_locks() -> None:
     world = World()
-    node, taken = world.add(list(range(10)))
+    node, _ = world.add(list(range(10)))
     match = world.cache.match_prefix(RadixKey(range(10)))
     world.cache.lock(match.node)
     upper, _ = world.add(list(range(6)))
@@ -112,7 +113,7 @@ def test_a_split_keeps_handles_and_locks() -> None:
     assert node.lock_count == upper.lock_count == 0
     world.cache.check([])
     assert world.cache.evict(64) == 3
-    assert sorted(world.blocks.allocate(64)) == list(range(64)) and taken
+    assert sorted(world.blocks.allocate(64)) == list(range(64))
 
 
 def test_insert_of_what_is_there_adopts_nothing() -> None:
@@ -147,16 +148,11 @@ def test_locks_protect_the_path_and_nothing_else() -> None:
     world.cache.unlock(deep)
     assert world.cache.evict(64) == 0
     world.cache.unlock(deep)
+    with pytest.raises(InvariantError):
+        world.cache.unlock(deep)
     assert world.cache.evict(64) == 2
     with pytest.raises(StaleHandleError):
         world.cache.lock(deep)
-
-
-def test_unlocking_what_is_not_locked_is_an_error() -> None:
-    world = World()
-    node, _ = world.add([1, 2])
-    with pytest.raises(InvariantError):
-        world.cache.unlock(node)
 
 
 def test_evict_goes_by_use_and_stops_when_there_is_enough() -> None:
@@ -192,15 +188,7 @@ def test_both_parts_of_a_split_have_its_past() -> None:
     assert upper.num_hits == lower.num_hits == 3 and upper.created == lower.created
 
 
-def test_a_policy_may_be_handed_in() -> None:
-    blocks = BlockManager(4, 4)
-    order = LFU[Node]()
-    cache = RadixCache(blocks, policy=order)
-    node = cache.insert(RadixKey([1]), blocks.allocate(1))
-    assert node in order
-
-
-def test_a_parent_goes_right_after_its_last_child_when_it_is_as_old() -> None:
+def test_a_parent_is_evicted_after_its_last_child() -> None:
     world = World()
     world.add([1, 1, 1, 1, 2, 2, 2, 2])
     world.add([1, 1, 1, 1])
@@ -222,6 +210,8 @@ def test_policies_choose_differently(policy: str, survivor: int) -> None:
     assert [first for first in (1, 2, 3) if world.cache.peek(RadixKey([first]))] == [survivor]
     with pytest.raises(InvalidOptionError, match="Did you mean"):
         World(policy="lrfu")
+    order = LFU[Node]()
+    assert World(policy=order).add([1])[0] in order
 
 
 def test_blocks_of_others_do_not_count_as_freed() -> None:
@@ -232,7 +222,7 @@ def test_blocks_of_others_do_not_count_as_freed() -> None:
     assert world.blocks.num_free == 62
 
 
-def test_a_clear_makes_handles_stale_and_leaves_running_sequences_alone() -> None:
+def test_a_clear_makes_handles_stale() -> None:
     world = World()
     world.add(list(range(8)))
     match = world.cache.match_prefix(RadixKey(range(8)))
@@ -306,13 +296,6 @@ def test_keys_are_snapshots() -> None:
     assert len({key, RadixKey([1, 2, 3]), RadixKey.with_namespace([1, 2, 3], "a")}) == 2
 
 
-def test_common_length() -> None:
-    data = pack_tokens([9, 1, 2, 3, 300, 5]).tobytes()
-    assert common_length(data, 1, pack_tokens([1, 2, 3, 44]).tobytes(), 4) == 3
-    assert common_length(data, 1, pack_tokens([1, 2, 3, 300, 6]).tobytes(), 3) == 3
-    assert common_length(data, 4, pack_tokens([300 + 256]).tobytes(), 1) == 0
-
-
 def test_path_hashes_do_not_depend_on_the_cuts() -> None:
     path_hash = PathHash()
     data = pack_tokens(range(9000)).tobytes()
@@ -324,30 +307,152 @@ def test_path_hashes_do_not_depend_on_the_cuts() -> None:
 
 
 def test_check_finds_what_is_broken() -> None:
-    def broken() -> tuple[World, Node]:
+    def lock_child(world: World, node: Node) -> None:
+        world.add(list(range(12)))[0].lock_count = 1
+
+    def count_one_more(world: World, node: Node) -> None:
+        world.cache.num_evictable += 1
+
+    breaks: list[tuple[Callable[[World, Node], object], str]] = [
+        (lambda world, node: world.cache.order.remove(node), "eviction order"),
+        (lambda world, node: world.blocks.share(node.blocks[:1]), "owners"),
+        (lambda world, node: world.blocks.free(node.blocks[:1]), "owners"), (count_one_more, "evictable"), (lock_child, "."),
+    ]
+    for break_one, message in breaks:
         world = World()
         node, _ = world.add(list(range(8)))
-        return world, node
-
-    world, node = broken()
-    world.cache.order.remove(node)
-    with pytest.raises(InvariantError, match="eviction order"):
-        world.cache.check()
-    world, node = broken()
-    world.blocks.share(node.blocks[:1])
-    world.cache.check()
-    with pytest.raises(InvariantError, match="owners"):
         world.cache.check([])
-    world, _ = broken()
-    world.cache.num_evictable += 1
-    with pytest.raises(InvariantError, match="evictable"):
-        world.cache.check()
-    world, node = broken()
-    world.blocks.free(node.blocks[:1])
-    with pytest.raises(InvariantError, match="owners"):
-        world.cache.check()
-    world, node = broken()
-    child, _ = world.add(list(range(12)))
-    child.lock_count = 1
-    with pytest.raises(InvariantError):
-        world.cache.check()
+        break_one(world, node)
+        with pytest.raises(InvariantError, match=message):
+            world.cache.check([])
+
+
+# Hit records
+
+
+def test_hit_record_of_a_full_limited_and_unseen_prompt() -> None:
+    world = World()
+    world.add([1, 2, 3, 4, 5])
+    full = world.record([1, 2, 3, 4, 5])
+    assert (full.reason, full.num_matched, full.num_prompt) == ("full", 5, 5)
+    assert full.explain() == "All 5 tokens came from the cache."
+    limit = world.record([1, 2, 3, 4, 5], limit=4)
+    assert (limit.reason, limit.num_matched) == ("limit", 4)
+    assert "4 of 5 tokens" in limit.explain()
+    unseen = world.record([1, 2, 9])
+    assert (unseen.reason, unseen.num_matched) == ("never_seen", 2)
+    assert unseen.explain() == "2 of 3 tokens came from the cache; the next ones have not been seen before."
+
+
+def test_cache_off() -> None:
+    world = World(is_enabled=False)
+    world.add([1, 2, 3])
+    record = world.record([1, 2, 3])
+    assert (record.reason, record.num_matched) == ("cache_off", 0)
+    assert "turned off" in record.explain()
+    assert world.cache.stats().misses == 3 and world.cache.stats().node_count == 0
+    assert world.blocks.num_free == 64
+
+
+def test_hit_record_of_what_was_evicted_and_cached_again() -> None:
+    world = World()
+    world.add([1, 2, 3])
+    world.cache.evict(1)
+    world.now += 42.0
+    record = world.record([1, 2, 3])
+    assert (record.reason, record.num_matched, record.evicted_seconds_ago) == ("evicted", 0, 42.0)
+    assert "evicted 42.0 seconds ago" in record.explain()
+    assert world.record([2, 2, 3]).reason == "never_seen"
+    world.add([1, 2, 3])
+    assert world.record([1, 2, 3]).reason == "full"
+    assert not world.cache._trees[Namespace()].ghosts
+
+
+def test_evictions_are_remembered_at_any_depth() -> None:
+    world = World()
+    world.add([1, 2, 3, 4, 5, 6])
+    world.add([1, 2, 3])  # splits: the lower part is the older leaf
+    world.cache.evict(1)
+    world.add([1, 9])  # cuts the path before the ghost once more
+    assert world.record([1, 2, 3, 4, 5]).reason == "evicted"
+    assert world.record([1, 2, 3, 4, 5]).num_matched == 3
+    assert world.record([1, 2, 3, 7]).reason == "never_seen"
+
+
+def test_the_oldest_evictions_are_forgotten() -> None:
+    world = World(num_ghosts=2)
+    for token in (1, 2, 3):
+        world.add([token])
+    world.cache.evict(3)
+    assert [world.record([token]).reason for token in (1, 2, 3)] == ["never_seen", "evicted", "evicted"]
+
+
+def test_an_eviction_that_happens_again_is_new() -> None:
+    world = World(num_ghosts=2)
+    world.add([1, 2])
+    world.add([1, 2, 3])
+    world.cache.evict(2)
+    for tokens in ([5], [1, 2, 3], [1, 2], [6]):
+        world.add(tokens)
+    world.record([1, 2])  # so that the upper part stays
+    assert world.cache.evict(1) == world.cache.evict(1) == 1  # 5; then the lower part, which has no block of its own, and 6
+    assert world.record([1, 2, 3]).num_matched == 2
+    assert [world.record(tokens).reason for tokens in ([5], [1, 2, 3], [6])] == ["never_seen", "evicted", "evicted"]
+
+
+def test_a_hit_record_names_another_adapter_of_the_tenant() -> None:
+    world = World()
+    world.add([1, 2, 3, 4], Namespace("t", "x"))
+    world.add([1, 2], Namespace("t", "y"))
+    record = world.record([1, 2, 3], Namespace("t", "y"))
+    assert (record.reason, record.num_matched) == ("adapter_differs", 2)
+    assert world.record([1, 2, 9], Namespace("t", "y")).reason == "never_seen"
+    assert world.record([1, 2, 3], Namespace("t", "new")).reason == "adapter_differs"
+
+
+def test_clearing_is_recorded_and_forgets_evictions() -> None:
+    world = World()
+    world.add([1, 2, 3])
+    world.cache.evict(1)
+    world.cache.clear()
+    world.now += 7.0
+    record = world.record([1, 2, 3])
+    assert (record.reason, record.generation, record.cleared_seconds_ago) == ("never_seen", 1, 7.0)
+    assert "cleared 7.0 seconds ago" in record.explain()
+
+
+@pytest.mark.parametrize("other", [Namespace("b"), Namespace("b", "x"), Namespace("", "a")])
+def test_hit_records_do_not_depend_on_other_tenants(other: Namespace) -> None:
+    alone, among = World(num_ghosts=2), World(num_ghosts=2)
+    for world in (alone, among):
+        world.add([1, 2, 3, 4, 5], "a")
+        world.add([6, 7], "a")
+    for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 8], [9], [6, 7, 7]):
+        among.add(tokens, other)
+        among.record(tokens, other)
+    for world in (alone, among):
+        world.cache.evict(1)  # the tenant's own oldest leaf, in both worlds
+    among.now = alone.now = 200.0
+    for token in range(20, 30):
+        among.add([token], other)
+        among.cache.match_prefix(RadixKey.with_namespace([6, 7], "a"), counts=False)
+    among.cache.lock(among.cache.match_prefix(RadixKey.with_namespace([6, 7], "a"), counts=False).node)
+    among.cache.evict(64)  # everything of the other tenant; more than the ghosts that a namespace keeps
+    among.cache.clear(other)
+    for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 8], [9], [6, 7, 7], [20]):
+        assert among.record(tokens, "a") == alone.record(tokens, "a")
+        assert among.record(tokens, "a").explain() == alone.record(tokens, "a").explain()
+    ours, theirs = among.cache.stats("a"), alone.cache.stats("a")
+    assert (ours.hits, ours.misses, ours.request_hits, ours.evictions, ours.node_count, ours.total_cached) == (
+        theirs.hits, theirs.misses, theirs.request_hits, theirs.evictions, theirs.node_count, theirs.total_cached,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.25, "1.2 seconds"), (600.0, "10 minutes"), (36000.0, "10 hours")])
+def test_ages_are_readable(seconds: float, said: str) -> None:
+    assert f"{said} ago" in HitRecord(2, 1, "evicted", seconds).explain()
+
+
+def test_between_states_says_from_where_the_rest_is_computed() -> None:
+    said = HitRecord(100, 64, "between_states").explain()
+    assert said.startswith("64 of 100 tokens came from the cache; the state behind them is the nearest that is kept")

@@ -115,27 +115,16 @@ def drive(sim: Simulation, draw: random.Random, num_operations: int, check_every
         sim.finish(sim.running[-1], keeps=False)
 
 
-def check_end(sim: Simulation, num_operations: int) -> None:
-    """After a walk: so much was done, things were evicted, every invariant holds, and all blocks can be had back."""
+@pytest.mark.parametrize(
+    ("num_tokens", "num_operations"), [(1200, 2_000), pytest.param(2400, 112_000, marks=pytest.mark.slow)]
+)  # nine of the long walks are over 10^6 operations
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_walk(block_size: int, policy: str, num_tokens: int, num_operations: int) -> None:
+    sim = Simulation(num_tokens // block_size, block_size, policy)
+    drive(sim, random.Random(f"{block_size}{policy}"), num_operations, num_operations // 40)
     assert sim.num_operations >= num_operations
     assert sim.cache.stats().evictions > 0
     sim.check()
     sim.cache.evict(sim.num_blocks)
     assert sim.blocks.num_free == sim.num_blocks
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_walk(block_size: int, policy: str) -> None:
-    sim = Simulation(1200 // block_size, block_size, policy)
-    drive(sim, random.Random(block_size), 2_000, 50)
-    check_end(sim, 2_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_million_operations(block_size: int, policy: str) -> None:
-    sim = Simulation(2400 // block_size, block_size, policy)
-    drive(sim, random.Random(f"{block_size}{policy}"), 112_000, 1_000)  # nine of these are over 10^6
-    check_end(sim, 112_000)

@@ -18,18 +18,12 @@ from archerfish.store.loader import WeightLoader
 from archerfish.store.names import BUILTIN_MODELS, resolve_model
 from archerfish.text.text_tokenizer import TextTokenizer
 from tests.gpu.given_tokens import DEVICE, DTYPE, GivenTokens, needs_card, rms
+from tests.models.test_smollm2 import PROMPTS
 
 MODEL = "smollm2-135m-instruct"
 has_model = BUILTIN_MODELS[MODEL].find(HubConfig()) is not None
 pytestmark = [needs_card, pytest.mark.skipif(not has_model, reason=f"{MODEL} is not in the cache")]
 Tensor = torch.Tensor
-PROMPTS = [
-    "The capital of France is", "def fibonacci(n):", "Once upon a time, in a village by the sea,", "1, 2, 3, 4,",
-    "Water boils at", "The archerfish is known for", "import numpy as np\n", "Dear Sir or Madam,", "In 1969,",
-    "The quick brown fox", "A recipe for bread: take", "SELECT name FROM", "The largest planet is", "Roses are red,",
-    "To be, or not to be", "The derivative of x squared is", "List three colours:", "Why is the sky blue?",
-    "The opposite of cold is", "<html><body>",
-]  # fmt: skip
 NUM_NEW = 64
 LEAST_AGREEMENT = 0.99
 NEAR_TIE = 6.0  # times PyTorch's error: a difference of two logits, each of which may be off by a few times as much

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, batch_over, combine, in_float32, random, untraced
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TYPES, batch_over, combine, random, untraced
 
+from tests.kernels.triton_support import assert_near, captured, expect_attention, small_ops  # isort: skip
 from archerfish.errors import InvalidInputError  # isort: skip (triton must be told to interpret first)
-from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # isort: skip
+from archerfish.kernels.ops import BlockMask, HeadShape  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, visible  # isort: skip
 from archerfish.kernels.torch.cpu import TorchCpuOps  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
@@ -27,12 +28,6 @@ MIXED = ((1, 60), (1, 33), (1, 1), (5, 41), (20, 20))  # (new tokens, context) o
 def random_mask(size: int, num_rows: int, num_columns: int, share: float = 0.3) -> BlockMask[Tensor]:
     random = torch.Generator().manual_seed(2)
     return BlockMask(size, (torch.rand(num_rows, num_columns, generator=random) < share).to(DEVICE))
-
-
-def expect(
-    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor]
-) -> Tensor:
-    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads, mask=mask)
 
 
 CASES = [  # heads, size of a mask's blocks, rows and columns of the mask, parts of a decode
@@ -55,52 +50,47 @@ def test_block_mask(case: tuple[HeadShape, int, int, int, int], tile: Tile, dtyp
     q = random(30, heads.num_heads * heads.head_dim, dtype=dtype)
     mask = random_mask(size, num_rows, num_columns)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
-    expected = expect(q, kv, batch, heads, mask)
-    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert not torch.allclose(expected, TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads), atol=0.01)
+    expected = expect_attention(q, kv, batch, heads, mask)
+    assert_near(out, expected, dtype)
+    assert not torch.allclose(expected, expect_attention(q, kv, batch, heads), atol=0.01)
 
 
-def test_keys_laid_side_by_side() -> None:
+
+
+
+def test_keys_laid_side_by_side_and_many_steps() -> None:
+    """More steps than are looked up at once."""
     heads = HeadShape(2, 1, 64, 0.125)
     ops = TritonOps(DEVICE, "float16")
     batch, kv = batch_over(ops, ((40, 50), (70, 70)), 16, heads)
     q, mask = random(110, 128, dtype="float16"), random_mask(32, 3, 3)
-    out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
+    assert_near(ops.paged_attention(q, kv, batch, heads, mask=mask), expect_attention(q, kv, batch, heads, mask), "float16")
     assert find_plan(batch).gathering is not None
-    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=4e-3, rtol=4e-3)
-
-
-def test_more_steps_than_are_looked_up_at_once() -> None:
-    heads = HeadShape(2, 1, 16, 0.25)
-    ops = TritonOps(DEVICE, "float32")
-    ops.decode_tile = ops.prefill_tile = SMALL
+    heads, ops = HeadShape(2, 1, 16, 0.25), small_ops()
     batch, kv = batch_over(ops, ((1, 600), (2, 530)), 64, heads)
     find_plan(batch).num_splits = 1
     q, mask = random(3, 32), random_mask(16, 40, 40, share=0.1)
-    out = ops.paged_attention(q, kv, batch, heads, mask=mask)
-    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
+    assert_near(ops.paged_attention(q, kv, batch, heads, mask=mask), expect_attention(q, kv, batch, heads, mask))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_what_no_query_sees_is_not_loaded(num_splits: int) -> None:
     """An empty mask leaves every query its own block."""
     heads = HeadShape(2, 1, 16, 0.25)
-    ops = TritonOps(DEVICE, "float32")
-    ops.decode_tile = ops.prefill_tile = replace(SMALL, step=32)
+    ops = small_ops(step=32)
     batch, kv = batch_over(ops, ((1, 90), (6, 88)), 16, heads)
     find_plan(batch).num_splits = num_splits
     q, mask = random(7, 32), BlockMask(16, torch.zeros(1, 1, dtype=torch.uint8, device=DEVICE))
-    expected = expect(q, kv, batch, heads, mask)
+    expected = expect_attention(q, kv, batch, heads, mask)
     for memory in (kv.keys, kv.values):
         memory[batch.block_tables[:, :5].flatten().long()] = float("nan")
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
-    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    assert_near(out, expected)
 
 
 def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
-    ops = TritonOps(DEVICE, "float32")
-    ops.decode_tile = ops.prefill_tile = SMALL
+    ops = small_ops()
     batch, kv = batch_over(ops, ((1, 60), (5, 50)), 8, heads)
     q, mask = random(6, 32), random_mask(16, 4, 4)
     expected = ops.paged_attention(q, kv, batch, heads, mask=mask)
@@ -113,30 +103,28 @@ def test_a_mask_may_be_of_integers_and_of_any_layout() -> None:
 def test_lengths_and_mask_are_read_from_the_device(num_splits: int) -> None:
     """What a captured graph relies on."""
     heads = HeadShape(4, 2, 32, 0.2)
-    ops = TritonOps(DEVICE, "float32")
-    ops.decode_tile = SMALL
+    ops = small_ops()
     batch, kv = batch_over(ops, ((1, 50), (1, 33), (1, 7)), 8, heads)
     q, mask = random(3, 128), random_mask(16, 4, 4)
     lengths = torch.tensor([50, 20, 0], dtype=torch.int32, device=DEVICE)
     batch.notes["plan"] = AttentionPlan(lengths, lengths, lengths, num_splits=num_splits)
     shorter = replace(batch, context_lens=np.array([50, 20, 7]))
     for _ in range(2):
-        expected = expect(q, kv, shorter, heads, mask)
+        expected = expect_attention(q, kv, shorter, heads, mask)
         expected[2] = 0
-        torch.testing.assert_close(ops.paged_attention(q, kv, batch, heads, mask=mask), expected, atol=2e-5, rtol=2e-5)
+        assert_near(ops.paged_attention(q, kv, batch, heads, mask=mask), expected)
         mask.visible.logical_not_()
 
 
 def test_a_mask_shares_nothing() -> None:
     heads = HeadShape(2, 1, 16, 0.25)
-    ops = TritonOps(DEVICE, "float32")
-    ops.decode_tile = SMALL
+    ops = small_ops()
     batch, kv = batch_over(ops, ((1, 40), (1, 37)), 8, heads)
     batch.block_tables[1, :4] = batch.block_tables[0, :4]
     batch = replace(batch, num_shared=32)
     q, mask = random(2, 32), random_mask(16, 3, 3)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask)
-    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-5, rtol=2e-5)
+    assert_near(out, expect_attention(q, kv, batch, heads, mask))
     assert [purpose for purpose, *_ in find_plan(batch).scratch] == ["parts"]
 
 
@@ -184,7 +172,7 @@ def test_long_contexts(heads: HeadShape, size: int, is_gathered: bool) -> None:
     q = random(batch.num_tokens, heads.num_heads * heads.head_dim, dtype="bfloat16")
     mask = random_mask(size, 8000 // size, 8000 // size, share=0.125)
     out = ops.paged_attention(q, kv, batch, heads, mask=mask).float()
-    torch.testing.assert_close(out, expect(q, kv, batch, heads, mask), atol=2e-2, rtol=2e-2)
+    assert_near(out, expect_attention(q, kv, batch, heads, mask), "bfloat16")
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
@@ -198,13 +186,9 @@ def test_masked_decodes_can_be_captured(num: int) -> None:
     lengths = torch.zeros(num, dtype=torch.int32, device=DEVICE)
     static = replace(batch)
     static.notes["plan"] = AttentionPlan(lengths, lengths, lengths)
-    ops.paged_attention(q, kv, static, heads, mask=mask)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ops.paged_attention(q, kv, static, heads, mask=mask)
+    graph, out = captured(lambda: ops.paged_attention(q, kv, static, heads, mask=mask))
     lengths.copy_(torch.from_numpy(batch.context_lens))
     for _ in range(2):
         mask.visible.logical_not_()
         graph.replay()
-        torch.testing.assert_close(out.float(), expect(q, kv, batch, heads, mask), atol=2e-2, rtol=2e-2)
+        assert_near(out, expect_attention(q, kv, batch, heads, mask), "bfloat16")

@@ -120,29 +120,18 @@ for half in ("bf16", "fp16"):
 """
 
 
-def run(script: str) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [
+        # In float32, weights and sums have one type: tuples of them must not be taken for one another. Heads may be narrower
+        # than what a product of tiles takes. Products of many rows run on the tensor cores that all warps share.
+        pytest.param(PRODUCTS + NARROW_HEADS + MANY_ROWS, id="products and attention"),
+        # Beside weights of half the size, rows in float32 are spread as others are.
+        pytest.param(SUMS, id="sums in float32", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile_for_a_hopper(script: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE + script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_products_of_few_rows() -> None:
-    """In float32, weights and sums have one type: tuples of them must not be taken for one another."""
-    run(PRODUCTS)
-
-
-def test_attention_of_narrow_heads() -> None:
-    """Narrower than what a product of tiles takes."""
-    run(NARROW_HEADS)
-
-
-def test_products_of_many_rows() -> None:
-    """They run on the tensor cores that all warps share, and their inputs bypass the registers."""
-    run(MANY_ROWS)
-
-
-@pytest.mark.slow
-def test_sums_in_float32() -> None:
-    """Beside weights of half the size, over which rows in float32 are spread as others are."""
-    run(SUMS)

@@ -12,17 +12,7 @@ from hypothesis import strategies as st
 
 from archerfish.errors import InvalidOptionError, TensorError
 from archerfish.kernels import formats
-from archerfish.kernels.formats import (
-    PIECE_ELEMENTS,
-    PLAIN,
-    Int8Rows,
-    TensorLayout,
-    Tensors,
-    WeightFormat,
-    choose_format,
-    register_format,
-    row_pieces,
-)
+from archerfish.kernels.formats import PLAIN, Int8Rows, TensorLayout, Tensors, WeightFormat, choose_format, row_pieces
 from archerfish.kernels.ops import Activation, LinearWeight
 from archerfish.kernels.torch.cpu import INT8_ROWS, TorchCpuOps, is_available
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight
@@ -120,7 +110,7 @@ def test_backend_without_a_product_for_a_format_dequantises(backend: type[TorchO
 def test_model_in_a_format_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint keeps some matrices out of the format; those are plain."""
     monkeypatch.setattr(formats, "FORMATS", dict(formats.FORMATS))
-    register_format(Int4Groups())
+    formats.register_format(Int4Groups())
     int4 = choose_format("int4-groups")
     model, config = make("llama")
     packed: dict[str, Tensor] = {}
@@ -191,7 +181,7 @@ def test_nan_of_a_weight_is_not_hidden() -> None:
 def test_pieces_cover_all_rows_once(num_rows: int, width: int) -> None:
     pieces = list(row_pieces(num_rows, width))
     assert [row for first, last in pieces for row in range(first, last)] == list(range(num_rows))
-    assert all((last - first) * width <= PIECE_ELEMENTS + 64 * width for first, last in pieces)
+    assert all((last - first) * width <= formats.PIECE_ELEMENTS + 64 * width for first, last in pieces)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

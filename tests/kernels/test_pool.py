@@ -68,7 +68,7 @@ def test_threads_of_openmp_end_when_released_and_not_in_a_fork() -> None:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("", "100000"), ("active", "None")])
-def test_openmp_threads_spin_briefly_unless_the_user_says_otherwise(policy: str, expected: str) -> None:
+def test_openmp_threads_spin_briefly_by_default(policy: str, expected: str) -> None:
     """Red if torch could be loaded before the environment is set: OpenMP reads it once."""
     code = "import sys, os, archerfish; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

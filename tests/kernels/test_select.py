@@ -15,7 +15,7 @@ from archerfish.kernels.torch.reference import TorchOps
 
 
 @pytest.mark.parametrize("wanted", ["bfloat16", "float16"])
-def test_cpu_computes_in_float32_instead_of_a_type_without_products(
+def test_cpu_falls_back_to_float32(
     wanted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch_cpu, "is_available", lambda dtype: dtype == "float32")

@@ -29,27 +29,19 @@ def random(*shape: int, dtype: str = "float32") -> torch.Tensor:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_linear_with_activation(dtype: str, activation: Activation, has_bias: bool) -> None:
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_linear(dtype: str, activation: Activation, has_bias: bool, has_residual: bool) -> None:
     torch.manual_seed(0)
     x, weights = random(37, 48, dtype=dtype), [random(40, 48, dtype=dtype) / 7, random(40, 48, dtype=dtype) / 7]
     biases = [random(40, dtype=dtype), None] if has_bias else [None, None]
+    residual = random(37, 80, dtype=dtype) if has_residual else None
+    before = None if residual is None else residual.clone()
     parts = [{"weight": weight} for weight in weights]
     reference, fast = TorchOps(dtype="float32"), TorchCpuOps(dtype=dtype)
-    expected = reference.linear(x, reference.linear_weight(parts, biases), activation=activation)
-    actual = fast.linear(x, fast.linear_weight(parts, biases), activation=activation)
-    torch.testing.assert_close(actual.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_linear_with_residual_leaves_its_inputs_alone(dtype: str) -> None:
-    torch.manual_seed(0)
-    x, weight, residual = random(37, 48, dtype=dtype), random(40, 48, dtype=dtype) / 7, random(37, 40, dtype=dtype)
-    before = residual.clone()
-    reference, fast = TorchOps(dtype="float32"), TorchCpuOps(dtype=dtype)
-    expected = reference.linear(x, reference.linear_weight([{"weight": weight}], [None]), residual=residual)
-    actual = fast.linear(x, fast.linear_weight([{"weight": weight}], [None]), residual=residual)
+    expected = reference.linear(x, reference.linear_weight(parts, biases), activation=activation, residual=before)
+    actual = fast.linear(x, fast.linear_weight(parts, biases), activation=activation, residual=residual)
     torch.testing.assert_close(actual.float(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(residual, before)
+    assert residual is None or before is None or torch.equal(residual, before)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -63,15 +55,21 @@ def test_layer_norm(dtype: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(LENGTHS, st.booleans())
-def test_attention_in_shared_rows_equals_attention_one_by_one(lengths: tuple[int, ...], biased: bool) -> None:
+@given(LENGTHS, st.booleans(), st.booleans())
+def test_attention_in_shared_rows_equals_attention_one_by_one(lengths: tuple[int, ...], biased: bool, padded: bool) -> None:
+    """Rows behind the last token change nothing."""
     torch.manual_seed(0)
     segments = Segments(lengths)
-    qkv = random(segments.num_tokens, 3 * 32)
+    num_tokens, ops = segments.num_tokens, TorchCpuOps()
+    qkv = random(padded_rows(num_tokens) if padded else num_tokens, 3 * 32)
     bias = random(4, max(lengths), max(lengths)) if biased else None
-    expected = TorchOps().attention(qkv, segments, 4, bias=bias)
-    actual = TorchCpuOps().attention(qkv, segments, 4, bias=bias)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    out = ops.attention(qkv, segments, 4, bias=bias)
+    assert out.shape[0] == qkv.shape[0]
+    expected = TorchOps().attention(qkv[:num_tokens], segments, 4, bias=bias)
+    torch.testing.assert_close(out[:num_tokens], expected, atol=1e-5, rtol=1e-4)
+    for mode in get_args(Pooling):
+        pooled = TorchOps().pool(expected, segments, mode)
+        torch.testing.assert_close(ops.pool(out, segments, mode), pooled, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if t != "float32"])
@@ -93,27 +91,12 @@ def test_rows_hold_every_sequence_whole_and_once(lengths: tuple[int, ...]) -> No
         assert sum(lengths[i] for i in row) <= width
 
 
-def test_short_texts_share_rows() -> None:
+def test_short_texts_share_rows_and_full_rows_are_not_masked() -> None:
     assert list(fill_rows((10,) * 7)) == [(32, [0, 1, 2]), (32, [3, 4, 5]), (32, [6])]
-    assert best_width(20) == 64
-    assert best_width(200) == 224
-
-
-def test_texts_that_fill_their_rows_are_neither_masked_nor_moved() -> None:
+    assert (best_width(20), best_width(200)) == (64, 224)
     rows = lay_rows(Segments((128, 128, 64)), 320, torch.float32)
     assert rows.groups == ((128, 2, None), (64, 1, None))
-    assert rows.gather is None
-    assert rows.restore is None
-
-
-def test_masks_let_a_sequence_see_itself_only() -> None:
-    rows = lay_rows(Segments((2, 1)), 3, torch.float32)
-    [(width, num_rows, mask)] = rows.groups
-    assert (width, num_rows) == (32, 1)
-    assert mask is not None
-    assert mask[0, 0, :3, :3].isinf().tolist() == [[False, False, True], [False, False, True], [True, True, False]]
-    assert mask[0, 0, :3, 3:].isinf().all()
-    assert not mask.isinf().all(dim=-1).any()
+    assert rows.gather is None and rows.restore is None
 
 
 @given(st.integers(1, 5000))
@@ -129,23 +112,6 @@ def test_few_numbers_of_rows(num_rows: int) -> None:
 def test_many_rows_are_not_filled_up_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert [padded_rows(num_rows) for num_rows in (3, 7, 9, 170, 1500)] == [4, 8, 9, 170, 1500]
-
-
-@settings(max_examples=25, deadline=None)
-@given(LENGTHS, st.booleans())
-def test_filling_after_the_last_token_changes_nothing(lengths: tuple[int, ...], biased: bool) -> None:
-    torch.manual_seed(0)
-    segments = Segments(lengths)
-    qkv = random(padded_rows(segments.num_tokens), 3 * 32)
-    bias = random(4, max(lengths), max(lengths)) if biased else None
-    ops = TorchCpuOps()
-    out = ops.attention(qkv, segments, 4, bias=bias)
-    assert out.shape[0] == qkv.shape[0]
-    expected = TorchOps().attention(qkv[: segments.num_tokens], segments, 4, bias=bias)
-    torch.testing.assert_close(out[: segments.num_tokens], expected, atol=1e-5, rtol=1e-4)
-    for mode in get_args(Pooling):
-        pooled = TorchOps().pool(expected, segments, mode)
-        torch.testing.assert_close(ops.pool(out, segments, mode), pooled, atol=1e-5, rtol=1e-4)
 
 
 def test_reference_attention_sees_each_sequence_alone() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, combine, random, untraced
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, assert_near, combine, random, untraced
 
 from archerfish.engine import inference_core  # isort: skip (triton must be told to interpret first)
 from archerfish.errors import UnreachableError  # isort: skip
@@ -55,7 +55,7 @@ def test_attention(shape: tuple[int, int, bool], tile: Tile | None, dtype: str) 
     wide = None if bias is None else bias.float()
     expected = TorchOps(DEVICE).attention(qkv.float(), Segments(LENGTHS), num_heads, bias=wide)
     assert out.dtype == qkv.dtype
-    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert_near(out, expected, dtype)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="too long for the interpreter")
@@ -100,21 +100,20 @@ def test_tiles_suit_the_lengths_and_layers_share_them() -> None:
 def test_layer_norm(width: int, dtype: str) -> None:
     torch.manual_seed(0)
     ops, reference = TritonOps(DEVICE, dtype), TorchOps(DEVICE)
-    error = TOLERANCE[dtype]
     weight, bias = random(width), random(width)
     x = random(9, 2 * width, dtype=dtype)[:7, :width] * 3 + 5
     for given in (x, x.float()):
         out = ops.layer_norm(given, weight, bias, 1e-5)
         assert out.dtype == ops.torch_dtype
         expected = reference.layer_norm(given.float(), weight, bias, 1e-5)
-        torch.testing.assert_close(out.float(), expected, atol=error, rtol=error)
+        assert_near(out, expected, dtype)
     matrix, shift, x = random(width, 24, dtype=dtype) / 24, random(width, dtype=dtype), random(7, 24, dtype=dtype)
     residual = random(7, width, dtype=dtype)
     out = ops.linear_layer_norm(x, ops.linear_weight([{"weight": matrix}], [shift]), residual, weight, bias, 1e-5)
     wide = reference.linear_weight([{"weight": matrix.float()}], [shift.float()])
     expected = reference.linear_layer_norm(x.float(), wide, residual.float(), weight, bias, 1e-5)
     assert out.dtype == ops.torch_dtype
-    torch.testing.assert_close(out.float(), expected, atol=2 * error, rtol=2 * error)
+    assert_near(out, expected, dtype, factor=2)
 
 
 @pytest.mark.parametrize("num_tables", [1, 2, 3, 4])

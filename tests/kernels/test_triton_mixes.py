@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,30 +14,20 @@ from tests.kernels.triton_support import DEVICE, HAS_CUDA, untraced
 
 from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, Input  # isort: skip (triton must interpret)
 from archerfish.kernels.formats import PLAIN, Int8Rows, WeightFormat  # isort: skip
+from archerfish.kernels.ops import LinearWeight  # isort: skip
 from archerfish.kernels.recurrent import RecurrentOps, StateMemory  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps, TorchWeight  # isort: skip
-from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight  # isort: skip
+from archerfish.kernels.triton.linear import Int8RowsWeight, PlainRowsWeight, RowsWeight  # isort: skip
 from archerfish.kernels.triton.ops import TritonOps  # isort: skip
-from archerfish.kernels.triton.recurrent import (  # isort: skip
-    FEW_ROWS,
-    PART_ROWS,
-    TritonRecurrentOps,
-    choose_part_tile,
-)
-from archerfish.kernels.triton.tiles import SHARED_BYTES  # isort: skip
+from archerfish.kernels.triton.recurrent import FEW_ROWS, PART_ROWS, TritonRecurrentOps, choose_part_tile  # isort: skip
+from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
+from archerfish.kernels.triton.tiles import SHARED_BYTES, LinearTile  # isort: skip
 from archerfish.layers.weights import Weights  # isort: skip
 from archerfish.models.config import Config  # isort: skip
 from archerfish.models.rwkv7 import Rwkv7Block, Rwkv7Model  # isort: skip
-from tests.models.recurring import (  # isort: skip
-    GOLDEN,
-    SIZES,
-    RecurrentDriver,
-    Size,
-    random_tokens,
-    read_rwkv7,
-    use_recurrent,
-    write_checkpoint,
-)
+from tests.models import recurring  # isort: skip
+from tests.models.decoding import Driver, make, random_tokens  # isort: skip
+from tests.models.recurring import GOLDEN, SIZES, RecurrentDriver, Size, use_recurrent  # isort: skip
 
 pytestmark = [untraced, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy's, where the interpreter meets infinity
 Tensor = torch.Tensor
@@ -45,7 +35,11 @@ Model = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 INT8 = Int8Rows()
 NUM_BLOCKS = 40
 BOUNDED = 1e-5  # of logits and states in float32
-ODD = Size(2, 192, 200, 67, {"w": 8, "a": 6, "v": 5, "g": 17})  # sizes that fill no tile
+MAX_ROWS = PlainRowsWeight.max_rows
+DTYPE = "bfloat16" if HAS_CUDA else "float16"
+NUM_STEPS = 4 if HAS_CUDA else 2  # a few rows of one step are too few to compare errors by
+STEPS = [[(0, 5)], [(0, 1), (1, MAX_ROWS)], [(0, 1), (1, 1)]]  # (sequence, new tokens): many rows, and few
+ODD = Size(2, 192, 72, 35, {"w": 8, "a": 6, "v": 5, "g": 17})  # sizes that fill no tile
 
 
 class MixPlainWeight(PlainRowsWeight):
@@ -70,7 +64,8 @@ class UnfusedOps(TritonRecurrentOps):
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     directory = tmp_path_factory.mktemp("rwkv7")
     sizes = {"tiny": SIZES["tiny"], "odd": ODD, "small": SIZES["small"]}
-    return {name: read_rwkv7(write_checkpoint(size, directory / f"{name}.pth")) for name, size in sizes.items()}
+    written = {name: recurring.write_checkpoint(size, directory / f"{name}.pth") for name, size in sizes.items()}
+    return {name: recurring.read_rwkv7(path) for name, path in written.items()}
 
 
 @pytest.fixture
@@ -150,31 +145,6 @@ def check(decodes: Decodes, reference: Decodes, tolerance: float) -> None:
         torch.testing.assert_close(mine.float(), theirs.float(), atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def check_alone(plain: Decodes, broken: Decodes) -> None:
-    """The first row's logits and state are the same if the states of all other rows are NaN."""
-    others = broken.words[Input.SOURCE, 1:]
-    broken.memory.wkv[1 + others[others >= 0]] = float("nan")
-    broken.memory.inputs[1 + others[others >= 0]] = float("inf")
-    assert torch.equal(plain.step()[0], broken.step()[0])
-    target = 1 + int(plain.words[Input.BLOCK, 0])
-    assert torch.equal(plain.memory.wkv[target], broken.memory.wkv[target])
-    assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
-
-
-def check_captured(captured: Decodes, plain: Decodes) -> None:
-    """Many steps, whose kernels may start before the kernel in front has ended, against kernels that do not."""
-    use_recurrent(plain.model, UnfusedOps(TritonOps(DEVICE, "float32")))
-    for decodes in (captured, plain):
-        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
-        decodes.memory.wkv.nan_to_num_(0.0)
-        decodes.memory.inputs.nan_to_num_(0.0)
-    repeat = captured.ops.capture(captured.step)
-    assert repeat is not None
-    plain.step()  # as capturing has done
-    for _ in range(20):
-        torch.testing.assert_close(repeat(), plain.step(), atol=1e-3, rtol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("name", "num_rows", "num_real", "parts_rows", "weight_format"),
     [
@@ -232,14 +202,22 @@ def test_half_precision_is_close(
 
 @pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1])
 def test_a_row_does_not_depend_on_the_others(num_rows: int, models: dict[str, Model]) -> None:
-    check_alone(*(decodes_of(models["tiny"], num_rows) for _ in range(2)))
+    """The first row's logits and state are the same if the states of all other rows are NaN."""
+    plain, broken = (decodes_of(models["tiny"], num_rows) for _ in range(2))
+    others = broken.words[Input.SOURCE, 1:]
+    broken.memory.wkv[1 + others[others >= 0]] = float("nan")
+    broken.memory.inputs[1 + others[others >= 0]] = float("inf")
+    assert torch.equal(plain.step()[0], broken.step()[0])
+    target = 1 + int(plain.words[Input.BLOCK, 0])
+    assert torch.equal(plain.memory.wkv[target], broken.memory.wkv[target])
+    assert torch.equal(plain.memory.inputs[target], broken.memory.inputs[target])
 
 
 def test_decodes_among_other_steps(models: dict[str, Model]) -> None:
     """Golden logits of the package rwkv: a prompt, decodes over the ends of blocks, decodes beside a prompt, wanted rows."""
     config, weights = models["tiny"]
     golden = torch.from_numpy(np.load(GOLDEN))
-    ops, tokens = MixOps(DEVICE), random_tokens(SIZES["tiny"], 3, 100)
+    ops, tokens = MixOps(DEVICE), recurring.random_tokens(SIZES["tiny"], 3, 100)
     driver = RecurrentDriver(ops, weights, config, tokens, recurrent=TritonRecurrentOps(ops), block_size=4)
     for work in ([(0, 19)], [(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]):
         before = list(driver.num_computed)
@@ -282,8 +260,108 @@ def test_tile_fits_the_shared_memory(element_bytes: int) -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="graphs are CUDA's")
 @pytest.mark.parametrize(("num_rows", "parts_rows"), [(1, 64), (4, 64), (8, 64), (20, 64), (20, 8)])
 def test_steps_can_be_captured(num_rows: int, parts_rows: int, models: dict[str, Model]) -> None:
+    """Many steps, whose kernels may start before the kernel in front has ended, against kernels that do not."""
     captured, plain = (Decodes(TritonOps(DEVICE, "float32"), models["small"], num_rows, num_rows) for _ in range(2))
     recurrent = TritonRecurrentOps(TritonOps(DEVICE, "float32"))
     recurrent.parts_rows = parts_rows
     use_recurrent(captured.model, recurrent)
-    check_captured(captured, plain)
+    use_recurrent(plain.model, UnfusedOps(TritonOps(DEVICE, "float32")))
+    for decodes in (captured, plain):
+        decodes.words[Input.SOURCE] = decodes.words[Input.BLOCK]
+        decodes.memory.wkv.nan_to_num_(0.0)
+        decodes.memory.inputs.nan_to_num_(0.0)
+    repeat = captured.ops.capture(captured.step)
+    assert repeat is not None
+    plain.step()  # as capturing has done
+    for _ in range(20):
+        torch.testing.assert_close(repeat(), plain.step(), atol=1e-3, rtol=1e-3)
+
+
+# Models in half precision, whose layers are added up in float32
+
+
+class WatchedOps(TritonOps):
+    """Notes the types of what products are added to, of the sums, and of what is normalised.
+
+    Attention, which takes the interpreter long, is torch's.
+    """
+
+    store_kv = TorchOps.store_kv
+    paged_attention = TorchOps.paged_attention
+    store_and_attend = TorchOps.store_and_attend
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE, DTYPE)
+        self.sums: list[torch.dtype] = []
+        self.normed: list[torch.dtype] = []
+
+    def linear(self, x: Tensor, weight: LinearWeight[Tensor], **options: Any) -> Tensor:
+        y = super().linear(x, weight, **options)
+        if options.get("residual") is not None:
+            self.sums += [options["residual"].dtype, y.dtype]
+        return y
+
+    def normed_linear(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        y, total = super().normed_linear(x, *args, **options)
+        self.sums.append(total.dtype)
+        self.normed.append(y.dtype)
+        return y, total
+
+
+@pytest.fixture
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowsWeight, "tile", LinearTile(64, 64, 4, 1))
+
+
+def rounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.to(DEVICE, getattr(torch, DTYPE)) for name, each in weights.items()}
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return float((x - y).square().mean().sqrt())
+
+
+def backends(ours: TorchOps) -> list[TorchOps]:
+    return [TorchOps(DEVICE), TorchOps(DEVICE, DTYPE), ours]
+
+
+def check_nearer(drivers: Sequence[Driver | RecurrentDriver], *, keeps_last: bool = True) -> None:
+    """drivers: the reference in float32, torch's in half precision, and ours."""
+    found = [[torch.cat(driver.step(work, keeps_last=keeps_last)) for driver in drivers] for work in STEPS]
+    expected, theirs, mine = (torch.cat(each) for each in zip(*found, strict=True))
+    assert distance(mine, expected) < distance(theirs, expected)
+
+
+@pytest.mark.usefixtures("_few_programs")
+@pytest.mark.parametrize(
+    ("kind", "keeps_last"), [("llama", True), ("llama", False), ("llama-biases", True), ("qwen3", True), ("gemma2", True)]
+)
+def test_decoders_are_nearer_to_float32_than_with_rounded_sums(kind: str, keeps_last: bool) -> None:
+    model, config = make(kind)
+    weights, ours = rounded(model.state_dict()), WatchedOps()
+    config = {**config, "num_hidden_layers": 2, "layer_types": None}
+    check_nearer([Driver(ops, weights, config, random_tokens(2)) for ops in backends(ours)], keeps_last=keeps_last)
+    assert set(ours.sums) == {torch.float32}
+    assert set(ours.normed) == {getattr(torch, DTYPE)}
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS + 1])
+@pytest.mark.usefixtures("_fused_only", "_few_programs")
+def test_decodes_of_rwkv7(num_rows: int, models: dict[str, Model]) -> None:
+    config, weights = models["tiny"][0], rounded(models["tiny"][1])
+    ours, ops = Decodes(WatchedOps(), (config, weights), num_rows, num_rows), TorchOps(DEVICE, DTYPE)
+    halves = Decodes(ops, (config, weights), num_rows, num_rows)
+    reference = Decodes(TorchOps(DEVICE), (config, weights), num_rows, num_rows)
+    reference.memory.inputs.copy_(ours.memory.inputs)
+    expected, theirs, mine = (torch.cat([each.step() for _ in range(NUM_STEPS)]) for each in (reference, halves, ours))
+    assert distance(mine, expected) < distance(theirs, expected)
+    assert isinstance(ours.ops, WatchedOps)
+    assert set(ours.ops.sums) == {torch.float32}
+
+
+@pytest.mark.usefixtures("_few_programs")
+def test_other_steps_of_rwkv7(models: dict[str, Model]) -> None:
+    config, weights = models["tiny"][0], rounded(models["tiny"][1])
+    tokens, ours = recurring.random_tokens(SIZES["tiny"], 2, 40), WatchedOps()
+    check_nearer([RecurrentDriver(ops, weights, config, tokens, recurrent=TorchRecurrentOps(ops)) for ops in backends(ours)])
+    assert set(ours.sums) == {torch.float32}

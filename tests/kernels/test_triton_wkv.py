@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, random, untraced
+from tests.kernels.triton_support import DEVICE, HAS_CUDA, TOLERANCE, TYPES, assert_near, random, untraced
 
-from archerfish.kernels.decoding import (  # isort: skip (triton must be told to interpret first)
-    FILLING_POSITION,
-    NO_BLOCK,
-    NUM_INPUTS,
-    ON_DEVICE,
-    DecodeState,
-    Input,
-)
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, NUM_INPUTS, ON_DEVICE, DecodeState, Input  # isort: skip
 from archerfish.kernels.recurrent import NO_SLOT  # isort: skip
 from archerfish.kernels.torch.reference import TorchOps  # isort: skip
+from archerfish.kernels.triton.ops import TritonOps  # isort: skip
 from archerfish.kernels.triton.recurrent import TritonRecurrentOps  # isort: skip
 from archerfish.kernels.torch.wkv import TorchRecurrentOps  # isort: skip
+from archerfish import LLMEngine, SamplingParams  # isort: skip
+from archerfish.engine import llm_loading  # isort: skip
+from archerfish.runtime.runner import ModelRunner  # isort: skip
+from tests.engine.tiny_rwkv import save_tiny_rwkv  # isort: skip
 from tests.kernels.wkv_cases import WHOLE, MixCase, SequentialOps, make_case  # isort: skip
 
 pytestmark = [untraced]
@@ -55,18 +56,20 @@ def test_chunks_of_hard_inputs(options: dict[str, float]) -> None:
     both(make_case([50], device=DEVICE, **options), "float32", 1, 1e-3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("head_dim", [16, 32])
 @pytest.mark.parametrize("min_chunked", [1, NEVER])
-def test_other_heads(head_dim: int, min_chunked: int) -> None:
-    both(make_case([1, 20], device=DEVICE, num_heads=3, head_dim=head_dim), "float32", min_chunked, 2e-4)
-
-
-@pytest.mark.parametrize("lengths", [[1, 1, 5], [1, 23, 9]])
-@pytest.mark.parametrize("min_chunked", [1, NEVER])
-@pytest.mark.parametrize(("block_size", "is_new"), [(4, False), (7, True)])
-def test_states_are_kept_behind_every_piece(lengths: list[int], min_chunked: int, block_size: int, is_new: bool) -> None:
-    case = make_case(lengths, device=DEVICE, head_dim=16, block_size=block_size, is_new=is_new)
-    both(case, "float32", min_chunked, 2e-4)
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([1, 20], {"num_heads": 3, "head_dim": 16}), ([1, 20], {"num_heads": 3, "head_dim": 32}),
+        *(
+            (lengths, {"head_dim": 16, "block_size": block_size, "is_new": is_new})
+            for lengths in ([1, 1, 5], [1, 23, 9]) for block_size, is_new in ((4, False), (7, True))
+        ),
+    ],
+)  # fmt: skip
+def test_other_heads_and_blocks(lengths: list[int], options: dict[str, Any], min_chunked: int) -> None:
+    """A state is kept behind every block."""
+    both(make_case(lengths, device=DEVICE, **options), "float32", min_chunked, 2e-4)
 
 
 def decode_inputs(num: int) -> Tensor:
@@ -134,6 +137,29 @@ def test_shift(lengths: list[int], width: int, num_factors: int, block_size: int
     expected = TorchRecurrentOps(TorchOps(DEVICE, dtype)).shift(x, expected_inputs, case.batch, factors)
     assert len(mixed) == num_factors
     for mine, theirs in zip(mixed, expected, strict=True):
-        mine, theirs = mine[: sum(lengths)], theirs[: sum(lengths)]
-        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert_near(mine[: sum(lengths)], theirs[: sum(lengths)], dtype)
     assert torch.equal(inputs, expected_inputs)
+
+
+class RecordingOps(TritonOps):
+    """On the CPU, in the interpreter, over a backend that only claims to record."""
+
+    def __init__(self, device: str = DEVICE, dtype: str = "float32") -> None:
+        super().__init__(DEVICE, dtype)
+        self.is_async = self.can_record = True
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="kernels over the CPU's memory need the interpreter")
+def test_an_engine_gives_the_tokens_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way of a recorded step: staged inputs, shifts and mixes, with filled rows and kept states."""
+    monkeypatch.setattr(ModelRunner, "warm_up", lambda self: None)  # of all kinds of steps, which takes the interpreter long
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    model = str(save_tiny_rwkv(tmp_path, num_hidden_layers=1, vocab_size=32))
+    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "max_cache_tokens": 64, "block_size": 4}
+    found = []
+    for ops in (TorchOps, RecordingOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(model, **options, max_num_seqs=5) as engine:
+            outputs = engine.generate([[3, 4, 5, 6, 7], [8], [9, 10]], params)
+            found.append([output.token_ids for output in outputs])
+    assert found[0] == found[1]

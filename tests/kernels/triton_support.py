@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,10 @@ if not HAS_CUDA:
     patch_once_a_kernel()
     describe_types_when_asked()
 
-from archerfish.kernels.ops import KVLayer  # noqa: E402
+from archerfish.kernels.ops import BlockMask, HeadShape, KVLayer, PagedBatch  # noqa: E402
+from archerfish.kernels.torch.reference import TorchOps  # noqa: E402
+from archerfish.kernels.triton.ops import TritonOps  # noqa: E402
+from archerfish.kernels.triton.plan import Tile  # noqa: E402
 from tests.kernels.paged import batch_over as batch_over  # noqa: E402
 
 Tensor = torch.Tensor
@@ -102,3 +105,33 @@ def random(*shape: int, dtype: str = "float32") -> Tensor:
 
 def in_float32(kv: KVLayer[Tensor]) -> KVLayer[Tensor]:
     return KVLayer(kv.keys.float().contiguous(), kv.values.float().contiguous())
+
+
+def expect_attention(
+    q: Tensor, kv: KVLayer[Tensor], batch: PagedBatch[Tensor], heads: HeadShape, mask: BlockMask[Tensor] | None = None
+) -> Tensor:
+    """By the reference, in float32."""
+    return TorchOps(DEVICE).paged_attention(q.float(), in_float32(kv), batch, heads, mask=mask)
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: str = "float32", *, factor: float = 1.0) -> None:
+    """As near as a result in a type can be; NaN where NaN is expected."""
+    error = factor * TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=error, rtol=error, equal_nan=True)
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A CUDA graph of a step, and what it writes to."""
+    step()  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph, out
+
+
+def small_ops(dtype: str = "float32", step: int = 16) -> TritonOps:
+    """Attention in tiles that are small enough for short sequences to have several."""
+    ops = TritonOps(DEVICE, dtype)
+    ops.decode_tile = ops.prefill_tile = Tile(16, step, 4, 1)
+    return ops

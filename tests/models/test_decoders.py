@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from archerfish.models import adapter
 from archerfish.models.adapter import KVShape, model_class
 from archerfish.models.config import Config
 from archerfish.models.llama import LlamaModel
+from tests.models import recurring
 from tests.models.decoding import KINDS, LENGTH, Driver, make, random_tokens, their_logits
+from tests.models.recurring import RecurrentDriver
 
 BACKENDS = [TorchOps, TorchCpuOps]
 # (sequence, new tokens) of each step: a prefill, chunks that end inside blocks, decodes, and all of these together
@@ -45,10 +48,16 @@ def test_logits_equal_transformers(kind: str, backend: type[TorchOps], block_siz
     check(Driver(backend(), model.state_dict(), config, random_tokens(4), block_size=block_size), model)
 
 
-@pytest.mark.parametrize("block_size", [3, 40, 256])
-def test_block_sizes_that_fit_nothing(block_size: int) -> None:
-    model, config = make("mistral-window")
-    check(Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), block_size=block_size), model)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *(("mistral-window", {"block_size": size}) for size in (3, 40, 256)),
+        *((kind, {"is_deterministic": True}) for kind in ("llama", "mistral-window", "gemma2")),
+    ],
+)
+def test_odd_block_sizes_and_deterministic_batches(kind: str, options: dict[str, Any]) -> None:
+    model, config = make(kind)
+    check(Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), **options), model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "phi3"])
@@ -81,13 +90,6 @@ def test_int8_weights_equal_the_dequantised_model(kind: str, backend: type[Torch
     expected = Driver(TorchOps(), wide, {**config, "tie_word_embeddings": False}, tokens).step(work)
     found = Driver(backend(), weights, config, tokens, weight_format=int8).step(work)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma2"])
-def test_deterministic_batches_do_not_mix_sequences(kind: str) -> None:
-    model, config = make(kind)
-    driver = Driver(TorchCpuOps(), model.state_dict(), config, random_tokens(4), is_deterministic=True)
-    check(driver, model)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +170,23 @@ def test_configurations_that_cannot_run_are_refused(kind: str, change: dict[str,
         Driver(TorchOps(), model.state_dict(), {**config, **change}, random_tokens(1), max_len=65)
 
 
+K_PROJ = "model.layers.0.self_attn.k_proj"
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "tensor", "message"),
     [
-        ("llama", "model.layers.1.mlp.up_proj.weight"),
-        ("llama", "lm_head.weight"),
-        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+        *(("llama", name, None, name) for name in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight")),
+        ("qwen2", f"{K_PROJ}.bias", None, f"{K_PROJ}.bias"),
+        ("llama", f"{K_PROJ}.weight", torch.ones(64, 64), r"k_proj\.weight.*\(64, 64\).*\(32, 64\)"),
     ],
 )
-def test_a_missing_tensor_is_named(kind: str, name: str) -> None:
+def test_a_missing_or_misshapen_tensor_is_named(kind: str, name: str, tensor: torch.Tensor | None, message: str) -> None:
     model, config = make(kind)
-    weights = {key: tensor for key, tensor in model.state_dict().items() if key != name}
-    with pytest.raises(TensorError, match=name):
-        Driver(TorchOps(), weights, config, random_tokens(1))
-
-
-def test_a_wrong_shape_is_named_with_both_shapes() -> None:
-    model, config = make("llama")
-    weights = {**model.state_dict(), "model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)}
-    with pytest.raises(TensorError, match=r"k_proj\.weight.*\(64, 64\).*\(32, 64\)"):
-        Driver(TorchOps(), weights, config, random_tokens(1))
+    weights = {key: tensor if key == name else value for key, value in model.state_dict().items()}
+    present = {key: value for key, value in weights.items() if value is not None}
+    with pytest.raises(TensorError, match=message):
+        Driver(TorchOps(), present, config, random_tokens(1))
 
 
 @pytest.mark.parametrize(
@@ -208,3 +207,31 @@ def test_an_installed_package_can_bring_an_architecture(monkeypatch: pytest.Monk
         model_class(Config({"model_type": "packaged"}))
     with pytest.raises(UnsupportedModelError, match="Did you mean 'packaged'"):
         model_class(Config({"model_type": "package"}))
+
+
+# Rows of the last layer that nobody asks for are not computed
+KEPT_STEPS = [[(0, 9)], [(0, 1), (1, 17)], [(0, 1), (1, 1)], [(0, 20), (1, 3)], [(0, 1), (1, 1)]]  # (sequence, new tokens)
+
+
+def check_kept(plain: Driver | RecurrentDriver, kept: Driver | RecurrentDriver) -> None:
+    """What is behind a step may depend on rows that it left out: their keys and states must be there."""
+    assert kept.model.gives_kept_rows
+    for work in KEPT_STEPS:
+        expected = torch.cat([logits[-1:] for logits in plain.step(work)])
+        torch.testing.assert_close(torch.cat(kept.step(work, keeps_last=True)), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["llama", "llama-biases", "qwen3", "gemma2", "phi3"])
+def test_kept_rows(kind: str, backend: type[TorchOps]) -> None:
+    model, config = make(kind)
+    plain, kept = (Driver(backend(), model.state_dict(), config, random_tokens(2)) for _ in range(2))
+    check_kept(plain, kept)
+
+
+def test_kept_rows_of_rwkv7(tmp_path: Path) -> None:
+    size = recurring.SIZES["tiny"]
+    config, weights = recurring.read_rwkv7(recurring.write_checkpoint(size, tmp_path / "model.pth"))
+    tokens = recurring.random_tokens(size, 2, 40)
+    plain, kept = (RecurrentDriver(TorchCpuOps(), weights, config, tokens) for _ in range(2))
+    check_kept(plain, kept)

@@ -56,19 +56,11 @@ def their_model(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Any
     return model.eval()
 
 
-def check(num_prompts: int, num_new: int) -> None:
+@pytest.mark.parametrize(("num_prompts", "num_new"), [(2, 16), pytest.param(20, 64, marks=pytest.mark.slow)])
+def test_greedy_tokens_equal_transformers(num_prompts: int, num_new: int) -> None:
     weights, config, tokens = smollm2()
     driver = Driver(TorchCpuOps(), weights, config, tokens[:num_prompts], max_len=128)
     added, model = driver.greedy(num_new), their_model(weights, config)
     for prompt, new in zip(tokens, added, strict=False):
         assert len(new) == num_new
         assert new == their_choices(model, prompt, new)
-
-
-def test_two_prompts_greedy() -> None:
-    check(2, 16)
-
-
-@pytest.mark.slow
-def test_twenty_prompts_greedy() -> None:
-    check(20, 64)

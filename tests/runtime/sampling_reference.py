@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
 from archerfish.runtime.sampler import Chosen, FastSampler
-from archerfish.sequence import Sequence
+from archerfish.sched.plan import entry_of
+from archerfish.sequence import Request, Sequence
 
 Floats = npt.NDArray[np.float64]
 Logits = npt.NDArray[np.float32]
@@ -84,3 +87,27 @@ def sample_sequences(
     masks = (np.array([place for place, _ in masked]), np.stack([bits for _, bits in masked])) if masked else None
     rows = np.array([sequence.row for sequence in sequences])
     return sampler.sample(logits, rows, np.asarray(positions), masks)[1]()
+
+
+def sequence_of(
+    row: int, prompt: SequenceOf[int] = (1, 2, 3), *, seed: int = 0, index: int = 0, output: SequenceOf[int] = (),
+    stops: Collection[int] = (), grammar: Any = None, params: SamplingParams | None = None, **options: Any,
+) -> Sequence:
+    """A sequence that runs in a row of the sampler; options are those of its SamplingParams."""
+    params = params or SamplingParams(max_tokens=100, **options)
+    request = Request(f"r{row}", prompt, params, 100, stop_token_ids=frozenset(stops), seed=seed, grammar=grammar)
+    sequence = Sequence(request, index)
+    sequence.tokens.extend(output)
+    sequence.row = row
+    return sequence
+
+
+def sample(
+    logits: torch.Tensor, sequences: SequenceOf[Sequence], sampler: FastSampler[torch.Tensor] | None = None,
+    positions: SequenceOf[int] | None = None,
+) -> Chosen:
+    """Add sequences to a sampler and draw a token for each, by default behind their last ones."""
+    sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
+    for sequence in sequences:
+        sampler.add(entry_of(sequence))
+    return sample_sequences(sampler, logits, sequences, positions or [len(sequence.tokens) for sequence in sequences])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -36,19 +38,24 @@ def test_tensors_are_filled_up_for_the_backend(num_rows: int, expected: int) -> 
         assert tensor.tolist() == real + [0] * (expected - 3)
 
 
-def test_decodes_after_longer_ones_are_refused() -> None:
+BUILDERS = pytest.mark.parametrize("build", [build_batch, build_recurrent_batch])
+
+
+@BUILDERS
+def test_decodes_after_longer_ones_are_refused(build: Callable[..., object]) -> None:
     with pytest.raises(AssertionError, match="first"):
-        build_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
+        build(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
 
 
-def test_building_a_batch_calls_nothing_per_token() -> None:
+@BUILDERS
+def test_building_a_batch_calls_nothing_per_token(build: Callable[..., object]) -> None:
     """The number of Python calls does not grow with the batch; how long they take is for benchmarks to say."""
     ops = TorchCpuOps()
 
     def calls(num: int) -> int:
         tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
         blocks = [list(range(start // 16 + 1)) for start in starts]
-        return num_calls(lambda: build_batch(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16))
+        return num_calls(lambda: build(ops, tokens=tokens, starts=starts, blocks=blocks, block_size=16))
 
     assert calls(256) == calls(16)
 
@@ -69,22 +76,6 @@ def test_tokens_over_states_are_cut_where_blocks_end() -> None:
     assert batch.first_pieces.tolist() == [0, 1, 2, 5, 6]
     assert batch.token_ids.tolist() == [5, 6, *range(10, 19), 1, 2, 3, 0, 0]
     assert batch.previous.tolist() == [-4, -11, -6, *range(2, 10), -1, 11, 12, 0, 0]
-
-
-def test_decodes_over_states_after_longer_ones_are_refused() -> None:
-    with pytest.raises(AssertionError, match="first"):
-        build_recurrent_batch(TorchOps(), tokens=[[1, 2], [3]], starts=[0, 0], blocks=[[0], [1]], block_size=4)
-
-
-def test_building_a_batch_over_states_calls_nothing_per_token() -> None:
-    def calls(num: int) -> int:
-        tokens, starts = [[i] for i in range(num)], list(range(100, 100 + num))
-        blocks = [list(range(start // 16 + 1)) for start in starts]
-        return num_calls(
-            lambda: build_recurrent_batch(TorchCpuOps(), tokens=tokens, starts=starts, blocks=blocks, block_size=16)
-        )
-
-    assert calls(256) == calls(16)
 
 
 @pytest.mark.parametrize(

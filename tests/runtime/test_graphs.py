@@ -1,4 +1,7 @@
-"""Recorded steps of decodes against steps that are not: on the CPU over a backend that only claims to record."""
+"""Recorded steps of decodes, over keys or states, against steps that are not recorded.
+
+On the CPU they run over a backend that only claims to record.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ import torch
 
 from archerfish import LLMEngine, SamplingParams
 from archerfish.engine import llm_loading
-from archerfish.kernels.decoding import FILLING_POSITION, Input
+from archerfish.kernels.decoding import FILLING_POSITION, NO_BLOCK, Input
 from archerfish.kernels.ops import Ids, Replay
 from archerfish.kernels.torch.reference import TorchOps
 from archerfish.runtime.graphs import NUM_BUFFERS, DecodeGraphs, Kind, PreparedDecodes, list_sizes
 from archerfish.runtime.runner import RunningStep
 from archerfish.step import StepInput
 from tests.engine.tiny_llama import TINY
+from tests.engine.tiny_rwkv import save_tiny_rwkv
 from tests.runtime.conftest import RecordingOps
 
 USUAL: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "num_threads": 1}
@@ -32,6 +36,17 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def rwkv(tmp_path: Path) -> Path:
+    return save_tiny_rwkv(tmp_path)
+
+
+def graphs_of(engine: LLMEngine) -> DecodeGraphs[torch.Tensor]:
+    found = engine.runner._graphs
+    assert found is not None
+    return found
+
+
 def generate(
     model: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, *, records: bool, max_cache_tokens: int = 1024,
     has_cache: bool = True, num_prompts: int = len(PROMPTS),
@@ -41,8 +56,7 @@ def generate(
     monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype: ops(device, dtype))
     prompts, each = PROMPTS[:num_prompts], [replace(params, max_tokens=8 + 3 * i) for i in range(num_prompts)]
     with LLMEngine(
-        str(model), dtype="float32", load_format="dummy", max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10,
-        enable_prefix_caching=has_cache, num_threads=1,
+        str(model), **USUAL, max_cache_tokens=max_cache_tokens, block_size=4, max_num_seqs=10, enable_prefix_caching=has_cache
     ) as engine:
         found = [output.token_ids for output in engine.generate(prompts, each)]
         again = [output.token_ids for output in engine.generate(prompts, each)]
@@ -66,10 +80,14 @@ def test_tokens_are_the_same(model: Path, params: SamplingParams, monkeypatch: p
     assert len({tuple(tokens) for tokens in plain}) > 3
 
 
-def test_tokens_are_the_same_under_memory_pressure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(seed=6)
-    plain = generate(model, params, monkeypatch, records=False)
-    assert generate(model, params, monkeypatch, records=True, max_cache_tokens=160) == plain
+@pytest.mark.parametrize(("kind", "max_cache_tokens"), [("model", 160), ("rwkv", 80)])
+def test_tokens_are_the_same_under_memory_pressure(
+    kind: str, max_cache_tokens: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, params = request.getfixturevalue(kind), SamplingParams(seed=6, top_k=9)
+    plain = generate(model, params, monkeypatch, records=False, num_prompts=6)
+    assert generate(model, params, monkeypatch, records=True, num_prompts=6, max_cache_tokens=max_cache_tokens) == plain
+    assert len({tuple(tokens) for tokens in plain}) > 3
 
 
 @pytest.mark.usefixtures("records")
@@ -112,7 +130,7 @@ def test_a_model_of_few_positions_starts(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("records")
-def test_an_interrupt_while_a_step_is_launched_leaves_a_working_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_works_after_an_interrupted_launch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256) as engine:
         expected = engine.generate([PROMPTS[3]], params)[0].token_ids
@@ -144,7 +162,7 @@ class AnyRowsOps(TorchOps):
         return repeat
 
 
-def test_a_backend_may_replay_one_recording_for_any_number_of_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_recording_replays_any_number_of_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(seed=i, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(6)]
     found = []
     for ops in (TorchOps, AnyRowsOps):
@@ -159,19 +177,29 @@ def test_a_backend_may_replay_one_recording_for_any_number_of_rows(model: Path, 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card")
-def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        ("model", {"max_cache_tokens": 640, "block_size": 4}), ("rwkv", {"max_cache_tokens": 640, "block_size": 16}),
+        ("rwkv", {"enable_prefix_caching": False}),
+    ],
+)  # fmt: skip
+def test_recorded_steps_on_a_card_give_the_tokens_of_single_ones(
+    kind: str, memory: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone and eager against together and recorded, with a shared prefix, pressure, n and penalties."""
     shared = [5 + i % 80 for i in range(40)]
     prompts = [shared + prompt for prompt in PROMPTS]
     each = [SamplingParams(max_tokens=20 + i, seed=i, n=1 + i % 2, ignore_eos=True) for i in range(len(prompts))]
     each[3] = replace(each[3], repetition_penalty=1.2)
-    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "block_size": 4}
+    model = str(request.getfixturevalue(kind))
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "load_format": "dummy", "max_num_seqs": 12}
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_SEQUENCES", 2)
     monkeypatch.setattr("archerfish.runtime.batch.MIN_SHARED_TOKENS", 4)
-    with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
+    with LLMEngine(model, **options, **memory) as engine:
         together = [[one.token_ids for one in output.outputs] for output in engine.generate(prompts, each)]
     monkeypatch.setattr(DecodeGraphs, "takes", lambda self, plan: False)
-    with LLMEngine(str(model), max_cache_tokens=640, max_num_seqs=12, **options) as engine:
+    with LLMEngine(model, **options, **(memory if kind == "model" else {"enable_prefix_caching": False})) as engine:
         alone = [
             [one.token_ids for one in engine.generate([prompt], params)[0].outputs]
             for prompt, params in zip(prompts, each, strict=True)
@@ -204,8 +232,6 @@ def test_requests_that_ask_for_more_are_not_recorded(model: Path, monkeypatch: p
 def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=1024) as engine:
         expected = engine.generate([PROMPTS[4]], SamplingParams(max_tokens=8, temperature=0.0))[0].token_ids
-        graphs = engine.runner._graphs
-        assert graphs is not None
         original = engine.runner.model.logits
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -224,8 +250,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model: Path, monkeyp
 def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
         expected = engine.generate(PROMPTS[:3], SamplingParams(max_tokens=8, temperature=0.0))
-        graphs = engine.runner._graphs
-        assert graphs is not None
+        graphs = graphs_of(engine)
         plain, cut = ([Kind(size, is_cut=is_cut) for size in (1, 2, 4, 5)] for is_cut in (False, True))
         assert sorted(graphs._recorded) == sorted([*plain, cut[-1]])  # by the start
         for _ in range(3):
@@ -240,13 +265,12 @@ def test_idle_time_is_used_to_record_every_size(model: Path) -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.usefixtures("records")
-def test_a_start_records_every_size_only_where_kernels_are_compiled(
+def test_start_records_every_size_if_kernels_compile(
     compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=40) as engine:
-        assert engine.runner._graphs is not None
-        found = {kind.size for kind in engine.runner._graphs._recorded if kind == Kind(kind.size)}
+        found = {kind.size for kind in graphs_of(engine)._recorded if kind == Kind(kind.size)}
     assert found == {1, 2, 4, 8, 16, 32, 40} | ({24} if compiles else set())
 
 
@@ -258,8 +282,7 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
     cuts = [replace(plain, top_p=0.5), replace(plain, top_k=2), replace(plain, min_p=0.3)]
     for other, is_cut in [*((cut, True) for cut in cuts), (replace(cuts[0], temperature=0.0), False)]:
         with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5, enable_prefix_caching=False) as engine:
-            graphs = engine.runner._graphs
-            assert graphs is not None
+            graphs = graphs_of(engine)
             (alone,) = engine.generate([PROMPTS[0]], plain)
             assert set(graphs._recorded) == {Kind(1)}
             beside, _ = engine.generate(PROMPTS[:2], [plain, other])
@@ -271,8 +294,7 @@ def test_steps_with_cut_rows_are_recorded_apart(model: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("records")
 def test_a_buffer_that_held_another_size_is_filled_anew(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, max_cache_tokens=256, max_num_seqs=5) as engine:
-        graphs = engine.runner._graphs
-        assert graphs is not None
+        graphs = graphs_of(engine)
         expected = graphs.empty_inputs(Kind(4)).copy()
         for _ in range(NUM_BUFFERS):
             next(graphs._buffers)[:] = 123
@@ -285,3 +307,44 @@ def test_sizes_reach_every_number_of_sequences() -> None:
     assert list_sizes(1) == [1]
     assert list_sizes(10) == [1, 2, 4, 8, 10]
     assert list_sizes(512)[-5:] == [256, 320, 384, 448, 512]
+
+
+# Models with states
+
+
+def test_tokens_are_the_same_with_one_state_a_sequence(rwkv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(seed=6, max_tokens=12, ignore_eos=True)
+    found = []
+    for ops in (TorchOps, RecordingOps):
+        monkeypatch.setattr(llm_loading, "choose_ops", lambda device, dtype, ops=ops: ops(device, dtype))
+        with LLMEngine(str(rwkv), **USUAL, enable_prefix_caching=False, max_num_seqs=6) as engine:
+            found.append([output.token_ids for output in engine.generate(PROMPTS, params)])
+            assert engine.facts.memory.num_blocks == 6
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("records")
+def test_inputs_hold_both_blocks_of_a_step(rwkv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of one token, then six decodes over blocks of two tokens: each goes on from where the one before it went."""
+    sent: list[tuple[int, int, int]] = []  # position, source, target
+
+    def noted(self: RecordingOps, values: Ids, target: torch.Tensor) -> None:
+        sent.append((int(values[Input.POSITION, 0]), int(values[Input.SOURCE, 0]), int(values[Input.BLOCK, 0])))
+        TorchOps.send(self, values, target)
+
+    monkeypatch.setattr(RecordingOps, "send", noted)
+    with LLMEngine(str(rwkv), **USUAL, max_cache_tokens=64, block_size=2, logits_cache_mib=0) as engine:
+        engine.generate([[7]], SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True))
+    assert [position for position, _, _ in sent] == list(range(7))
+    targets = [target for _, _, target in sent]
+    assert [source for _, source, _ in sent] == [NO_BLOCK, *targets[:-1]]
+    assert targets[0] == targets[1] != targets[2] == targets[3] != targets[4] == targets[5]
+
+
+@pytest.mark.usefixtures("records")
+def test_only_sizes_are_recorded(rwkv: Path) -> None:
+    with LLMEngine(str(rwkv), **USUAL, max_cache_tokens=4096, max_num_seqs=9) as engine:
+        while engine.use_idle_time():
+            pass
+        graphs = graphs_of(engine)
+        assert set(graphs._recorded) == {Kind(size, is_cut=is_cut) for size in (1, 2, 4, 8, 9) for is_cut in (False, True)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,12 +26,14 @@ def plan(**options: Any) -> kv_pool.MemoryPlan:
     return plan_memory(EngineConfig(**options), SHAPE, "cpu", "float32", weight_bytes=0)
 
 
-def test_bytes_of_a_block_follow_from_the_model() -> None:
-    assert SHAPE.bytes_per_block(16, 4) == 2 * 2 * 3 * 8 * 4 * 16
-    assert plan(max_cache_tokens=1000, block_size=16).block_bytes == SHAPE.bytes_per_block(16, 4)
+def test_blocks_follow_from_the_model_and_the_tokens_asked_for() -> None:
+    found = plan(max_cache_tokens=1000, block_size=16)
+    assert found.block_bytes == SHAPE.bytes_per_block(16, 4) == 2 * 2 * 3 * 8 * 4 * 16
+    assert (found.num_blocks, found.num_tokens) == (62, 992)
     assert plan(max_cache_tokens=1000).block_size == 16
-    with pytest.raises(InvalidOptionError, match="at most 256 tokens"):
-        plan(block_size=257)
+    for options, message in (({"block_size": 257}, "at most 256 tokens"), ({"max_cache_tokens": 10}, "less than one block")):
+        with pytest.raises(InvalidOptionError, match=message):
+            plan(**options)
 
 
 def test_a_block_of_states_is_one_state_whatever_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +72,6 @@ def test_a_pool_of_states() -> None:
         assert not any(memory[EMPTY_SLOT].any() for memory in (layer.wkv, layer.time_input, layer.channel_input))
 
 
-def test_tokens_that_are_asked_for_are_rounded_down_to_blocks() -> None:
-    found = plan(max_cache_tokens=1000, block_size=16)
-    assert (found.num_blocks, found.num_tokens) == (62, 992)
-    with pytest.raises(InvalidOptionError, match="less than one block"):
-        plan(max_cache_tokens=10, block_size=16)
-
-
 def test_the_memory_budget_is_a_quarter_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "memory", lambda: Memory(8 * GIB, 2 * GIB))
     assert plan().num_bytes == pytest.approx(0.5 * GIB, rel=0.001)
@@ -94,16 +88,6 @@ def test_memory_starts_as_zeros() -> None:
     assert pool.layers[0].keys.shape == pool.layers[0].values.shape == (64, 16, 4, 64)
     assert not pool.layers[0].keys.any()
     assert not pool.layers[0].values.any()
-
-
-def test_blocks_are_copied_in_every_layer() -> None:
-    pool = KVCachePool(TorchOps("cpu", "float32"), SHAPE, num_blocks=6, block_size=4)
-    for number, layer in enumerate(pool.layers):
-        layer.keys[1], layer.values[2] = number + 1.0, number + 5.0
-    pool.ops.copy_blocks(pool.layers, [(1, 4), (2, 5)])
-    for number, layer in enumerate(pool.layers):
-        assert np.unique(layer.keys[4].numpy()).tolist() == [number + 1.0]
-        assert np.unique(layer.values[5].numpy()).tolist() == [number + 5.0]
 
 
 def test_a_pool_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +116,7 @@ class FullOps(TorchOps):
         self.num_freed += 1
 
 
-def test_a_pool_that_does_not_fit_becomes_smaller_or_a_clear_error() -> None:
+def test_a_pool_that_does_not_fit_is_made_smaller() -> None:
     planned = plan(max_cache_tokens=1600, block_size=16)
     ops = FullOps(80)
     pool, got = allocate_pool("cpu", ops, SHAPE, planned)
@@ -143,7 +127,7 @@ def test_a_pool_that_does_not_fit_becomes_smaller_or_a_clear_error() -> None:
         allocate_pool("cpu", FullOps(10), SHAPE, planned)
 
 
-def test_work_of_a_step_grows_with_its_tokens_and_with_the_logits() -> None:
+def test_work_bytes_grow_with_tokens_and_logits() -> None:
     shapes = [(1000, 64), (256, 64), (64, 256)]
     few = work_bytes(shapes, 1000, 128, 4, "bfloat16")
     assert work_bytes(shapes, 1000, 256, 4, "bfloat16") - few == 128 * 2 * (4 * 256 + 8 * 64)

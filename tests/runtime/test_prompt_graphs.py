@@ -35,6 +35,11 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def use_idle_time(engine: LLMEngine) -> None:
+    while engine.use_idle_time():
+        pass
+
+
 def prompts_of(engine: LLMEngine) -> PromptGraphs[torch.Tensor]:
     found = engine.runner._prompts
     assert found is not None
@@ -78,8 +83,7 @@ def test_the_end_of_a_prompt_that_is_cached_goes_on_from_there(model: Path, monk
 
     monkeypatch.setattr(PromptGraphs, "start", noted)
     with LLMEngine(str(model), **USUAL) as engine:
-        while engine.use_idle_time():
-            pass
+        use_idle_time(engine)
         engine.generate([PROMPTS[5]], GREEDY)
         cached = engine.generate([PROMPTS[5] + [9, 8, 7]], GREEDY)[0].token_ids
     with LLMEngine(str(model), **USUAL) as engine:
@@ -147,8 +151,7 @@ def test_no_buffer_is_written_while_it_is_copied(model: Path, monkeypatch: pytes
 
     monkeypatch.setattr(llm_loading, "choose_ops", choose)
     with LLMEngine(str(model), **USUAL, max_num_batched_tokens=100, max_num_seqs=4) as engine:
-        while engine.use_idle_time():
-            pass
+        use_idle_time(engine)
         engine.generate([PROMPTS[-1]], GREEDY)  # six parts, and only the last one has a result to wait for
     assert made[0].num_sent > 3 and made[0].num_spoilt == 0
 
@@ -156,8 +159,7 @@ def test_no_buffer_is_written_while_it_is_copied(model: Path, monkeypatch: pytes
 @pytest.mark.usefixtures("records")
 def test_fillings_leave_the_memory_of_others_alone(model: Path) -> None:
     with LLMEngine(str(model), **USUAL, enable_prefix_caching=False) as engine:
-        while engine.use_idle_time():
-            pass
+        use_idle_time(engine)
         for layer in engine.runner.pool.layers:
             layer.keys.fill_(float("nan"))
         engine.generate([PROMPTS[4]], SamplingParams(max_tokens=1, temperature=0.0))
@@ -177,14 +179,13 @@ def test_a_pass_that_cannot_be_recorded_is_run(model: Path, monkeypatch: pytest.
 
 @pytest.mark.usefixtures("records")
 @pytest.mark.parametrize("compiles", [False, True])
-def test_sizes_are_recorded_in_idle_time_or_where_kernels_are_compiled(
+def test_sizes_are_recorded_in_idle_time(
     compiles: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("archerfish.runtime.graphs.COMPILING_S", -1.0 if compiles else 1e9)
     with LLMEngine(str(model), **USUAL, max_num_seqs=2) as engine:
         assert set(prompts_of(engine)._recorded) == (set(PROMPT_SIZES) if compiles else set())
-        while engine.use_idle_time():
-            pass
+        use_idle_time(engine)
         assert list(prompts_of(engine)._recorded) == sorted(PROMPT_SIZES, reverse=True)
 
 

@@ -111,7 +111,7 @@ def test_a_sequence_can_be_sampled_at_several_places(tmp_path: Path) -> None:
         runner.close()
 
 
-def test_the_runner_knows_nothing_of_schedulers_sequences_and_caches() -> None:
+def test_runtime_imports_no_scheduler_or_cache() -> None:
     folder = Path(runner_module.__file__).parent
     for file in folder.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from archerfish.kernels.sampling import stream_key, uniform
-from archerfish.kernels.torch.reference import TorchOps
 from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import FastSampler
-from archerfish.sched.plan import entry_of
-from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample_sequences, token_at
+from archerfish.sequence import Sequence
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample, sequence_of, token_at
 
 FEATURES: dict[str, Any] = {
     "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.06, "repetition_penalty": 1.3, "presence_penalty": 0.6,
@@ -26,17 +23,11 @@ SUBSETS = list(chain.from_iterable(combinations(FEATURES, size) for size in rang
 
 
 def sequence_for(params: SamplingParams, row: int, *, seed: int = 0, index: int = 0) -> Sequence:
-    sequence = Sequence(Request("r", PROMPT, params, 16, stop_token_ids=STOPS, seed=seed), index)
-    sequence.tokens.extend(OUTPUT)
-    sequence.row = row
-    return sequence
+    return sequence_of(row, PROMPT, seed=seed, index=index, output=OUTPUT, stops=STOPS, params=params)
 
 
 def draw_all(logits: np.ndarray[Any, Any], sequences: list[Sequence]) -> list[int]:
-    sampler = FastSampler(TorchOps(), logits.shape[1], len(sequences))
-    for sequence in sequences:
-        sampler.add(entry_of(sequence))
-    sampled = sample_sequences(sampler, torch.from_numpy(logits), sequences, [len(s.tokens) for s in sequences])
+    sampled = sample(torch.from_numpy(logits), sequences)
     assert sampled.errors == {}
     return sampled.tokens
 
@@ -55,7 +46,7 @@ def assert_draws_are_the_references(logits: np.ndarray[Any, Any], all_params: li
     assert num_unclear <= len(sequences) * 0.02 + 1
 
 
-def test_draws_equal_the_reference_for_every_combination_of_options() -> None:
+def test_draws_equal_the_reference_for_all_options() -> None:
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(len(SUBSETS), 40)) * 2).round(1).astype(np.float32)  # rounded: many are equal
     params = [SamplingParams(max_tokens=16, **{name: FEATURES[name] for name in subset}) for subset in SUBSETS]
@@ -98,13 +89,8 @@ def test_chi_square_can_fail() -> None:
 @pytest.mark.no_cover
 def test_draws_at_other_positions_are_independent() -> None:
     num_draws = 20_000
-    sampler = FastSampler(TorchOps(), 4, num_draws)
-    sequences = [sequence_for(SamplingParams(), row, seed=7, index=0) for row in range(num_draws)]
-    sequences[0].request = Request("r", [0], SamplingParams(), 16, seed=7)
-    for sequence in sequences:
-        sequence.request = sequences[0].request
-        sampler.add(entry_of(sequence))
-    drawn = np.asarray(sample_sequences(sampler, torch.zeros(num_draws, 4), sequences, list(range(num_draws))).tokens)
+    sequences = [sequence_of(row, [0], seed=7) for row in range(num_draws)]
+    drawn = np.asarray(sample(torch.zeros(num_draws, 4), sequences, positions=range(num_draws)).tokens)
     pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
     statistic, most = chi_square(pairs, np.full(16, 1 / 16))
     assert statistic < most

@@ -20,23 +20,16 @@ from archerfish.kernels.torch.sampling import sampling_batch
 from archerfish.params import SamplingParams, Stage
 from archerfish.runtime.sampler import FastSampler, is_plain
 from archerfish.sched.plan import entry_of
-from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, probabilities, sample_sequences, token_at
+from tests.runtime.sampling_reference import chi_square, probabilities, sample, sample_sequences, sequence_of, token_at
 
 VOCAB = 700
-PROMPT = [1, 2, 3]
+PROMPT = [1, 2, 3]  # of sequence_of
 Logits = npt.NDArray[np.float32]
 STAGES = (
     Stage(first=0, end=100, num_tokens=3, offset=200, temperature=0.8, top_k=9, top_p=0.9),
     Stage(first=150, end=151, num_tokens=1),
     Stage(first=0, end=129, num_tokens=20, stop_id=128, top_k=40, top_p=0.95),
 )
-
-
-def sequence_of(row: int, params: SamplingParams, seed: int = 0, index: int = 0) -> Sequence:
-    sequence = Sequence(Request(f"r{row}", PROMPT, params, params.max_tokens or 1, seed=seed), index)
-    sequence.row = row
-    return sequence
 
 
 def random_logits(num_rows: int, seed: int = 0, scale: float = 2.0) -> Logits:
@@ -100,7 +93,7 @@ names = st.sampled_from([*Stage.__dataclass_fields__, "ends"]) | st.integers(0, 
 
 
 @given(st.lists(st.dictionaries(names, numbers) | numbers, max_size=3) | numbers)
-def test_whatever_comes_from_another_process_is_stages_or_refused(sent: Any) -> None:
+def test_any_value_is_stages_or_refused(sent: Any) -> None:
     try:
         params = SamplingParams(stages=sent)
     except InvalidInputError as error:
@@ -115,7 +108,7 @@ def test_whatever_comes_from_another_process_is_stages_or_refused(sent: Any) -> 
 def test_every_token_is_the_references_for_its_stage() -> None:
     num = 64
     sampler = FastSampler(TorchOps(), VOCAB, num)
-    sequences = [sequence_of(row, SamplingParams(stages=STAGES), seed=row) for row in range(num)]
+    sequences = [sequence_of(row, params=SamplingParams(stages=STAGES), seed=row) for row in range(num)]
     for sequence in sequences:
         sampler.add(entry_of(sequence))
     kinds = [stage for stage in STAGES for _ in range(stage.num_tokens)]
@@ -138,15 +131,11 @@ def test_every_token_is_the_references_for_its_stage() -> None:
 @pytest.mark.parametrize("stage", [STAGES[0], STAGES[2], Stage(first=40, end=80, num_tokens=9, offset=-40)])
 def test_distribution_passes_chi_square(stage: Stage) -> None:
     num_draws = 3000
-    sampler = FastSampler(TorchOps(), VOCAB, num_draws)
-    sequences = [sequence_of(row, SamplingParams(stages=[stage]), seed=99, index=row) for row in range(num_draws)]
-    for sequence in sequences:
-        sampler.add(entry_of(sequence))
+    sequences = [sequence_of(row, params=SamplingParams(stages=[stage]), seed=99, index=row) for row in range(num_draws)]
     logits = random_logits(1, 3, scale=1.0)
     logits[0, stage.end :] += 50.0  # what lies outside of the range has no share, however likely it is
     repeated = torch.from_numpy(logits.repeat(num_draws, axis=0))
-    sampled = sample_sequences(sampler, repeated, sequences, [len(PROMPT)] * num_draws)
-    own = np.asarray(sampled.tokens) - stage.first - stage.offset
+    own = np.asarray(sample(repeated, sequences).tokens) - stage.first - stage.offset
     params = SamplingParams(temperature=stage.temperature, top_k=stage.top_k, top_p=stage.top_p)
     p = probabilities(logits[0, stage.first : stage.end], params)
     counts = np.bincount(own, minlength=len(p))
@@ -166,10 +155,8 @@ def test_a_row_does_not_depend_on_the_ranges_of_others() -> None:
 
     def draw(places: list[int]) -> list[int]:
         sampler = FastSampler(TorchOps(), VOCAB, len(options))
-        sequences = [sequence_of(place, options[place], seed=place) for place in places]
-        for sequence in sequences:
-            sampler.add(entry_of(sequence))
-        return sample_sequences(sampler, logits[places], sequences, [len(PROMPT)] * len(places)).tokens
+        sequences = [sequence_of(place, params=options[place], seed=place) for place in places]
+        return sample(logits[places], sequences, sampler).tokens
 
     together = draw(list(range(len(options))))
     assert [draw([place])[0] for place in range(len(options))] == together
@@ -182,23 +169,20 @@ def test_a_row_that_is_given_to_another_forgets_its_stages() -> None:
     logits = np.zeros((1, VOCAB), dtype=np.float32)
     logits[0, 650] = 9.0
     for _ in range(2):
-        staged, plain = sequence_of(0, SamplingParams(stages=STAGES[2:])), sequence_of(0, SamplingParams(temperature=0))
-        sampler.add(entry_of(staged))
-        assert sample_sequences(sampler, torch.from_numpy(logits), [staged], [3]).tokens[0] < 129
-        sampler.add(entry_of(plain))
-        assert sample_sequences(sampler, torch.from_numpy(logits), [plain], [3]).tokens == [650]
+        staged, plain = sequence_of(0, params=SamplingParams(stages=STAGES[2:])), sequence_of(0, temperature=0)
+        assert sample(torch.from_numpy(logits), [staged], sampler).tokens[0] < 129
+        assert sample(torch.from_numpy(logits), [plain], sampler).tokens == [650]
 
 
 def test_a_resumed_sequence_continues_in_its_stage() -> None:
     """After a preemption a sequence is added again, with some of its output."""
     logits = torch.from_numpy(random_logits(1, 8))
     whole, late = FastSampler(TorchOps(), VOCAB, 1), FastSampler(TorchOps(), VOCAB, 1)
-    sequence = sequence_of(0, SamplingParams(stages=STAGES), seed=5)
+    sequence = sequence_of(0, params=SamplingParams(stages=STAGES), seed=5)
     whole.add(entry_of(sequence))
     for position in range(3, 20):
         found = sample_sequences(whole, logits, [sequence], [position]).tokens
-        late.add(entry_of(sequence))
-        assert sample_sequences(late, logits, [sequence], [position]).tokens == found
+        assert sample(logits, [sequence], late, [position]).tokens == found
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,7 +234,7 @@ def test_inputs_of_recorded_steps_say_the_same() -> None:
     num, size = 5, 8
     sampler = FastSampler(TorchOps(), VOCAB, num)
     options = [SamplingParams(stages=STAGES)] * 3 + [SamplingParams(top_k=9), SamplingParams(temperature=0)]
-    sequences = [sequence_of(row, params, seed=row) for row, params in enumerate(options)]
+    sequences = [sequence_of(row, params=params, seed=row) for row, params in enumerate(options)]
     for sequence in sequences:
         sampler.add(entry_of(sequence))
     assert all(is_plain(entry_of(sequence)) for sequence in sequences)

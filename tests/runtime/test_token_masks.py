@@ -12,14 +12,12 @@ import torch
 
 from archerfish.errors import InvalidInputError
 from archerfish.kernels.sampling import Masks, SamplingBatch, stream_key, uniform
-from archerfish.kernels.torch.reference import TorchOps
 from archerfish.kernels.torch.sampling import TorchSampling
-from archerfish.params import SamplingParams
-from archerfish.runtime.sampler import Chosen, FastSampler, is_plain
+from archerfish.runtime.sampler import Chosen, is_plain
 from archerfish.sched.masks import MaskFinder
 from archerfish.sched.plan import entry_of
-from archerfish.sequence import Request, Sequence
-from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample_sequences, token_at
+from archerfish.sequence import Sequence
+from tests.runtime.sampling_reference import chi_square, penalised, probabilities, sample, sequence_of, token_at
 
 PROMPT, OUTPUT = [1, 5, 5, 7], [5, 20]
 OPTIONS: list[dict[str, Any]] = [
@@ -47,12 +45,8 @@ class Listed:
         bits[:] = np.packbits(flags, bitorder="little").view(np.int32)
 
 
-def sequence_of(row: int, grammar: Listed | None = None, *, seed: int = 0, index: int = 0, **options: Any) -> Sequence:
-    request = Request("r", PROMPT, SamplingParams(**options), 99, seed=seed, grammar=grammar)
-    sequence = Sequence(request, index)
-    sequence.tokens.extend(OUTPUT)
-    sequence.row = row
-    return sequence
+def sequence_with(row: int, grammar: Listed | None = None, **options: Any) -> Sequence:
+    return sequence_of(row, PROMPT, output=OUTPUT, grammar=grammar, **options)
 
 
 def find_masks(sequences: list[Sequence], vocab_size: int) -> None:
@@ -64,12 +58,9 @@ def find_masks(sequences: list[Sequence], vocab_size: int) -> None:
         finder.wait()
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence], sampler: FastSampler[Any] | None = None) -> Chosen:
-    sampler = sampler or FastSampler(TorchOps(), logits.shape[1], len(sequences))
+def draw(logits: torch.Tensor, sequences: list[Sequence]) -> Chosen:
     find_masks(sequences, logits.shape[1])
-    for sequence in sequences:
-        sampler.add(entry_of(sequence))
-    return sample_sequences(sampler, logits, sequences, [len(sequence.tokens) for sequence in sequences])
+    return sample(logits, sequences)
 
 
 @pytest.mark.parametrize("vocab_size", [33, 64, 640, 1001])
@@ -80,9 +71,9 @@ def test_draws_are_those_of_the_reference_over_allowed_tokens(vocab_size: int, o
     logits = (rng.standard_normal((num, vocab_size)) * 3).astype(np.float32)
     lists = [sorted(rng.choice(vocab_size, rng.integers(1, vocab_size), replace=False).tolist()) for _ in range(num)]
     sequences = [
-        sequence_of(row, Listed(lists[row]) if row % 4 else None, seed=row, **options) for row in range(num)
+        sequence_with(row, Listed(lists[row]) if row % 4 else None, seed=row, **options) for row in range(num)
     ]  # fmt: skip
-    sampled = sample(torch.from_numpy(logits), sequences)
+    sampled = draw(torch.from_numpy(logits), sequences)
     assert sampled.errors == {}
     for row, token in enumerate(sampled.tokens):
         params = sequences[row].request.params
@@ -99,8 +90,8 @@ def test_draws_are_those_of_the_reference_over_allowed_tokens(vocab_size: int, o
 def test_the_distribution_is_the_masked_softmax() -> None:
     logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(5)) * 2
     allowed = list(range(3, 200, 7))
-    sequences = [sequence_of(row, Listed(allowed), seed=1, index=row) for row in range(5000)]
-    tokens = sample(logits.repeat(5000, 1), sequences).tokens
+    sequences = [sequence_with(row, Listed(allowed), seed=1, index=row) for row in range(5000)]
+    tokens = draw(logits.repeat(5000, 1), sequences).tokens
     p = np.zeros(200)
     p[allowed] = torch.softmax(logits[0, allowed].double(), -1).numpy()
     counts = np.bincount(tokens, minlength=200)
@@ -110,10 +101,10 @@ def test_the_distribution_is_the_masked_softmax() -> None:
 
 def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
     logits = torch.randn(8, 640, generator=torch.Generator().manual_seed(6))
-    mixed = [sequence_of(row, seed=row, **options) for row, options in enumerate(OPTIONS)]
-    alone = sample(logits, mixed).tokens
-    beside = [sequence_of(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)]
-    together = sample(logits, beside).tokens
+    mixed = [sequence_with(row, seed=row, **options) for row, options in enumerate(OPTIONS)]
+    alone = draw(logits, mixed).tokens
+    beside = [sequence_with(row, Listed([9, 10]) if row in (2, 5) else None, seed=row, **o) for row, o in enumerate(OPTIONS)]
+    together = draw(logits, beside).tokens
     assert [token for row, token in enumerate(together) if row not in (2, 5)] == [
         token for row, token in enumerate(alone) if row not in (2, 5)
     ]
@@ -122,24 +113,24 @@ def test_neighbours_draw_what_they_would_without_a_grammar() -> None:
 
 def test_a_failing_grammar_is_the_error_of_its_own_mask() -> None:
     problems = [InvalidInputError("a dead end"), RuntimeError("anything else"), None]
-    sequences = [sequence_of(row, Listed([row], problem)) for row, problem in enumerate(problems)]
+    sequences = [sequence_with(row, Listed([row], problem)) for row, problem in enumerate(problems)]
     find_masks(sequences, 100)
     assert [sequence.mask and sequence.mask.error for sequence in sequences] == problems
 
 
-def test_a_matcher_belongs_to_its_sequence_and_sees_all_its_output() -> None:
+def test_a_matcher_sees_all_output_of_its_sequence() -> None:
     grammar = Listed([7])
-    first = sequence_of(0, grammar)
-    assert sample(torch.randn(1, 100), [first]).tokens == [7]
+    first = sequence_with(0, grammar)
+    assert draw(torch.randn(1, 100), [first]).tokens == [7]
     first.tokens.append(7)
     first.row = 0  # as after a preemption
-    sample(torch.randn(1, 100), [first])
+    draw(torch.randn(1, 100), [first])
     assert grammar.seen == [OUTPUT, [*OUTPUT, 7]] and first.matcher is grammar
-    assert not is_plain(entry_of(first)) and is_plain(entry_of(sequence_of(0)))
+    assert not is_plain(entry_of(first)) and is_plain(entry_of(sequence_with(0)))
 
 
 def test_many_masks_are_found_side_by_side() -> None:
-    sequences = [sequence_of(row, Listed([row, 129])) for row in range(40)]
+    sequences = [sequence_with(row, Listed([row, 129])) for row in range(40)]
     find_masks(sequences, 130)
     for row, sequence in enumerate(sequences):
         assert sequence.mask is not None and sequence.mask.bits.shape == (3,)

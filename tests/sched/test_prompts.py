@@ -15,7 +15,7 @@ from archerfish.step import StepResult
 from tests.sched.worlds import DEPTHS, World
 
 BUDGET = 64
-ROOM: dict[str, Any] = {"num_blocks": 40_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
+ROOM: dict[str, Any] = {"num_blocks": 13_000, "block_size": 4, "max_model_len": 100_000, "max_num_seqs": 32}
 
 
 def make_world(depth: int = 0, policy: str = "fcfs", budget: int = BUDGET, tokens_per_s: float = 0.0) -> World:
@@ -66,19 +66,17 @@ def test_a_long_prompt_gets_every_other_step_from_short_ones(depth: int) -> None
     assert num_steps <= 2 * 40 + 4
 
 
-def test_a_lone_prompt_gets_whole_steps() -> None:
+def test_lone_and_equal_prompts_get_whole_steps() -> None:
+    """Sharing steps between equal ones would make the first wait and help none."""
     world = make_world()
     (long,) = world.add(10 * (BUDGET + 32))
     assert steps_to_first_token(world, long) == 10
-
-
-def test_equal_prompts_go_one_after_the_other() -> None:
-    """Sharing steps between them would make the first wait and help none."""
     world = make_world()
     first, second = (world.add(480)[0] for _ in range(2))
     assert steps_to_first_token(world, first) == 5 and second.num_computed == 0
 
 
+@pytest.mark.no_cover
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 600), st.integers(0, 6), st.sampled_from("abc")), min_size=1, max_size=25),
@@ -126,7 +124,7 @@ def test_steps_are_bounded_by_the_measured_speed(tokens_per_s: float) -> None:
     assert all(duration <= max(SHARED_STEP_S, least) * 1.01 for duration in durations[6:])
 
 
-def test_a_short_request_is_answered_in_seconds_on_a_slow_machine() -> None:
+def test_a_short_request_is_quick_on_a_slow_machine() -> None:
     """As a CPU that computes 250 tokens of prompts a second."""
     world = make_world(tokens_per_s=250, budget=512, depth=1)
     world.add(20_000, tenant="a")
@@ -151,7 +149,7 @@ def test_a_full_engine_refuses_requests_above_max_requests() -> None:
     world.run()
 
 
-def test_steps_of_few_prompt_tokens_do_not_lower_the_measured_speed() -> None:
+def test_small_steps_do_not_lower_the_measured_speed() -> None:
     prompts = World().scheduler._prompts
     prompts.measure(10_000, 0.25)
     for _ in range(10):  # many decodes and the end of a prompt

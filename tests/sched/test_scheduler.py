@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from archerfish.bench.scheduler import step_times_us
 from archerfish.cache.radix import RadixKey
 from archerfish.errors import InputTooLargeError, InvalidInputError, InvalidOptionError, InvariantError, OverloadedError
 from archerfish.sched.fakes import expected_output
 from archerfish.sequence import Status
 from archerfish.step import StepResult
+from tests.calls import num_calls
 from tests.sched.worlds import DEPTHS, VOCAB, World, commit, counts, plan
 
 # What is accepted
@@ -118,12 +120,10 @@ def test_unfinished_prefills_go_on_in_the_order_of_admission() -> None:
     world = World(max_num_batched_tokens=20)
     world.add(30, request_id="a")
     world.add(30, request_id="b")
-    first, second, third = plan(world), None, None
-    commit(world, first)
-    second = plan(world)
-    commit(world, second)
-    third = plan(world)
-    assert (counts(first), counts(second), counts(third)) == ({"a": 20}, {"a": 10, "b": 10}, {"a": 1, "b": 19})
+    for expected in ({"a": 20}, {"a": 10, "b": 10}, {"a": 1, "b": 19}):
+        made = plan(world)
+        assert counts(made) == expected
+        commit(world, made)
 
 
 def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
@@ -141,7 +141,7 @@ def test_a_plan_may_be_made_while_one_is_in_flight_but_not_two() -> None:
     assert (seq.num_pending, len(seq.tokens), seq.num_computed) == (1, 7, 7)
 
 
-def test_a_sequence_with_its_last_token_in_flight_is_not_planned_again() -> None:
+def test_no_plan_follows_the_last_token() -> None:
     world = World()
     world.add(6, max_tokens=2)
     first, second = plan(world), plan(world)
@@ -152,7 +152,7 @@ def test_a_sequence_with_its_last_token_in_flight_is_not_planned_again() -> None
     assert not world.scheduler.has_work
 
 
-def test_a_sequence_that_needs_its_token_on_the_host_waits_for_it() -> None:
+def test_a_sequence_waits_for_its_token_on_the_host() -> None:
     world = World(depth=1)
     (grammar,) = world.add(6, needs_host_token=True)
     (plain,) = world.add(6)
@@ -261,7 +261,7 @@ def test_an_error_of_one_sequence_ends_that_one_alone() -> None:
 
 
 @DEPTHS
-def test_a_failed_step_ends_its_sequences_and_leaves_nothing_in_the_tree(depth: int) -> None:
+def test_a_failed_step_ends_its_sequences(depth: int) -> None:
     world = World()
     (bad,) = world.add(11, max_tokens=5)
     made = plan(world)
@@ -330,3 +330,15 @@ def test_prefill_tokens_are_counted_when_a_step_is_committed() -> None:
     assert world.scheduler.tokens_done == (8, 1)
 
 
+def calls_of(num_sequences: int, num_waiting: int) -> int:
+    """Calls of 30 steps; times belong to `archerfish bench scheduler`."""
+
+    def run(steps: int) -> int:
+        return num_calls(lambda: step_times_us(num_sequences, steps, num_waiting=num_waiting, prompt_tokens=16))
+
+    return run(60) - run(30)
+
+
+def test_a_step_makes_few_calls() -> None:
+    assert calls_of(64, 0) < 30 * 64 * 4
+    assert calls_of(16, 2000) < 2 * calls_of(16, 10)

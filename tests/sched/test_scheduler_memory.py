@@ -40,7 +40,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_takes_its_blocks() -> None:
     world.check_output(seq)
 
 
-def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
+def test_an_exact_repeat_needs_no_forward_pass() -> None:
     world = World()
     prompt = list(range(1, 12))
     world.add(prompt, max_tokens=3)
@@ -57,32 +57,18 @@ def test_an_exact_repeat_gets_its_first_token_without_a_forward_pass() -> None:
     world.run()
 
 
-def test_without_logits_at_least_one_token_is_computed() -> None:
-    world = World(has_logits_cache=False)
-    prompt = list(range(1, 13))
-    world.add(prompt, max_tokens=3)
-    world.run()
-    world.add(prompt, max_tokens=3)
-    assert plan(world).input.counts.tolist() == [1]
-
-
-def test_tenants_share_neither_blocks_nor_logits() -> None:
-    world = World()
+@pytest.mark.parametrize(
+    ("has_logits_cache", "tenants", "num_computed"), [(False, "b", 1), (True, "a", 11), (True, "aB", 1)]
+)
+def test_what_is_computed_without_logits_of_the_tenant(has_logits_cache: bool, tenants: str, num_computed: int) -> None:
+    """An upper-case tenant had a longer prompt, so that its keys are cached and its logits are not."""
+    world = World(has_logits_cache=has_logits_cache)
     prompt = list(range(1, 12))
-    world.add(prompt, tenant="a")
+    for tenant in tenants:
+        world.add([*prompt, 70, 71, 72] if tenant.isupper() else prompt, tenant=tenant.lower())
     world.run()
     world.add(prompt, tenant="b")
-    assert plan(world).input.counts.tolist() == [11]
-
-
-def test_logits_of_another_tenant_are_not_used_even_if_the_kv_is_there() -> None:
-    world = World()
-    prompt = list(range(1, 12))
-    world.add(prompt, tenant="a")
-    world.add([*prompt, 70, 71, 72], tenant="b")
-    world.run()
-    world.add(prompt, tenant="b")
-    assert plan(world).input.counts.tolist() == [1]
+    assert plan(world).input.counts.tolist() == [num_computed]
 
 
 def test_prompt_logprobs_are_computed_in_full_and_reported_once() -> None:
@@ -114,7 +100,7 @@ def test_prompt_logprobs_are_reported_once_despite_a_preemption() -> None:
 
 
 @DEPTHS
-def test_the_other_sequences_of_a_request_hit_the_prompt_of_the_first(depth: int) -> None:
+def test_sequences_of_a_request_share_its_prompt(depth: int) -> None:
     world = World(depth=depth)
     sequences = world.add(11, n=4, max_tokens=5)
     world.run()
@@ -125,7 +111,7 @@ def test_the_other_sequences_of_a_request_hit_the_prompt_of_the_first(depth: int
     assert len({tuple(world.outputs[seq.key]) for seq in sequences}) > 1
 
 
-def test_without_a_cache_all_sequences_of_a_request_start_at_once() -> None:
+def test_without_a_cache_sequences_start_at_once() -> None:
     world = World(has_cache=False)
     sequences = world.add(11, n=4, max_tokens=5)
     assert len(plan(world).sequences) == 4
@@ -143,11 +129,15 @@ def test_a_common_prefix_of_new_prompts_is_computed_once(depth: int) -> None:
         world.check_output(seq)
 
 
-def test_a_sequence_does_not_wait_for_what_another_tenant_computes() -> None:
+def test_no_wait_for_other_tenants_or_short_prefixes() -> None:
     world = World(num_blocks=64, max_num_batched_tokens=100)
     for tenant in ("a", "b"):
         world.add(list(range(1, 41)), tenant=tenant)
     assert len(plan(world).sequences) == 2
+    world = World(max_num_batched_tokens=100)
+    for i in range(3):
+        world.add([*range(1, 9), *[100 + i] * 12])
+    assert len(plan(world).sequences) == 3
 
 
 def test_a_sequence_does_not_lock_blocks_that_it_has_twice() -> None:
@@ -157,13 +147,6 @@ def test_a_sequence_does_not_lock_blocks_that_it_has_twice() -> None:
     world.step()
     assert world.scheduler.num_running == 1
     assert world.cache.num_evictable == 2
-
-
-def test_a_short_common_prefix_makes_no_sequence_wait() -> None:
-    world = World(max_num_batched_tokens=100)
-    for i in range(3):
-        world.add([*range(1, 9), *[100 + i] * 12])
-    assert len(plan(world).sequences) == 3
 
 
 def test_a_clear_keeps_running_sequences_out_of_the_tree() -> None:
@@ -180,28 +163,17 @@ def test_a_clear_keeps_running_sequences_out_of_the_tree() -> None:
 
 
 @DEPTHS
-def test_the_latest_of_the_lowest_priority_is_preempted_and_resumes_by_a_hit(depth: int) -> None:
+@pytest.mark.parametrize(("priorities", "preempted"), [((0, 1), 0), ((0, 0), 1)])
+def test_the_latest_of_the_lowest_priority_is_preempted(depth: int, priorities: tuple[int, int], preempted: int) -> None:
     world = World(num_blocks=10, block_size=4, depth=depth, max_num_seqs=3)
-    (low,) = world.add(8, max_tokens=20, priority=0)
-    (high,) = world.add(8, max_tokens=20, priority=1)
+    sequences = [world.add(8, max_tokens=20, priority=priority)[0] for priority in priorities]
     world.run()
-    assert (low.num_preemptions, high.num_preemptions) == (1, 0)
+    assert [seq.num_preemptions for seq in sequences] == [int(place == preempted) for place in range(2)]
     assert world.scheduler.stats().num_preemptions == 1
     prefilled = world.scheduler.stats().prefill_tokens_computed
     assert prefilled < 16 + 20, "resuming must not compute everything anew"
-    for seq in (low, high):
+    for seq in sequences:
         world.check_output(seq)
-
-
-@DEPTHS
-def test_of_equal_priority_the_latest_gives_way(depth: int) -> None:
-    world = World(num_blocks=10, block_size=4, depth=depth)
-    (first,) = world.add(8, max_tokens=20)
-    (second,) = world.add(8, max_tokens=20)
-    world.run()
-    assert first.num_preemptions == 0 and second.num_preemptions >= 1
-    assert world.order_of_ends == ["r0", "r1"]
-    world.check_output(second)
 
 
 def test_a_preempted_sequence_waits_at_its_old_place() -> None:
@@ -216,7 +188,7 @@ def test_a_preempted_sequence_waits_at_its_old_place() -> None:
     assert world.order_of_ends == ["r0", "r1", "r2"]
 
 
-def test_nothing_is_admitted_that_would_have_to_be_preempted_at_once() -> None:
+def test_admission_avoids_immediate_preemption() -> None:
     world = World(num_blocks=12, block_size=4, max_num_seqs=4)
     for _ in range(4):
         world.add(12, max_tokens=8)

@@ -34,16 +34,13 @@ class Tally:
 class Simulation:
     """Requests keep arriving while others run; some are aborted, some have deadlines, now and then a step fails."""
 
-    def __init__(
-        self, policy: str, depth: int, *, seed: int, has_failures: bool = True, has_states: bool = False
-    ) -> None:
+    def __init__(self, policy: str, depth: int, *, seed: int, has_states: bool = False) -> None:
         self.random = random.Random(seed)
         self.world = World(
             policy=policy, depth=depth, num_blocks=80, block_size=8, max_num_seqs=24, max_num_batched_tokens=96,
             max_queue_size=MAX_WAITING, has_states=has_states,
         )  # fmt: skip
         self.tally = Tally()
-        self.has_failures = has_failures
         self._waiting: dict[Sequence, int] = {}
 
     def add(self) -> None:
@@ -69,13 +66,13 @@ class Simulation:
         world, draw = self.world, self.random
         world.now += 1.0
         self.tally.num_steps += 1
-        if self.has_failures and draw.random() < 0.05:
+        if draw.random() < 0.05:
             seq = draw.choice(self.tally.sequences)
             if draw.random() < 0.7:
                 world.scheduler.abort(seq.request.request_id)
             else:
                 world.scheduler.finish(seq)
-        if self.has_failures and draw.random() < 0.004:
+        if draw.random() < 0.004:
             self.fail()
         self._count(world.step())
 
@@ -118,8 +115,7 @@ class Simulation:
         assert stats.num_preemptions > 0 and stats.cached_logits_used > 0 and world.cache.stats().evictions > 0
         assert stats.completed_requests + stats.failed_requests + stats.aborted_requests == stats.total_requests
         assert 0.5 < stats.kv_utilization <= 1.0
-        if self.has_failures:
-            assert set(world.ends.values()) >= {"length", "stop", "abort", "error"}
+        assert set(world.ends.values()) >= {"length", "stop", "abort", "error"}
 
 
 @pytest.mark.parametrize(
