@@ -1,4 +1,4 @@
-"""The trained RWKV-7 that archerfish brings along: red if it tells no stories, or not those that the package rwkv would tell.
+"""The trained RWKV-7 that archerfish brings along: red if it tells no stories.
 
 held_out_stories.txt has the first stories that were drawn, none of which it was trained on (`scripts/train_rwkv7.py` holds out
 the first hundredth).
@@ -7,34 +7,22 @@ the first hundredth).
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from archerfish.config import HubConfig
 from archerfish.engine.llm import LLM
-from archerfish.engine.llm_engine import LLMEngine
 from archerfish.params import SamplingParams
-from archerfish.store.names import STORY_MODEL, resolve_model
+from archerfish.store.names import STORY_MODEL
 from scripts.draw_stories import read_stories
 from scripts.story_data import ANSWER, END, REQUEST
-from tests.engine.test_rwkv_engine import note_logits
 from tests.engine.tiny_rwkv import rwkv_config
-from tests.models.test_rwkv7 import load_rwkv, needs_rwkv, their_logits
 
 HELD_OUT = read_stories(Path(__file__).with_name("held_out_stories.txt"))
 REQUESTED = [{"role": "user", "content": "Tell me a story about a dog and a ball."}]
-BLINK_PARTS = {
-    "pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn.g_norm": "att.ln_x", "attn.r_proj": "att.receptance",
-    "attn.k_proj": "att.key", "attn.v_proj": "att.value", "attn.o_proj": "att.output", "ffn.key": "ffn.key",
-    "ffn.value": "ffn.value",
-}  # fmt: skip
-BLINK_TOP = {"model.embeddings": "emb", "model.norm": "ln_out", "lm_head": "head"}
 
 
 @pytest.fixture(scope="module")
@@ -45,43 +33,6 @@ def story(hub: HubConfig) -> Iterator[LLM]:
 
 def greedy(num_tokens: int = 300) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0)
-
-
-def to_blink(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As BlinkDL names and turns them, in float32."""
-    made: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        value = tensor.float()
-        block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if block is None:
-            stem, _, end = name.rpartition(".")
-            made[f"{BLINK_TOP[stem]}.{end}"] = value
-            continue
-        layer, rest = f"blocks.{block[1]}.", block[2]
-        rank = re.fullmatch(r"attn\.([wavg])_lora\.lora\.(0\.weight|2\.weight|2\.bias)", rest)
-        stem, _, end = rest.rpartition(".")
-        if rank:
-            number = {"2.bias": 0, "0.weight": 1, "2.weight": 2}[rank[2]]
-            made[f"{layer}att.{rank[1]}{number}"] = value.t().contiguous() if number else value.view(1, 1, -1)
-        elif stem in BLINK_PARTS:
-            made[f"{layer}{BLINK_PARTS[stem]}.{end}"] = value
-        else:
-            vector = rest.replace("attn.", "att.")
-            made[layer + vector] = value if vector == "att.r_k" else value.view(1, 1, -1)
-    return made
-
-
-def test_it_is_there_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    path = resolve_model("Story-RWKV7", HubConfig(cache_dir=str(tmp_path)))
-    assert path.name == STORY_MODEL
-    assert sum(file.stat().st_size for file in path.iterdir()) < 20_000_000
-    notice = (path / "NOTICE").read_text(encoding="utf-8")
-    assert all(words in notice for words in ("stories15M", "MIT License", "Copyright (c) 2023 Andrej", "Apache-2.0"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_held_out_stories_are_likely(story: LLM) -> None:
@@ -109,6 +60,7 @@ def test_greedy_text_is_a_story_that_ends(story: LLM) -> None:
 
 
 def test_a_chat_is_a_story_about_what_was_asked_for(story: LLM) -> None:
+    assert story.facts.generation_config["temperature"] == 0.8 and story.facts.end_token_ids == (END,)
     output = story.chat(REQUESTED, greedy())[0]
     tokenizer = story.get_tokenizer()
     content = REQUESTED[0]["content"]
@@ -116,25 +68,3 @@ def test_a_chat_is_a_story_about_what_was_asked_for(story: LLM) -> None:
     assert tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False) == f"<|end|>{REQUEST}{content}{ANSWER}"
     assert output.finish_reason == "stop"
     assert "dog" in output.text and "ball" in output.text and "<|" not in output.text
-
-
-def test_its_own_files_say_how_to_draw(story: LLM) -> None:
-    assert story.facts.generation_config["temperature"] == 0.8
-    assert story.facts.end_token_ids == (END,)
-
-
-@needs_rwkv
-def test_logits_equal_the_package_rwkv(tmp_path: Path, hub: HubConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prefill and of every decode after it, and of both from a state that was kept."""
-    torch.save(to_blink(load_file(resolve_model(STORY_MODEL) / "model.safetensors")), tmp_path / "story.pth")
-    theirs = load_rwkv(tmp_path / "story.pth")
-    with LLMEngine(rwkv_config(Path(STORY_MODEL)), hub=hub) as engine:
-        noted = note_logits(engine, monkeypatch)
-        for length, is_cached in ((300, False), (400, True)):
-            noted.clear()
-            output = engine.generate([HELD_OUT[1][:length]], greedy(24))[0]
-            assert (output.num_cached_tokens > 0) == is_cached
-            prompt = output.prompt_token_ids
-            expected = their_logits(theirs, prompt + output.token_ids[:-1])[len(prompt) - 1 :]
-            torch.testing.assert_close(torch.stack(noted), expected, atol=1e-4, rtol=1e-4)
-            assert output.token_ids == expected.argmax(-1).tolist()
