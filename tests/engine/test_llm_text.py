@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from archerfish import LLMEngine, SamplingParams
+from archerfish.errors import InvalidInputError
 from archerfish.store.loader import WeightLoader
 
 MODEL = "smollm2-135m-instruct"
@@ -61,6 +62,11 @@ def test_the_second_turn_of_a_chat_hits_the_first(engine: LLMEngine) -> None:
     second = engine.chat(turns, greedy(40))
     assert second.num_cached_tokens >= len(first.prompt_token_ids)
     assert "tokens came from the cache" in second.hit.explain()
+
+
+def test_an_empty_text_is_refused(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidInputError, match="empty"):
+        engine.generate("")
 
 
 @pytest.mark.slow
